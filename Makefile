@@ -1,10 +1,11 @@
 # make demo    train a small model with 4 workers and a coordinator, all on this machine
-# make test    the tests of every part and 12 seeds of the simulation, in about a quarter of an hour: while you work
-# make check   format, lint, types and all tests: what must hold before a change is merged. Beside `make test` also whole
-#              systems (marked `system`): kills at every crash point, a soak, installations, the demo, planted bugs, 300
-#              seeds of the simulation. `make --jobs=2 check` runs two of its parts side by side, in about forty
-#              minutes on two cores; `.ci/run` does that in a clean clone, on all cores, as continuous integration does.
-#              The parts are `systems`, `simulated` (whole systems in the simulation), `test`, `types` and `lint`
+# make test    the tests of every part, on all CPUs, in minutes: while you work
+# make check   what must hold before a change is merged, and what `.ci/run` runs in a clean clone: format, lint, types,
+#              `make test`, whole systems (marked `system`: kills at every crash point, several processes) and 150 seeds of
+#              the simulation. `make --jobs=2 check` runs two of its parts side by side. The parts are `test`, `systems`,
+#              `simulated`, `types` and `lint`
+# make nightly    `make check` and what takes longer (marked `nightly`): images, installations, the tutorial, the demo, planted
+#              bugs, 1000 more seeds, a soak, benchmarks in short, and `make test` with blobs in memory
 # make simulate    SEEDS=100000 simulated runs under faults, on all CPUs, with the invariants checked after every step
 # make soak    a coordinator and 6 workers under kills, slow lines and flipped bits, for MINUTES=15; as root, or without slow lines
 # make gpu     what needs a GPU, in parts that are not run again once they have passed; it fetches nothing. GPU_WHEELS=DIR has
@@ -16,6 +17,9 @@
 #
 # PYTHON=python3.12 chooses the interpreter; it must be 3.11 or newer.
 
+# Some images set it so that Python keeps no compiled modules. Each process of the tests would compile torch anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,22 +27,32 @@ BIN := $(VENV)/bin
 # compiles what it imports.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo test check systems simulated lint types simulate soak gpu screenshots docs dist clean
+.PHONY: demo test check systems simulated nightly lint types simulate soak gpu screenshots docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
 	$(BIN)/outerstep demo
 
+# One process of pytest per CPU, each with whole files: tests of a file share a coordinator.
+PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --durations=15
+
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "not system" --durations=15
+	$(PYTEST) -m "not system and not nightly"
 
-check: systems test simulated types lint
+check: systems simulated test types lint
 
+# Whole systems start several processes each, and some measure memory or hold ports: one after the other.
 systems: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m system --ignore=tests/simulation --durations=15
+	$(BIN)/python -m pytest -m "system and not nightly" --ignore=tests/simulation --durations=15
 
 simulated: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m system tests/simulation
+	$(BIN)/python -m pytest -m "system and not nightly" tests/simulation
+
+NIGHTLY_SEEDS ?= 1000
+nightly: check
+	$(BIN)/python -m pytest -m nightly --durations=30
+	$(PYTEST) -m "not system and not nightly" --blobs=memory
+	$(BIN)/python -m tests.simulation --first $$(date +%s) --seeds $(NIGHTLY_SEEDS)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check

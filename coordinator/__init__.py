@@ -1,21 +1,32 @@
-"""The coordinator: membership, rounds, aggregation and the REST interface. Imports neither torch nor the worker.
+"""The coordinator: membership, rounds, aggregation and the REST interface. It imports neither torch nor the worker.
 
-    store/      what outlives the process: files, database, tables, tokens
-    tuning/     what only makes it faster
-    screening/  what a contribution may count, by its norm and its direction (pure)
-    runs/       a run: live_run.py (in memory, and its one way to change), rounds.py (when a round closes, pure),
-                opening and closing them, units
-    workers/    what workers ask and tell: joining, leaving, assignments, accounts
-    sync/       the data plane, in the order of the data's way: contributing → aggregating → publishing → outer_state
-                and checkpointing
-    upkeep/     after a start (restoring.py), corrupt files, a full disk, a database from a backup
-    backup/     a copy of the database and of the blobs that it needs, and its way back
-    http/       what HTTP asks of every route: problems, limits, authentication, long polls
-    metrics/    what Prometheus scrapes
-    api/        the routes
-    dashboard/  the page for people, a client of those
+In the order of a request, here of a contribution:
 
-settling.py does what follows from a change, reports.py has what is shown of a run; service.py is all of it as one
-object. Who may import whom is said in
-docs/design.md and checked by tests/test_imports.py.
+    server.py, app.py   the process: uvicorn around the FastAPI application with its middleware, routes and periodic
+                        tasks
+    http/               limits on connections and bodies, authentication, problems, uploads, downloads, long polls
+    api/                the routes: each one gathers its parameters, calls a decision below, and returns the result
+    service.py          the Coordinator: all runs, tokens and threads as one object
+    workers/            joining and leaving, leases, assignments, reports
+    sync/               the data plane: contributing.py checks and stores a contribution, publishing.py averages closed
+                        fragments (aggregating.py), outer_state.py takes the outer step, checkpointing.py saves it
+    run/                a run in memory. Every change goes through `with run.change() as change:` (live_run.py);
+                        decide.py decides when a fragment closes, as a pure function
+    settling.py         what follows from a change: close fragments, open the next round, publish
+    rounds/             opening, closing and steering (pause, resume, drain, stop)
+    screening/, trust/  how much a contribution counts; the guard, held-out losses, quarantine
+    units/              which work units belong to which worker
+    store/              database, blobs, data directory, tokens
+
+Besides requests:
+
+    reports.py, round_reports.py   what the REST interface shows of a run
+    quotas.py, settings.py, logs.py
+    upkeep/             start-up, damaged files, a full disk, rollback
+    backup/             scheduled copies of the database and its blobs, and how to restore them
+    notifications/      alerts and events, sent to a webhook
+    metrics/            for Prometheus
+    dashboard/          the web page, a client of the REST interface
+
+docs/design.md says which package may import which; tests/test_imports.py checks it.
 """

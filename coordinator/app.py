@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, middleware, and the tick a few times a second."""
+"""The FastAPI application: its routes and middleware, and the periodic tasks (tick, notifications)."""
 
 import asyncio
 import logging
@@ -8,32 +8,35 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator.api import checkpoints, events, health, line_check, metrics, rounds, runs, status, tokens, workers
+from coordinator.api import checkpoints, events, rounds, runs, server, tokens, workers
 from coordinator.dashboard import serving as dashboard
-from coordinator.http import documentation
-from coordinator.http.answer_headers import AnswerHeaders
-from coordinator.http.authentication import Authenticate
-from coordinator.http.describing import describe
-from coordinator.http.gate import Gate
-from coordinator.http.head import AnswerHead
+from coordinator.http import openapi
+from coordinator.http.connection_limit import ConnectionLimit
+from coordinator.http.middleware import (
+    TELEMETRY,
+    AssignRequestId,
+    Authenticate,
+    CheckProtocol,
+    HeadAsGet,
+    ResponseHeaders,
+    TraceAttributes,
+)
 from coordinator.http.problems import answer_problems
-from coordinator.http.request_ids import Identify
-from coordinator.http.tracing import TELEMETRY, TellTrace
-from coordinator.http.versions import CheckProtocol
-from coordinator.metrics.requests import Measure
-from coordinator.metrics.server import Meter
+from coordinator.http.response_cache import Caches
+from coordinator.metrics.server import RequestMetrics, ServerMetrics
 from coordinator.service import Coordinator
 from outerstep.common import tracing
 from protocol import __version__
 
 TICK_S = 0.2
-SEND_S = 1.0  # between two looks into the outbox
+SEND_S = 1.0  # between deliveries of notifications
 
 logger = logging.getLogger(__name__)
 
 
-def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
-    """Return the application around a coordinator, which it closes when it shuts down. `gate`: its server's."""
+def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = None) -> FastAPI:
+    """Return the application around a coordinator. It closes the coordinator on shutdown. `connections`: the server's
+    limit, for metrics and status."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -50,29 +53,31 @@ def create_app(coordinator: Coordinator, gate: Gate | None = None) -> FastAPI:
     app = FastAPI(
         title="Outerstep coordinator",
         version=__version__,
-        description="One DiLoCo run over ordinary internet lines. docs/rest.md explains it. "
+        description="DiLoCo training over ordinary internet connections. docs/rest.md explains it. "
         "HEAD is answered wherever GET is.",
         lifespan=lifespan,
         telemetry=TELEMETRY,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # the library makes its redirects of the Host header, which is the client's
+        redirect_slashes=False,  # they would use the Host header, which the client controls
     )
-    app.state.coordinator, app.state.gate = coordinator, gate
-    app.state.meter = meter = Meter(coordinator, gate)
+    app.state.coordinator, app.state.connections = coordinator, connections
+    app.state.caches = Caches(lambda: coordinator.clock())
+    app.state.metrics = metrics = ServerMetrics(coordinator, connections)
     answer_problems(app)
-    describe(app)
-    for group in (runs, workers, rounds, checkpoints, events, tokens, line_check, health, status, metrics):
+    openapi.extend_schema(app)
+    for group in (runs, workers, rounds, checkpoints, events, tokens, server):
         app.include_router(group.router)
-    app.router.routes += [*documentation.routes(app), *dashboard.routes()]
+    app.router.routes += [*openapi.page_routes(app), *dashboard.routes()]
+    # The last one added is the first that a request passes.
     if tracing.is_on():
-        app.add_middleware(TellTrace)
+        app.add_middleware(TraceAttributes)
     app.add_middleware(Authenticate)
     app.add_middleware(CheckProtocol)
-    app.add_middleware(AnswerHeaders)
-    app.add_middleware(Measure, meter=meter)
-    app.add_middleware(Identify)
-    app.add_middleware(AnswerHead)
+    app.add_middleware(ResponseHeaders)
+    app.add_middleware(RequestMetrics, metrics=metrics)
+    app.add_middleware(AssignRequestId)
+    app.add_middleware(HeadAsGet)
     return app
 
 
@@ -86,6 +91,6 @@ async def _notify(coordinator: Coordinator) -> None:
     while coordinator.sender is not None:
         try:
             await coordinator.sender.deliver_due()
-        except Exception:  # nobody awaits it; the notification stays in the outbox
-            logger.exception("the sending of notifications failed")
+        except Exception:  # this task must go on; the notification stays in the outbox
+            logger.exception("the delivery of notifications failed")
         await asyncio.sleep(SEND_S)

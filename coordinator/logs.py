@@ -1,7 +1,7 @@
-"""The log: for people, or one JSON object a line; and what each line of it is about.
+"""The log: as text, or as one JSON object per line with the request, run, worker and round that a line is about.
 
-A line that is written while a request is answered is about that request: its id, and the run, the worker and the round
-in its address. Whoever logs something may say it himself, by `extra`.
+A line that is logged during a request gets the request's id, and the run, worker and round in its path. A logging call
+can name run, worker and round itself, by `extra`.
 """
 
 import json
@@ -17,8 +17,8 @@ from typing import Any
 from protocol.text import PrintableFormatter, printable, printable_json
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-RECENT = 50  # different warnings and errors that are kept
-MOST_CHARACTERS = 1000  # of one of them
+RECENT = 50  # different warnings and errors to keep
+MAX_CHARACTERS = 1000  # of one of them
 _HIDDEN = "…"
 _SECRETS = [
     (re.compile(r"\b(ostj?_|whsec_)[A-Za-z0-9+/=_-]+"), rf"\1{_HIDDEN}"),
@@ -26,15 +26,15 @@ _SECRETS = [
     (re.compile(r"://[^/\s@]+@"), f"://{_HIDDEN}@"),
     (re.compile(r"(?i)\b([a-z_-]*(?:token|secret|password|signature|credential|key))=[^&\s]+"), rf"\1={_HIDDEN}"),
 ]
-SAID = ("run", "worker", "round")  # what `extra` may say; with a run, what of the others it does not say is not known
+SUBJECT = ("run", "worker", "round")  # keys of `extra`; if it has a run, the path is ignored
 
 _request: ContextVar[tuple[str, Mapping[str, Any]] | None] = ContextVar("request", default=None)
 
 
 @contextmanager
 def about_request(request_id: str, scope: Mapping[str, Any]) -> Iterator[None]:
-    """Let what is logged within the block, on threads that it waits for too, be about this request. `scope`: where its
-    route, once it is found, leaves the values in its address."""
+    """Attribute lines that are logged within the block, also on threads that it waits for, to this request. `scope`
+    gets the path's parameters once the route is found."""
     before = _request.set((request_id, scope))
     try:
         yield
@@ -43,8 +43,8 @@ def about_request(request_id: str, scope: Mapping[str, Any]) -> Iterator[None]:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line of JSON: time, level, logger and message; where there are any also request_id, run,
-    worker, round and exception."""
+    """Formats a record as one line of JSON: time, level, logger, message; also request_id, run, worker, round and
+    exception, as far as there are any."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -61,14 +61,14 @@ class JsonFormatter(logging.Formatter):
 
 def _about(record: logging.LogRecord) -> dict[str, Any]:
     request_id, scope = _request.get() or (None, {})
-    told = vars(record) if hasattr(record, "run") else _in_address(scope)
-    found = {"request_id": request_id} | {name: told.get(name) for name in SAID}
+    subject = vars(record) if hasattr(record, "run") else _in_path(scope)
+    found = {"request_id": request_id} | {name: subject.get(name) for name in SUBJECT}
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _in_address(scope: Mapping[str, Any]) -> dict[str, Any]:
+def _in_path(scope: Mapping[str, Any]) -> dict[str, Any]:
     values = scope.get("path_params", {})
-    number = str(values.get("number", ""))  # of a round or of its state; or a word for one
+    number = str(values.get("number", ""))  # of a round or a checkpoint; may be a word, such as "latest"
     return {**values, "round": int(number) if number.isascii() and number.isdigit() else None}
 
 
@@ -79,7 +79,7 @@ FORMATS: dict[str, Callable[[], logging.Formatter]] = {
 
 
 def scrubbed(text: str, secrets: Iterable[str] = ()) -> str:
-    """Return `text` without anything that looks like a secret, and without these `secrets`."""
+    """Return `text` without anything that looks like a secret, and without `secrets`."""
     for secret in sorted((each for each in secrets if len(each) >= 4), key=len, reverse=True):
         text = text.replace(secret, _HIDDEN)
     for pattern, shown in _SECRETS:
@@ -89,7 +89,7 @@ def scrubbed(text: str, secrets: Iterable[str] = ()) -> str:
 
 @dataclass(frozen=True)
 class Logged:
-    """A warning or an error, as it was logged last at `at`; `count`: how often since the start."""
+    """A warning or an error, as last logged at `at`. `count`: how often since the start."""
 
     at: float
     level: str
@@ -99,8 +99,8 @@ class Logged:
 
 
 class RecentErrors(logging.Handler):
-    """Keeps the last RECENT different warnings and errors, without secrets. Two are the same if they come from the same
-    statement."""
+    """Keeps the last RECENT different warnings and errors, without secrets. Records of the same statement are the same
+    error."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -115,7 +115,7 @@ class RecentErrors(logging.Handler):
         message = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             message += f": {type(record.exc_info[1]).__name__}: {record.exc_info[1]}"
-        shown = printable(scrubbed(message[: 4 * MOST_CHARACTERS]))[:MOST_CHARACTERS]
+        shown = printable(scrubbed(message[: 4 * MAX_CHARACTERS]))[:MAX_CHARACTERS]
         key = record.pathname, record.lineno, record.levelname
         earlier = self._kept.pop(key, None)
         count = 1 if earlier is None else earlier.count + 1

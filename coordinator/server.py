@@ -1,5 +1,6 @@
-"""The server: uvicorn around the application, until SIGTERM or SIGINT."""
+"""The server process: uvicorn around the application, until SIGTERM or SIGINT."""
 
+import ctypes
 import gc
 import logging
 import resource
@@ -17,14 +18,13 @@ from typing import Any
 import uvicorn
 
 from coordinator.app import create_app
+from coordinator.http.connection_limit import ConnectionLimit, connection_limit
 from coordinator.http.connections import Connection
-from coordinator.http.gate import Gate, gate_of
 from coordinator.logs import FORMATS
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import Store
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.tuning.heap import keep_freed_memory
 from outerstep.common import tracing
 from outerstep.common.connections import set_congestion_control
 from protocol import __version__
@@ -39,17 +39,19 @@ logger = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """A server that prints its address when it is ready, and makes long polls answer when it shuts down."""
+    """A uvicorn server that prints its address when it is ready, and ends the long polls when it shuts down."""
 
-    def __init__(self, config: uvicorn.Config, coordinator: Coordinator, gate: Gate, address: str) -> None:
+    def __init__(
+        self, config: uvicorn.Config, coordinator: Coordinator, connections: ConnectionLimit, address: str
+    ) -> None:
         super().__init__(config)
-        self.coordinator, self.gate = coordinator, gate
+        self.coordinator, self.connections = coordinator, connections
         self._address = address
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            # In one write: whoever waits for the first line may read no further.
+            # In one write: a reader that waits for the first line may stop reading after it.
             print("\n".join(banner(self._address, self.coordinator.settings.data_dir)), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -64,18 +66,19 @@ def make_server(
     now: Callable[[], float] = time.time,
     store: Store = DirectoryBlobs,
 ) -> tuple[Server, socket.socket]:
-    """Return a server and its bound socket. OSError if the address is taken, OuterstepError if the directory is."""
-    gate = gate_of(settings)
+    """Return a server and its bound socket. Raises OSError if the address is in use, and OuterstepError if the data
+    directory is."""
+    connections = connection_limit(settings)
     listening = _listen(settings.host, settings.port)
-    logger.info("TCP's congestion control: %s", set_congestion_control(listening))
+    logger.info("TCP congestion control: %s", set_congestion_control(listening))
     try:
         coordinator = Coordinator(settings, clock=clock, now=now, store=store)
     except BaseException:
         listening.close()
         raise
-    protocol: Any = partial(Connection, gate=gate, settings=settings, tls=_tls(settings))
+    protocol: Any = partial(Connection, limit=connections, settings=settings, tls=_tls(settings))
     config = uvicorn.Config(
-        create_app(coordinator, gate),
+        create_app(coordinator, connections),
         http=protocol,
         ws="none",
         forwarded_allow_ips=settings.proxies,
@@ -87,11 +90,11 @@ def make_server(
     )
     scheme = "https" if settings.tls_certificate else "http"
     host, port = listening.getsockname()[:2]
-    return Server(config, coordinator, gate, f"{scheme}://{netloc(host, port)}"), listening
+    return Server(config, coordinator, connections, f"{scheme}://{netloc(host, port)}"), listening
 
 
 def banner(address: str, data_dir: Path) -> list[str]:
-    """Return what a ready coordinator prints: its address, and what somebody who has just started it needs."""
+    """Return the lines that a ready coordinator prints: its address, and what the operator needs next."""
     here = address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     token = data_dir.absolute() / ADMIN_TOKEN
     admin = f" --token-file {shlex.quote(str(token))}" if token.exists() else ""
@@ -99,7 +102,7 @@ def banner(address: str, data_dir: Path) -> list[str]:
         "version": __version__,
         "data": str(data_dir.absolute()),
         "dashboard": f"{here}/",
-        "admin token": str(token) if admin else "not kept here; --token-file or OUTERSTEP_TOKEN has it",
+        "admin token": str(token) if admin else "not stored here; pass it by --token-file or OUTERSTEP_TOKEN",
         "next": f"outerstep run create run.toml --url {here}{admin}",
     }
     return [
@@ -109,7 +112,7 @@ def banner(address: str, data_dir: Path) -> list[str]:
 
 
 def _tls(settings: Settings) -> ssl.SSLContext | None:
-    """Return what HTTPS is served with; None: it is not."""
+    """Return the TLS context; None if HTTPS is not served."""
     if settings.tls_certificate is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -118,7 +121,8 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bind the address. A host name means its IPv4 address if it has one; `::` accepts IPv4 too if the system can."""
+    """Bind the address. A host name resolves to its IPv4 address if it has one; `::` accepts IPv4 too if the system
+    can."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = min(found, key=lambda each: each[0] is not socket.AF_INET)
     both = host == "::" and socket.has_dualstack_ipv6()
@@ -126,26 +130,26 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def netloc(host: str, port: int) -> str:
-    """Return host and port as a URL has them: an IPv6 address in brackets."""
+    """Return HOST:PORT for a URL, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def allow_open_files() -> None:
-    """Raise the limit on open files as far as the system allows: every transfer is a socket, and while a fragment is
-    averaged the file of every contributor is open."""
+    """Raise the limit on open files as far as the system allows: every transfer needs a socket, and averaging a
+    fragment keeps every contributor's file open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:  # macOS says "unlimited", and then refuses it
-        logger.warning("no more than %d files can be open at once: %s", soft, error)
+    except (OSError, ValueError) as error:  # macOS reports "unlimited" and then rejects it
+        logger.warning("cannot raise the limit on open files above %d: %s", soft, error)
 
 
 def shorten_pauses() -> None:
-    """Let heartbeats be answered soon while threads compute and the garbage collector runs.
+    """Keep the event loop responsive (heartbeats) while threads compute and the garbage collector runs.
 
-    A thread gives up the interpreter lock after 1 ms instead of 5: the event loop needs it several times per answer. A
-    full garbage collection stops everything, for 0.2 s with a thousand workers: so it leaves out all that exists now,
-    which stays anyway, and runs a tenth as often. Little depends on it, as only cycles of objects need it to be freed.
+    A thread releases the interpreter lock after 1 ms instead of 5: the event loop needs it several times per response.
+    A full garbage collection stops everything, for 0.2 s with a thousand workers. So it skips all objects that exist
+    now, which stay anyway, and runs a tenth as often; only reference cycles depend on it.
     """
     sys.setswitchinterval(0.001)
     gc.collect()
@@ -154,27 +158,50 @@ def shorten_pauses() -> None:
 
 
 def _log(settings: Settings) -> None:
-    """Log to stderr, and to a file if there is to be one."""
+    """Log to stderr, and to `log_file` if it is set."""
     handlers: list[logging.Handler] = [logging.StreamHandler()]
     if settings.log_file is not None:
         handlers.append(logging.FileHandler(settings.log_file, encoding="utf-8"))
     for handler in handlers:
         handler.setFormatter(FORMATS[settings.log_format]())
     logging.basicConfig(level=settings.log_level.upper(), handlers=handlers, force=True)
-    logging.getLogger("alembic").setLevel(logging.WARNING)  # each of its migrations is a line otherwise
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # otherwise it logs a line per migration
 
 
 def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT. When ready, prints one line with the address on stdout."""
+    """Serve until SIGTERM or SIGINT. Prints the `banner` on stdout when it is ready."""
     _log(settings)
     logger.log(logging.INFO if COMPILED else logging.WARNING, "kernels %s", KERNELS)
     allow_open_files()
     tracing.start("outerstep-coordinator")
     server, listening = make_server(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn raises the signal again when it is done; being asked to stop and having stopped is no failure.
+        # uvicorn raises the signal again after shutdown; a requested stop must not look like a failure.
         signal.signal(number, lambda *_: None)
     shorten_pauses()
     keep_freed_memory()
     server.run(sockets=[listening])
     tracing.stop()
+
+
+# Options of glibc's mallopt (malloc.h).
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, ARENA_MAX = -1, -2, -3, -8
+ARENAS = 2
+LARGEST_KEPT = 32 << 20  # the most that glibc allows; larger blocks are returned to the system
+NEVER = (1 << 31) - 1
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep the memory that this process frees, for the next thread that allocates.
+
+    By default glibc returns large blocks to the system when they are freed and maps new ones for the next chunk or
+    fragment, which costs several times what writing to them does: their pages are cleared one page fault at a time.
+    Threads then share two heaps instead of eight per core, none of which could use what another has free. Other C
+    libraries have no such options.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(ARENA_MAX, ARENAS)
+        set_option(MMAP_THRESHOLD, LARGEST_KEPT)
+        set_option(TRIM_THRESHOLD, NEVER)
+        set_option(TOP_PAD, LARGEST_KEPT)

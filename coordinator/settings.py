@@ -13,99 +13,102 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class Settings(BaseSettings):
-    """Everything else about a run is in its run spec."""
+    """The coordinator's settings. Those of a run are in its run spec."""
 
     model_config = SettingsConfigDict(env_prefix="OUTERSTEP_COORDINATOR_", extra="forbid")
 
     data_dir: Path = Field(
-        Path("outerstep-data"), description="contributions, deltas, checkpoints, and the database unless it has a URL"
+        Path("outerstep-data"),
+        description="contributions, deltas, checkpoints, and the database unless database_url is set",
     )
     database_url: str | None = Field(
-        None, description="the database; default: SQLite, the file outerstep.db in the data directory"
+        None, description="URL of the database; default: SQLite, the file outerstep.db in the data directory"
     )
-    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all, :: for all of IPv6 too")
-    port: int = Field(8470, ge=0, le=65_535, description="port to listen on; 0 for any that is free")
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all, :: for all including IPv6")
+    port: int = Field(8470, ge=0, le=65_535, description="port to listen on; 0 for any free port")
     admin_token: SecretStr | None = Field(
         None,
         repr=False,
-        description="the first admin token, ost_ and 43 characters from a source of secrets, heeded at the first start"
-        " alone; default: one is made, and written to admin.token in the data directory",
+        description="the first admin token, ost_ and 43 random characters; used only at the first start; default: a new"
+        " token, which is written to admin.token in the data directory",
     )
-    log_file: Path | None = Field(None, description="file to which the log is appended too, beside stderr")
+    log_file: Path | None = Field(None, description="file to which the log is appended, in addition to stderr")
     tls_certificate: Path | None = Field(None, description="PEM certificate chain, to serve HTTPS without a proxy")
     tls_key: Path | None = Field(None, description="PEM private key of the certificate")
     log_format: Literal["console", "json"] = Field(
-        "console", description="lines to read, or a JSON object a line, to stderr and to the log file"
+        "console", description="log as plain lines, or as one JSON object per line; applies to stderr and the log file"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged, to stderr")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
 
     backup_dir: Path | str | None = Field(
         None,
         description="a directory, best on another disk, or a URL (s3://BUCKET/PREFIX, gs://, az://), to which the "
-        "coordinator backs itself up while it runs; default: it does not",
+        "coordinator backs itself up while it runs; default: no backups",
     )
-    backup_every_s: float = Field(3600.0, gt=0, description="seconds from one such backup to the next")
-    backup_keep: int = Field(7, ge=1, description="so many backups, the newest, stay there")
+    backup_every_s: float = Field(3600.0, gt=0, description="seconds between these backups")
+    backup_keep: int = Field(7, ge=1, description="number of backups to keep there, the newest ones")
 
     notify_url: SecretStr | None = Field(
         None,
         repr=False,
-        description="the webhook that is notified of what an operator should know, or @FILE that holds its URL; "
+        description="URL of the webhook that gets notifications for the operator, or @FILE that contains it; "
         "default: none",
     )
     notify_format: Literal["json", "slack", "discord", "ntfy"] | None = Field(
         None,
-        description="what that webhook expects; default: by its host for Slack, Discord and ntfy.sh, otherwise json",
+        description="the webhook's format; default: by its host for Slack, Discord and ntfy.sh, otherwise json",
     )
     notify_secret: SecretStr | None = Field(
         None,
         repr=False,
-        description="the secret that notifications are signed with, whsec_ and 24 to 64 bytes in base64, or @FILE that "
-        "holds it; default: they are not signed",
+        description="the secret that signs notifications, whsec_ and 24 to 64 bytes in base64, or @FILE that "
+        "contains it; default: no signature",
     )
 
-    # What anybody may take, before a token was looked at.
+    # Limits that apply before a token is checked.
     max_connections: int | None = Field(
         None,
         ge=1,
-        description="connections at once; default: 4,096, or fewer where the limit on open files is below 8,448",
+        description="connections at once; default: 4,096, or fewer if the limit on open files is below 8,448",
     )
     max_connections_per_address: int = Field(
-        512, ge=1, description="connections at once of one address, at most half of all; a worker opens up to 128"
+        512, ge=1, description="connections at once from one address, at most half of all; a worker opens up to 128"
     )
     proxies: str = Field(
         "127.0.0.1,::1",
-        description="addresses or networks, with commas, whose connections are not counted per address: proxies in "
+        description="comma-separated addresses or networks whose connections are not counted per address: proxies in "
         "front of the coordinator, which count their own clients",
     )
     max_head_bytes: int = Field(32_768, ge=1024, description="bytes of a request's line and headers")
-    max_head_lines: int = Field(100, ge=10, description="headers of a request")
+    max_head_lines: int = Field(100, ge=10, description="number of headers of a request")
     head_s: float = Field(20.0, gt=0, description="seconds that a request's line and headers may take to arrive")
     upload_idle_s: float = Field(
-        60.0, gt=0, description="a body that sends nothing for so long, or an answer that is not read, is given up"
+        60.0, gt=0, description="a body that sends nothing for this long, or a response that is not read, is given up"
     )
     min_body_bytes_per_s: float = Field(
-        512.0, ge=0, description="a body that brings fewer bytes per second, over upload_idle_s, is given up"
+        512.0, ge=0, description="a body that sends fewer bytes per second, over upload_idle_s, is given up"
     )
 
-    # What the holder of one token may take. All tokens exchanged for one join token count as one.
+    # Limits for the holder of one token. All tokens exchanged for one join token count as one.
     requests_per_s: float = Field(
         200.0,
         gt=0,
-        description="requests per second of one token, over five seconds; a listing counts as one for every ten items "
-        "that it asks for, a message as one for every 16 KiB; an admin's are not counted",
+        description="requests per second of one token, over five seconds; a listing counts as one per ten requested "
+        "items, a message as one per 16 KiB; an admin's requests are not counted",
     )
-    streams_per_token: int = Field(16, ge=1, description="streams of events at once of one token")
+    streams_per_token: int = Field(16, ge=1, description="event streams of one token at once")
     polls_per_token: int = Field(
-        16, ge=1, description="long polls at once of one token; of a member, for each thing that it waits for"
+        16, ge=1, description="long polls of one token at once; for a member, per thing that it waits for"
     )
     message_bytes_per_token: int = Field(
-        32 << 20, ge=16 << 20, description="bytes of large messages at once of one token; of all, four times as many"
+        32 << 20,
+        ge=16 << 20,
+        description="bytes of large messages of one token at once; four times as many for all tokens together",
     )
     parts_bytes_per_member: int = Field(
         4 << 30,
         ge=1,
-        description="bytes of payloads of one member that are not all there yet; one of them always may",
+        description="bytes of one member's incomplete payloads; a single one is always accepted",
     )
 
     @field_validator("admin_token")
@@ -113,8 +116,8 @@ class Settings(BaseSettings):
     def _is_a_token(cls, secret: SecretStr | None) -> SecretStr | None:
         if secret is not None and not re.fullmatch(r"ost_[A-Za-z0-9_-]{43}", secret.get_secret_value()):
             raise ValueError(
-                'a token is ost_ and 43 characters: python3 -c \'import secrets; print("ost_" + '
-                "secrets.token_urlsafe(32))' makes one"
+                'a token is ost_ and 43 characters; create one: python3 -c \'import secrets; print("ost_" + '
+                "secrets.token_urlsafe(32))'"
             )
         return secret
 
@@ -131,7 +134,7 @@ class Settings(BaseSettings):
             valid = False
         if not valid or not text.isascii() or not text.isprintable() or " " in text:
             raise ValueError(
-                "a webhook's URL begins with https:// or http:// and a host; @FILE names a file that holds it"
+                "a webhook's URL begins with https:// or http:// and a host; @FILE names a file that contains it"
             )
         return SecretStr(text)
 
@@ -147,8 +150,9 @@ class Settings(BaseSettings):
             size = 0
         if not text.startswith("whsec_") or not 24 <= size <= 64:
             raise ValueError(
-                "a signing secret is whsec_ and 24 to 64 bytes in base64: python3 -c 'import base64, secrets; "
-                'print("whsec_" + base64.b64encode(secrets.token_bytes(32)).decode())\' makes one'
+                "a signing secret is whsec_ and 24 to 64 bytes in base64; create one: python3 -c 'import base64, "
+                "secrets; "
+                'print("whsec_" + base64.b64encode(secrets.token_bytes(32)).decode())\''
             )
         return SecretStr(text)
 
@@ -167,7 +171,7 @@ class Settings(BaseSettings):
 
 
 def _read(secret: SecretStr) -> str:
-    """Return a secret that is given as itself, or as @FILE that holds it. Raises ValueError."""
+    """Return a secret that is given literally, or as @FILE that contains it. Raises ValueError."""
     text = secret.get_secret_value().strip()
     if not text.startswith("@"):
         return text

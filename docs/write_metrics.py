@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from coordinator.metrics.families import OF_RUNS, OF_THE_SERVER, Family
-from coordinator.metrics.runs import RUNS
-from coordinator.metrics.seeing import WORKERS
+from coordinator.metrics.runs import MAX_RUNS, MAX_WORKERS
 
 PAGE = Path(__file__).parent / "metrics.md"
 
@@ -30,9 +29,9 @@ and a dashboard.
 - **Values are read at the scrape**, from memory and with about ten small queries per run, on the threads that answer
   listings. A scrape holds a run's lock no longer than a listing of runs does.
 - **Unknown values have no series**, such as the age of a round that is not open. Ages are by the coordinator's clock.
-- **The number of series is bounded.** {RUNS} runs have series: active ones first, then the newest. Of each run,
-  {WORKERS} live workers have series, in the order of their names. Two metrics count those left out. Routes are those
-  of [rest.md](rest.md), whatever addresses are requested.
+- **The number of series is bounded.** {MAX_RUNS} runs have series: active ones first, then the newest. Of each run,
+  {MAX_WORKERS} live workers have series, in the order of their names. Two metrics count those left out. Routes are
+  those of [rest.md](rest.md), whatever addresses are requested.
 - **Counters** start at 0 when the coordinator starts. Those of divergences, bytes, seconds of stages and joins
   continue, because they are in the database.
 """

@@ -88,7 +88,7 @@ We ran none of these at full size; the tests run each recipe in miniature.
 - **tokens**: what all workers together train on; if that is more than the set has, in several epochs.
 - **GPU**: fp32 weights, gradients and the optimizer's state, without the activations of a micro-batch.
 - **time**: of inner steps, and of syncs that training waits for.
-- **a sync**: the bytes of one worker, up and down. **in inner steps**: the share of time that syncs leave.
+- **a sync**: the bytes of one worker, up and down. **in inner steps**: the share of the time that is not syncs.
 - **against all-reduce**: how many times as much a fp32 all-reduce after every step would move.
 
 """

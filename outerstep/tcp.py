@@ -13,7 +13,7 @@ INITIAL_WINDOW = 10  # packets
 ACK_SHARE = 0.04  # of what comes one way goes back: a packet without payload for every two that are full
 
 # What worker/line/line.py has on far lines, but with BBR: connections up at first and at most, and down for each
-# fragment; the most bytes of a part, of lines that are not so wide that way.py makes them larger.
+# fragment; the most bytes of a part, of lines that are not so wide that line.py makes them larger.
 FAR_S, UP_FIRST, UP_MOST, DOWN_EACH = 0.015, 4, 32, 8
 UP_PART_BYTES, DOWN_PART_BYTES = 1 << 18, 1 << 20
 

@@ -1,10 +1,10 @@
 """BLAKE3 digests of payloads and of outer states.
 
-A *payload digest* is BLAKE3 of the whole payload; in hexadecimal it is also the payload's ETag.
+A *payload digest* is the BLAKE3 of the whole payload; in hexadecimal it is also the payload's ETag.
 
-A *state digest* says that two replicas hold the same fragment bit for bit: BLAKE3 of the 64 bytes
-BLAKE3(θ) ‖ BLAKE3(u), where θ and the outer momentum u are little-endian fp32. Two separate hashes, so that
-both can be fed chunk by chunk in one pass over memory.
+A *state digest* is equal if two replicas hold the same fragment bit for bit: the BLAKE3 of the 64 bytes
+BLAKE3(θ) ‖ BLAKE3(u), where θ and the outer momentum u are little-endian fp32. They are hashed separately, so that both
+can be fed chunk by chunk in one pass over memory.
 """
 
 import base64
@@ -15,7 +15,7 @@ from blake3 import blake3
 
 DIGEST_BYTES = 32
 
-# Of a numpy array pass its `.data`.
+# For a numpy array, pass its `.data`.
 Buffer = bytes | bytearray | memoryview
 
 
@@ -25,7 +25,7 @@ def digest(data: Buffer) -> bytes:
 
 
 def _as_bytes(data: Buffer) -> Buffer:
-    """Return `data` as a buffer of bytes, the only kind that blake3 takes; an array's items are floats."""
+    """Return `data` as a buffer of bytes, the only kind that blake3 accepts; an array's items are floats."""
     return data.cast("B") if isinstance(data, memoryview) else data
 
 

@@ -27,13 +27,13 @@ PROBLEM_PREFIX = "urn:outerstep:problem:"
 class Remedy(StrEnum):
     """What a client does about a problem."""
 
-    RETRY = "retry"  # it sends the same again, after Retry-After or a backoff
-    ACT = "act"  # it does what the meaning says, and goes on
-    REFUSED = "refused"  # it ends: the same command would meet it again
+    RETRY = "retry"  # it resends the request after Retry-After or a backoff
+    ACT = "act"  # it does what the title says, and continues
+    REFUSED = "refused"  # it exits: retrying the same command would fail again
 
 
 class ProblemType(NamedTuple):
-    """A row of PROBLEMS: the HTTP status, what a client does about it, and a sentence that says both to people."""
+    """A row of PROBLEMS: the HTTP status, what a client does about it, and a sentence for people."""
 
     status: int
     remedy: Remedy
@@ -42,67 +42,73 @@ class ProblemType(NamedTuple):
 
 RETRY, ACT, REFUSED = Remedy
 
-# By slug. docs/rest.md lists every one (tested).
+# By slug. docs/rest.md has the same table (tested).
 PROBLEMS: dict[str, ProblemType] = {
-    "invalid-message": ProblemType(422, REFUSED, "The JSON message is malformed; mend it and send it again."),
-    "invalid-spec": ProblemType(422, REFUSED, "The run spec cannot be run; the detail names key and value."),
-    "invalid-payload": ProblemType(400, REFUSED, "The payload's bytes break the wire format; nothing was kept."),
-    "digest-mismatch": ProblemType(400, RETRY, "The bytes that arrived are not the bytes announced; send them again."),
-    "request-timeout": ProblemType(408, RETRY, "The request stalled and was given up; send it again."),
+    "invalid-message": ProblemType(422, REFUSED, "Malformed JSON message. Fix it and resend it."),
+    "invalid-spec": ProblemType(422, REFUSED, "Invalid run spec. The detail names the key and the value."),
+    "invalid-payload": ProblemType(400, REFUSED, "The payload violates the wire format. Nothing was stored."),
+    "digest-mismatch": ProblemType(400, RETRY, "The received bytes do not match the announced digest. Resend them."),
+    "request-timeout": ProblemType(408, RETRY, "The request stalled and timed out. Resend it."),
     "length-required": ProblemType(411, REFUSED, "An upload needs a Content-Length."),
-    "payload-too-large": ProblemType(413, REFUSED, "The body is larger than what is sent here can be."),
-    "head-too-large": ProblemType(431, REFUSED, "The request's line and headers are larger than any sent here."),
-    "too-many-requests": ProblemType(429, RETRY, "This token asks for more than its share; ask again when told."),
+    "payload-too-large": ProblemType(413, REFUSED, "The body exceeds the limit for this request."),
+    "head-too-large": ProblemType(431, REFUSED, "The request line and headers exceed the limit."),
+    "too-many-requests": ProblemType(
+        429, RETRY, "Rate limit exceeded for this token. Retry after the time in Retry-After."
+    ),
     "unauthorized": ProblemType(
-        401, REFUSED, "No token, an unknown, revoked or expired one, or a member token of an ended lease."
+        401, REFUSED, "The token is missing, unknown, revoked or expired, or is the member token of an ended lease."
     ),
-    "forbidden": ProblemType(403, REFUSED, "The token is valid but its scope does not allow this."),
-    "banned": ProblemType(403, REFUSED, "The operator has banned this worker from the run until it is readmitted."),
+    "forbidden": ProblemType(403, REFUSED, "The token is valid, but its scope does not allow this request."),
+    "banned": ProblemType(403, REFUSED, "This worker is banned from the run until the operator readmits it."),
     "protocol-mismatch": ProblemType(
-        409, REFUSED, "Client and coordinator are of versions that do not talk; the detail says which to change."
+        409, REFUSED, "Client and coordinator speak different protocols. The detail says which to upgrade."
     ),
-    "not-found": ProblemType(404, REFUSED, "There is nothing at this address."),
-    "method-not-allowed": ProblemType(405, REFUSED, "This address does not take this method."),
-    "not-published": ProblemType(404, ACT, "Not there yet; ask again. The detail says what is waited for."),
-    "gone": ProblemType(410, ACT, "No longer there, as the detail says; recover from the latest checkpoint."),
-    "file-lost": ProblemType(410, ACT, "The coordinator's disk has lost this file; take another checkpoint."),
-    "range-not-satisfiable": ProblemType(416, ACT, "The Range lies outside the bytes."),
+    "not-found": ProblemType(404, REFUSED, "Nothing exists at this address."),
+    "method-not-allowed": ProblemType(405, REFUSED, "This address does not support this method."),
+    "not-published": ProblemType(404, ACT, "Not available yet. The detail says what it waits for; ask again."),
+    "gone": ProblemType(410, ACT, "No longer available, as the detail says. Recover from the latest checkpoint."),
+    "file-lost": ProblemType(410, ACT, "The coordinator lost this file. Use another checkpoint."),
+    "range-not-satisfiable": ProblemType(416, ACT, "The Range is outside the file."),
     "run-exists": ProblemType(
-        409, REFUSED, "Another run has this name; a run's spec never changes. Choose a new name."
+        409, REFUSED, "Another run has this name, and a run's spec never changes. Choose a new name."
     ),
-    "run-ended": ProblemType(409, ACT, "The run is finished or stopped and takes no more work."),
+    "run-ended": ProblemType(409, ACT, "The run is finished or stopped and accepts no more work."),
     "run-draining": ProblemType(
-        409, RETRY, "The run is draining and takes no newcomers; ask again until it is paused, or goes on."
+        409, RETRY, "The run is draining and accepts no new workers. Retry until it is paused or resumed."
     ),
-    "run-not-ended": ProblemType(409, REFUSED, "Only a run that is finished or stopped can be removed."),
+    "run-not-ended": ProblemType(409, REFUSED, "Only a finished or stopped run can be removed."),
     "worker-name-taken": ProblemType(
-        409, REFUSED, "A live worker has this name; choose another, or wait for its lease."
+        409, REFUSED, "A live worker has this name. Choose another, or wait until its lease expires."
     ),
-    "rolled-back": ProblemType(409, REFUSED, "The run was rolled back meanwhile; look where it is now."),
+    "rolled-back": ProblemType(409, REFUSED, "The run was rolled back in the meantime. Check its current round first."),
     "worker-name-owned": ProblemType(
-        409, REFUSED, "This name belongs to another token; choose another, or have an operator release it."
+        409, REFUSED, "This name belongs to another token. Choose another, or ask an operator to release it."
     ),
     "model-mismatch": ProblemType(
-        409, REFUSED, "This worker's model is not the run's model; the detail says where it differs."
+        409, REFUSED, "This worker's model differs from the run's model. The detail says where."
     ),
-    "pin-mismatch": ProblemType(409, REFUSED, "The run's spec pins something else than what this worker brings."),
-    "data-mismatch": ProblemType(409, REFUSED, "This worker's training set is not the run's training set."),
-    "run-full": ProblemType(409, REFUSED, "The run has no numbers left for the units of another private training set."),
-    "state-conflict": ProblemType(409, ACT, "State 0 is seeded once, by the worker that was asked to."),
-    "round-closed": ProblemType(409, ACT, "The round closed without this contribution; carry the work into the next."),
-    "round-not-open": ProblemType(409, ACT, "The round has not opened yet."),
+    "pin-mismatch": ProblemType(409, REFUSED, "This worker's digest differs from the one pinned in the run's spec."),
+    "data-mismatch": ProblemType(409, REFUSED, "This worker's training set differs from the run's training set."),
+    "run-full": ProblemType(409, REFUSED, "The run has no unit numbers left for another private training set."),
+    "state-conflict": ProblemType(409, ACT, "State 0 is uploaded once, by the worker that was asked to seed it."),
+    "round-closed": ProblemType(
+        409, ACT, "The round closed without this contribution. Carry the work into the next round."
+    ),
+    "round-not-open": ProblemType(409, ACT, "The round is not open yet."),
     "contribution-conflict": ProblemType(
-        409, ACT, "Another contribution of this worker was already accepted; it stands."
+        409, ACT, "Another contribution of this worker was already accepted and is kept."
     ),
     "contribution-lost": ProblemType(
-        409, ACT, "The coordinator has no such contribution of this worker, or has lost it; send it again."
+        409, ACT, "The coordinator does not have this contribution, or lost it. Resend it."
     ),
-    "stale-base": ProblemType(409, ACT, "Computed against another outer state than the run's; resync, then go on."),
-    "units-not-held": ProblemType(409, ACT, "Work units that are named are not assigned to this worker."),
-    "not-asked": ProblemType(409, ACT, "Another worker was asked to evaluate this state; nothing is lost."),
-    "not-ready": ProblemType(503, RETRY, "The coordinator cannot serve just now; try again."),
-    "storage-full": ProblemType(507, RETRY, "The coordinator's disk is full; it goes on when there is room."),
-    "internal": ProblemType(500, RETRY, "A fault of the coordinator; its log has the request id."),
+    "stale-base": ProblemType(
+        409, ACT, "Computed against a different outer state than the run's. Resync, then continue."
+    ),
+    "units-not-held": ProblemType(409, ACT, "Some of the work units are not assigned to this worker."),
+    "not-asked": ProblemType(409, ACT, "Another worker was asked to evaluate this state. Nothing is lost."),
+    "not-ready": ProblemType(503, RETRY, "The coordinator is temporarily unavailable. Retry."),
+    "storage-full": ProblemType(507, RETRY, "The coordinator's disk is full. Retry until there is space."),
+    "internal": ProblemType(500, RETRY, "Internal error of the coordinator. Its log has the request id."),
 }
 
 
@@ -119,7 +125,7 @@ class LayoutError(OuterstepError):
 
 
 class CodecError(OuterstepError):
-    """Values that a codec cannot carry."""
+    """Values that a codec cannot represent."""
 
 
 class WireFault(StrEnum):
@@ -136,7 +142,7 @@ class WireFault(StrEnum):
 
 
 class WireError(OuterstepError):
-    """Bytes that are not a valid payload; `fault` is the first one that a reader meets."""
+    """Bytes that are not a valid payload. `fault` is the first one that a reader finds."""
 
     def __init__(self, fault: WireFault, message: str) -> None:
         super().__init__(fault, message)
@@ -147,7 +153,7 @@ class WireError(OuterstepError):
 
 
 class Transient(OuterstepError):
-    """A fault on the way that is worth another try; `retry_after_s` is the server's Retry-After, or None."""
+    """A failure on the way to the coordinator that can be retried. `retry_after_s`: the Retry-After header, or None."""
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
@@ -155,20 +161,20 @@ class Transient(OuterstepError):
 
 
 class UnexpectedAnswer(OuterstepError):
-    """An answer that no coordinator gives."""
+    """A response that no coordinator gives."""
 
 
 class BeyondLimits(UnexpectedAnswer):
-    """An answer that is compressed or larger than any of its kind: it is not read."""
+    """A response that is compressed or larger than any of its kind, and is not read."""
 
 
 class NoCoordinator(UnexpectedAnswer):
-    """No coordinator is at the address, or none that is trusted: another try does not help."""
+    """No coordinator is at the address, or none that is trusted: retrying does not help."""
 
 
 class NotUnderstood(UnexpectedAnswer):
-    """A coordinator's answer that this version does not understand: it speaks another protocol, or a later word of
-    this one. Where it comes once, bits may have been flipped on the way; where it comes again, it is meant."""
+    """A coordinator's response that this version does not understand: it speaks another protocol, or uses a later
+    addition to this one. If it happens once, bits may have flipped on the way; if it repeats, it is real."""
 
 
 class Problem(OuterstepError):
@@ -207,14 +213,14 @@ class Problem(OuterstepError):
 
     @classmethod
     def from_document(cls, document: dict[str, Any], *, retry_after_s: float | None = None) -> "Problem":
-        """Return the problem of a received document. Raises KeyError for one that is not a coordinator's."""
+        """Return the problem in a received document. Raises KeyError if it is not a coordinator's."""
         slug = str(document["type"]).removeprefix(PROBLEM_PREFIX)
         known = {"type", "title", "status", "detail"}
         members = {key: value for key, value in document.items() if key not in known}
         return cls(slug, printable(str(document["detail"])), retry_after_s=retry_after_s, **members)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What pickle makes it of, between the processes of one worker."""
+        """Support pickling, between the processes of one worker."""
         return partial(Problem, retry_after_s=self.retry_after_s, **self.members), (self.slug, self.detail)
 
     def __str__(self) -> str:

@@ -1,9 +1,9 @@
 """Fragments: how a model's trainable tensors become a few fp32 vectors of about equal length.
 
-The trainable tensors, in the model's own order or strided, form one long vector, which is cut into nearly equal parts;
-where all are sent together, the last of these is halved again and again. So a big embedding is cut, small tensors are
-packed together, and a fragment is an ordered list of slices. Every participant computes the same layout from the same
-tensors; tied tensors are listed once.
+The trainable tensors, in model order or strided, form one long vector, which is cut into nearly equal parts. If all
+fragments are sent together, the last part is halved repeatedly. So a large embedding is cut, small tensors are packed
+together, and a fragment is an ordered list of slices. Every participant computes the same layout from the same tensors.
+Tied tensors are listed once.
 """
 
 import re
@@ -16,10 +16,10 @@ from protocol.digest import digest
 from protocol.errors import LayoutError
 
 MAX_FRAGMENTS = 1 << 16
-# The last fragment's delta cannot come down while something else goes up. So it is small, though not so small that
-# round trips would count for more than its bytes.
+# While the last fragment's delta is downloaded, nothing else is uploaded. So the last fragment is small, but large
+# enough that its bytes take longer than a round trip.
 LAST_ELEMENTS = 1 << 19
-# Of a stranger's model: products of numbers without bound are no shape, and cannot even be told in a refusal.
+# Bounded because a client's shapes are untrusted: products of unbounded numbers cannot even be printed in an error.
 Dimension = Annotated[int, Field(gt=-(1 << 60), lt=1 << 60)]
 
 
@@ -77,11 +77,11 @@ class Layout(_Strict):
 def plan_fragments(
     tensors: list[TensorSpec], fragment_elements: int, *, strided: bool = False, taper: bool = True
 ) -> Layout:
-    """Cut `tensors` into fragments of at most `fragment_elements` elements, as `cut` says.
+    """Cut `tensors` into fragments of at most `fragment_elements` elements; see `cut`.
 
-    `strided`: a fragment has layers that are far apart, as Streaming DiLoCo prefers them (arXiv 2501.18512, figure 4).
+    `strided`: a fragment has layers that are far apart, as Streaming DiLoCo does (arXiv 2501.18512, figure 4).
 
-    Raises LayoutError for no tensors, a negative dimension, a name that occurs twice or more than MAX_FRAGMENTS.
+    Raises LayoutError for no elements, a negative dimension, a duplicate name, or more than MAX_FRAGMENTS fragments.
     """
     seen: set[str] = set()
     for tensor in tensors:
@@ -97,12 +97,12 @@ def plan_fragments(
     count = -(-total // fragment_elements)
     if count > MAX_FRAGMENTS:
         raise LayoutError(
-            f"{total} trainable elements are {count} fragments of {fragment_elements}, at most {MAX_FRAGMENTS} are "
-            f"allowed; raise sync.fragment_elements"
+            f"{total} trainable elements make {count} fragments of {fragment_elements}; at most {MAX_FRAGMENTS} are "
+            "allowed. Increase sync.fragment_elements"
         )
     bounds = cut(total, fragment_elements, taper=taper)
     fragments: list[list[Slice]] = [[] for _ in bounds[1:]]
-    p, position = 0, 0  # position: of the tensor's first element in the long vector
+    p, position = 0, 0  # position: index of the tensor's first element in the long vector
     for index in _strided(tensors, count) if strided else range(len(tensors)):
         tensor, start = tensors[index], 0
         while start < tensor.elements:
@@ -116,10 +116,10 @@ def plan_fragments(
 
 
 def _strided(tensors: list[TensorSpec], count: int) -> list[int]:
-    """Return the numbers of the tensors, those of the layers 0, count, 2·count, … first, then those of 1, count + 1, …
+    """Return the tensors' indices, those of layers 0, count, 2·count, … first, then those of 1, count + 1, …
 
-    A tensor's layer is the first number in its name. Tensors without one come first if they precede all layers in the
-    model (embedding), else last (head).
+    A tensor's layer is the first number in its name. Tensors without a number come first if they precede all layers in
+    the model (embedding), otherwise last (head).
     """
     layers = [re.search(r"\.(\d+)\.", tensor.name) for tensor in tensors]
     numbered = [index for index, layer in enumerate(layers) if layer]
@@ -137,10 +137,10 @@ def _strided(tensors: list[TensorSpec], count: int) -> list[int]:
 
 
 def cut(total: int, fragment_elements: int, *, taper: bool = True) -> list[int]:
-    """Return the bounds of the fragments of one long vector of `total` > 0 elements, from 0 to `total`.
+    """Return the fragments' bounds in one long vector of `total` > 0 elements, from 0 to `total`.
 
-    The fewest parts of at most `fragment_elements` elements, nearly equal in size; then, to `taper`, the last of them
-    into halves, the last half again, and so on while the halves have LAST_ELEMENTS elements or more.
+    The vector is cut into the fewest parts of at most `fragment_elements` elements, nearly equal in size. With `taper`
+    the last part is halved, then its last half, and so on while the halves have at least LAST_ELEMENTS elements.
     """
     count = -(-total // fragment_elements)
     bounds = [total * p // count for p in range(count)]
@@ -150,14 +150,14 @@ def cut(total: int, fragment_elements: int, *, taper: bool = True) -> list[int]:
 
 
 def first_difference(ours: list[TensorSpec], theirs: list[TensorSpec]) -> str | None:
-    """Return a sentence on the first tensor by which another model differs from the run's; None if none does."""
+    """Return how another model's tensors differ from the run's, naming the first; None if they are the same."""
     run, other = ({tensor.name: tensor for tensor in tensors} for tensors in (ours, theirs))
     missing = [tensor for name, tensor in run.items() if name not in other]
     added = [tensor for name, tensor in other.items() if name not in run]
     if missing:
         return f"the run's trained tensor {missing[0].name} {missing[0].shape} is missing{_and_more(missing)}"
     if added:
-        return f"its trained tensor {added[0].name} {added[0].shape} is none of the run's{_and_more(added)}"
+        return f"its trained tensor {added[0].name} {added[0].shape} is not in the run{_and_more(added)}"
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a.name != b.name:
             return f"its tensors are in another order: tensor {index} is {b.name}, the run's is {a.name}"

@@ -1,11 +1,11 @@
 /* The block codecs int8 and int4 and the outer step, each in one pass over memory where numpy makes five to eight.
  *
- * Specified by protocol/codecs/blocks.py, int8.py, int4.py and protocol/outer_step.py: the same bits, whatever the input.
- * So every fp32 operation here is one of theirs, rounded once and in their order; the compiler must neither fuse nor
- * reorder them, which is what the flags in setup.py are for. Loops are plain C that compilers vectorise.
+ * Specified by protocol/codecs/blocks.py, int8.py, int4.py and protocol/outer_step.py: the same bits for every input.
+ * So every fp32 operation here is one of theirs, rounded once and in their order. The flags in setup.py keep the compiler
+ * from fusing or reordering them. Loops are plain C that compilers vectorise.
  *
- * Functions take buffers and look at type, contiguity, alignment and lengths before they touch memory, and run without
- * the GIL. kernels.pyi says what they are.
+ * Functions take buffers, check type, contiguity, alignment and lengths before they touch memory, and run without the
+ * GIL. kernels.pyi has their signatures.
  */
 
 #define Py_LIMITED_API 0x030B0000
@@ -30,7 +30,7 @@
 #define MIN_SCALE_BITS 0x0080u /* 2^-126 as bf16 */
 #define MAX_SCALE_BITS 0x7B80u /* 2^120 as bf16 */
 
-/* A loop is written once and, on x86-64, compiled for two generations of CPUs, so that one binary serves them all. */
+/* Each loop is written once and, on x86-64, compiled for two generations of CPUs, so that one binary runs on all. */
 #ifdef __GNUC__
 #define LOOP static inline __attribute__((always_inline))
 #else
@@ -61,22 +61,22 @@ LOOP Py_ssize_t blocks_of(Py_ssize_t n)
     return n / BLOCK + (n % BLOCK != 0);
 }
 
-/* Scale j of those at the beginning of an encoded chunk. */
+/* Scale j at the beginning of an encoded chunk. */
 LOOP float scale_at(const uint8_t *data, Py_ssize_t j)
 {
     return float_of((uint32_t)data[2 * j] << 16 | (uint32_t)data[2 * j + 1] << 24);
 }
 
-/* The code of x: rint(x * inverse), ties to even. Next to 1.5 * 2^23 the numbers are 1 apart, so that the addition rounds
- * to a whole number, which stands in the lowest bits: this holds to 2^22, and codes are at most 127. */
+/* The code of x: rint(x * inverse), ties to even. Near 1.5 * 2^23, fp32 numbers are 1 apart, so the addition rounds to an
+ * integer in the lowest bits. This holds up to 2^22, and codes are at most 127. */
 LOOP uint8_t code_of(float x, float inverse)
 {
     return (uint8_t)bits_of(x * inverse + 12582912.0f);
 }
 
-/* Ask for the values of the block after the next; beyond their end it does nothing. Encoding what comes from memory is a
- * third faster for it: reading each block twice does not look like a stream to the CPU. */
-LOOP void ask_for_more(const float *x)
+/* Prefetch the block after the next; beyond the end it does nothing. This makes encoding from memory a third faster,
+ * because the CPU does not recognise reading each block twice as a stream. */
+LOOP void prefetch_block(const float *x)
 {
 #ifdef __GNUC__
     for (uintptr_t line = 0; line < BLOCK * sizeof(float); line += 64)
@@ -86,11 +86,11 @@ LOOP void ask_for_more(const float *x)
 #endif
 }
 
-/* The scale of k <= BLOCK values, written to data[2j]; false where none can carry them. */
+/* Write the scale of k <= BLOCK values to data[2j]. Return false if no scale can represent them. */
 LOOP bool put_scale(const float *restrict x, Py_ssize_t k, float most, uint8_t *restrict data, Py_ssize_t j, float *scale)
 {
-    ask_for_more(x);
-    int32_t largest = 0; /* bit patterns of magnitudes are ordered as they are, infinity and then NaN at the end */
+    prefetch_block(x);
+    int32_t largest = 0; /* bit patterns are ordered like the magnitudes, infinity and then NaN last */
     for (Py_ssize_t i = 0; i < k; i++) {
         int32_t magnitude = (int32_t)(bits_of(x[i]) & 0x7FFFFFFF);
         largest = magnitude > largest ? magnitude : largest;
@@ -100,7 +100,7 @@ LOOP bool put_scale(const float *restrict x, Py_ssize_t k, float most, uint8_t *
     data[2 * j] = (uint8_t)bits;
     data[2 * j + 1] = (uint8_t)(bits >> 8);
     *scale = float_of(bits << 16);
-    return bits <= MAX_SCALE_BITS; /* of infinity and NaN they are more */
+    return bits <= MAX_SCALE_BITS; /* for infinity and NaN they are larger */
 }
 
 LOOP bool int8_encode_loop(const float *restrict x, Py_ssize_t n, uint8_t *restrict data)
@@ -140,19 +140,19 @@ LOOP bool int4_encode_loop(const float *restrict x, Py_ssize_t n, uint8_t *restr
 /* Where the bits of a code are in its byte. */
 enum place { WHOLE, LOWER, UPPER };
 
-/* What becomes of the values q * s. */
+/* What to do with the values q * s. */
 enum operation { DECODE, ACCUMULATE, STEP };
 
-/* `values` are what is decoded, the sum, or theta. */
+/* `values`: the output of DECODE, the sum of ACCUMULATE, or theta of STEP. */
 struct operands {
-    float *values, *momentum; /* momentum, rate and beta are of STEP */
-    float weight;             /* of ACCUMULATE */
+    float *values, *momentum; /* momentum, rate and beta: for STEP */
+    float weight;             /* for ACCUMULATE */
     float rate, beta;
 };
 
 LOOP float number(uint8_t code, enum place place)
 {
-    int32_t high = (int32_t)((uint32_t)code << (place == LOWER ? 28 : 24)); /* to the upper end, with its sign */
+    int32_t high = (int32_t)((uint32_t)code << (place == LOWER ? 28 : 24)); /* to the top bits, with its sign */
     return (float)(high >> (place == WHOLE ? 24 : 28));
 }
 
@@ -167,7 +167,7 @@ LOOP void step_value(float *theta, float *momentum, float delta, float rate, flo
     *theta = *theta - t;
 }
 
-/* The operation on k values from number `start` on, that share the scale. */
+/* Apply the operation to k values from index `start` on, which share the scale. */
 LOOP void run(const uint8_t *restrict codes, Py_ssize_t k, enum place place, float scale, enum operation operation,
               struct operands on, Py_ssize_t start)
 {
@@ -186,11 +186,11 @@ LOOP void run(const uint8_t *restrict codes, Py_ssize_t k, enum place place, flo
     }
 }
 
-/* All n values of an encoded chunk, block by block. */
+/* Apply the operation to all n values of an encoded chunk, block by block. */
 LOOP void each_block(const uint8_t *restrict data, Py_ssize_t n, bool int4, enum operation operation, struct operands on)
 {
     const uint8_t *restrict codes = data + 2 * blocks_of(n);
-    Py_ssize_t h = int4 ? n / 2 + n % 2 : n; /* from here on, codes are in the upper halves */
+    Py_ssize_t h = int4 ? n / 2 + n % 2 : n; /* codes from index h on are in the upper half-bytes */
     for (Py_ssize_t start = 0; start < n; start += BLOCK) {
         Py_ssize_t end = least(start + BLOCK, n), i = start;
         float scale = scale_at(data, start / BLOCK);
@@ -224,7 +224,7 @@ struct generation {
     void (*outer_step)(float *theta, float *momentum, const float *delta, Py_ssize_t n, float rate, float beta);
 };
 
-/* The loops of one codec, and then all of them, for one generation of CPUs. */
+/* The loops of one codec, then of all codecs, for one generation of CPUs. */
 #define CODEC(CODEC, IS_INT4, GENERATION, TARGET)                                                                       \
     TARGET static bool CODEC##_encode_##GENERATION(const float *x, Py_ssize_t n, uint8_t *data)                        \
     {                                                                                                                  \
@@ -263,7 +263,7 @@ GENERATION(avx2, __attribute__((target("avx2"))))
 #endif
 GENERATION(baseline, )
 
-/* Those that this CPU runs, the fastest first, and the one in use. */
+/* The generations that this CPU supports, fastest first, and the one in use. */
 static const struct generation *generations[2], *kernels;
 static int generations_count;
 
@@ -285,8 +285,8 @@ static void release(Py_buffer *views, int count)
         PyBuffer_Release(&views[--count]);
 }
 
-/* The memory of the vectors, one for each letter of `types`: f float32, u uint8, in capitals if it is written to. It is
- * held until `release`. */
+/* Get the buffers of the vectors, one per letter of `types`: f float32, u uint8, upper case if it is written to. They
+ * are held until `release`. */
 static bool get_vectors(PyObject *const *objects, const char *types, Py_buffer *views)
 {
     for (int i = 0; types[i] != 0; i++) {

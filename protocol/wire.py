@@ -37,8 +37,8 @@ MAX_UNIT_RANGES = 1 << 16
 MAX_CONTRIBUTORS = 10_000
 MAX_MAP_KEYS = 32
 ZSTD_LEVEL = 1
-# Contributions are kept so far below the end of fp32 that no mean of them can leave what every codec carries: otherwise
-# one worker whose training exploded could make a round that nobody can encode.
+# Far below the fp32 maximum, so that every codec can represent any mean of contributions. Otherwise one worker whose
+# training diverged could make a round that cannot be encoded.
 MAX_CONTRIBUTED = 2.0**100
 MAX_FINITE = float(np.finfo(np.float32).max)
 
@@ -52,12 +52,12 @@ UnitRange = Annotated[list[Index], Field(min_length=2, max_length=2)]
 
 
 class _Strict(BaseModel):
-    # Lists fail fast: a hostile header may hold a million faults, and collecting them took gigabytes.
+    # Lists fail fast: collecting a million errors in a hostile header took gigabytes.
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
 class Contributor(_Strict):
-    """A worker whose contribution is in a delta, its weight before normalisation, and how much of that counts."""
+    """A worker whose contribution is in a delta: its weight before normalisation, and the factor applied to it."""
 
     worker: Annotated[str, Field(max_length=64)]
     tokens: Index
@@ -75,13 +75,13 @@ class _Header(_Strict):
 
 
 class ContributionHeader(_Header):
-    """One worker's pseudo-gradient of one fragment. `base` is the state digest that it was computed against;
-    `units` are the half-open ranges of work units that it was trained on; `loss` is the mean training loss, nats
-    per token, None where nobody has told it; `norm` the L2 norm of the fragment's pseudo-gradient before encoding.
+    """One worker's pseudo-gradient of one fragment. `base`: the state digest that it was computed against; `units`:
+    half-open ranges of the work units that it was trained on; `loss`: the mean training loss in nats per token, None
+    if not reported; `norm`: the L2 norm of the fragment's pseudo-gradient before encoding.
 
-    `carried` are the earlier rounds, ascending, whose late work is in it, less the deltas that those rounds published,
-    times `carried_share`; `tokens`, its weight in the mean, are those of its own round, while `units` has the carried
-    ones as well."""
+    `carried`: earlier rounds, ascending, whose late work is included, minus the deltas that those rounds published,
+    times `carried_share`. `tokens`, its weight in the mean, counts only its own round, while `units` includes the
+    carried ones."""
 
     kind: Literal["contribution"] = "contribution"
     worker: Annotated[str, Field(max_length=64)]
@@ -131,7 +131,7 @@ _zstd = _Zstd()
 
 
 def chunk_sizes(elements: int, chunk_elements: int) -> Iterator[int]:
-    """Return the elements of each chunk: all full but the last."""
+    """Yield the number of elements of each chunk. All chunks are full except the last."""
     for start in range(0, elements, chunk_elements):
         yield min(chunk_elements, elements - start)
 
@@ -143,13 +143,13 @@ def max_payload_bytes(codec: str, elements: int) -> int:
 
 
 def max_payloads_bytes(codec: str, payloads: int, elements: int) -> int:
-    """Return an upper bound of the bytes of so many payloads that have so many elements together."""
+    """Return an upper bound of the total bytes of this many payloads with this many elements in total."""
     chunks = payloads + elements // CHUNK_ELEMENTS
     return payloads * (PREFIX.size + MAX_HEADER_BYTES) + chunks * CODECS[codec].size(CHUNK_ELEMENTS)
 
 
 def pack_frame(raw: U8, *, zstd: bool) -> Buffer:
-    """Return the frame of one encoded chunk: compressed if that is wanted and shorter, raw otherwise."""
+    """Return the frame of one encoded chunk: compressed if `zstd` is set and it gets shorter, otherwise raw."""
     if zstd:
         packed = _zstd.compressor.compress(raw.data)
         if len(packed) < len(raw):
@@ -158,7 +158,7 @@ def pack_frame(raw: U8, *, zstd: bool) -> Buffer:
 
 
 def pack_frames(values: F32, codec: Codec, *, zstd: bool, chunk_elements: int = CHUNK_ELEMENTS) -> list[Buffer]:
-    """Encode float32[n] into frames. Raises CodecError for values that the codec cannot carry."""
+    """Encode float32[n] into frames. Raises CodecError for values that the codec cannot represent."""
     frames: list[Buffer] = []
     for start in range(0, len(values), chunk_elements):
         chunk = values[start : start + chunk_elements]
@@ -169,7 +169,7 @@ def pack_frames(values: F32, codec: Codec, *, zstd: bool, chunk_elements: int = 
 
 
 def pack_header(header: Header) -> bytes:
-    """Return prefix and header: everything of a payload that precedes its frames."""
+    """Return prefix and header: the part of a payload before its frames."""
     body: bytes = msgpack.packb(header.model_dump(), use_bin_type=True)
     if len(body) > MAX_HEADER_BYTES:
         raise WireError(WireFault.LENGTH, f"the header has {len(body)} bytes, at most {MAX_HEADER_BYTES} are allowed")
@@ -177,10 +177,10 @@ def pack_header(header: Header) -> bytes:
 
 
 class Payload:
-    """A payload, read through `read_at(offset, length)` so that it need not lie in memory.
+    """A payload, read through `read_at(offset, length)` so that it need not be in memory.
 
-    Opening it checks prefix, header and every length against `total_bytes`; no frame is read or decompressed before
-    it is asked for. Raises WireError if the bytes break the format.
+    The constructor checks prefix, header and every length against `total_bytes`; frames are read and decompressed only
+    on request. Raises WireError if the bytes violate the format.
     """
 
     def __init__(self, read_at: Callable[[int, int], Buffer], total_bytes: int) -> None:
@@ -201,12 +201,12 @@ class Payload:
             if length > self.codec.size(n):
                 raise WireError(
                     WireFault.FRAMES,
-                    f"frame {index} has {length} bytes, at most {self.codec.size(n)} hold {n} elements",
+                    f"frame {index} has {length} bytes, but {n} elements need at most {self.codec.size(n)}",
                 )
         if frames_start + sum(frame_bytes) != total_bytes:
             raise WireError(
                 WireFault.LENGTH,
-                f"the header describes {frames_start + sum(frame_bytes)} bytes, {total_bytes} are there",
+                f"the header describes {frames_start + sum(frame_bytes)} bytes, but the payload has {total_bytes}",
             )
         self.offsets = [frames_start]
         for length in frame_bytes[:-1]:
@@ -218,7 +218,7 @@ class Payload:
         return cls(lambda offset, length: view[offset : offset + length], len(view))
 
     def chunk(self, index: int) -> U8:
-        """Return chunk `index` in encoded form, uint8[codec.size(n)]; decompressed if it was sent compressed."""
+        """Return chunk `index` in encoded form, uint8[codec.size(n)], decompressed if necessary."""
         length, raw_bytes = self.header.frame_bytes[index], self.codec.size(self.chunks[index])
         frame = self._read_at(self.offsets[index], length)
         if len(frame) != length:
@@ -229,11 +229,11 @@ class Payload:
 
     @property
     def limit(self) -> float:
-        """The largest magnitude that a value of this payload may have."""
+        """The largest magnitude that is allowed for a value of this payload."""
         return MAX_CONTRIBUTED if self.header.kind == "contribution" else MAX_FINITE
 
     def check(self) -> None:
-        """Read every frame; raise WireError unless all of them decode to finite values."""
+        """Read every frame. Raises WireError unless all values are finite and within `limit`."""
         for index, n in enumerate(self.chunks):
             self.codec.check(self.chunk(index), n, self.limit)
 
@@ -255,7 +255,7 @@ def _read_header(read_at: Callable[[int, int], Buffer], total_bytes: int) -> tup
         raise WireError(WireFault.VERSION, f"payload version {version} is not supported, only {VERSION} is")
     if header_bytes > min(MAX_HEADER_BYTES, total_bytes - PREFIX.size):
         raise WireError(
-            WireFault.LENGTH, f"the header claims {header_bytes} bytes; more than are there or than are allowed"
+            WireFault.LENGTH, f"the header claims {header_bytes} bytes, more than the payload has or than are allowed"
         )
     try:
         document = msgpack.unpackb(
@@ -279,27 +279,27 @@ def _read_header(read_at: Callable[[int, int], Buffer], total_bytes: int) -> tup
 
 
 def _map(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a map of the header. Raises WireError for a key that occurs twice: readers would choose differently."""
+    """Return a map of the header. Raises WireError for a duplicate key, which readers would resolve differently."""
     document = dict(pairs)
     if len(document) < len(pairs):
         keys = [key for key, _ in pairs]
         raise WireError(
-            WireFault.HEADER, f"header key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one map"
+            WireFault.HEADER, f"header key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one map"
         )
     return document
 
 
 def _decompress(frame: Buffer, raw_bytes: int, index: int) -> bytes:
-    """Decompress a zstd frame that must declare exactly `raw_bytes`: checked before memory is allocated."""
+    """Decompress a zstd frame that must declare exactly `raw_bytes`, which is checked before memory is allocated."""
     try:
         declared = zstandard.frame_content_size(frame)
         if declared != raw_bytes:
             raise WireError(
-                WireFault.ZSTD, f"frame {index} declares {declared} bytes of content, its chunk has {raw_bytes}"
+                WireFault.ZSTD, f"frame {index} declares {declared} bytes of content, but its chunk has {raw_bytes}"
             )
         raw = _zstd.decompressor.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WireError(WireFault.ZSTD, f"frame {index} is not a valid zstd frame: {error}") from error
     if len(raw) != raw_bytes:
-        raise WireError(WireFault.ZSTD, f"frame {index} has {len(raw)} bytes of content, its chunk has {raw_bytes}")
+        raise WireError(WireFault.ZSTD, f"frame {index} has {len(raw)} bytes of content, but its chunk has {raw_bytes}")
     return raw

@@ -31,9 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole systems take longer, above all beside other work, before a hang may be suspected."""
+    """Allow whole systems more time before a hang is suspected: they take longer, above all on a busy machine."""
     for item in items:
-        if item.get_closest_marker("system") and not item.get_closest_marker("timeout"):
+        whole = item.get_closest_marker("system") or item.get_closest_marker("nightly")
+        if whole and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
 
 

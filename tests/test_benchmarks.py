@@ -61,7 +61,7 @@ def test_preparing_is_measured_beside_datasets_where_that_is_installed() -> None
     assert (report["ratio"] is not None) == there
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_loop_of_a_worker_is_compared_with_a_bare_one() -> None:
     command = [sys.executable, "-m", "benchmarks.loop", "--quick", "--json"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -78,7 +78,7 @@ def test_the_loop_of_a_worker_is_compared_with_a_bare_one() -> None:
     assert "tokens/s" in done.stdout
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_loop_of_several_processes_is_compared_with_a_bare_one_of_as_many() -> None:
     command = [sys.executable, "-m", "benchmarks.loop", "--quick", "--json", "--ranks", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -91,7 +91,7 @@ def test_the_loop_of_several_processes_is_compared_with_a_bare_one_of_as_many() 
         assert 0 < each["quartiles"][0] <= each["ratio"] <= each["quartiles"][1]
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_hostile_workers_are_compared_with_honest_ones() -> None:
     """At a size at which losses say nothing: who counted, and that a run which cannot go on is told as one."""
     command = [sys.executable, "-m", "benchmarks.robust", "--quick", "--json", "--attacks", "x1e6,zeros"]
@@ -110,7 +110,7 @@ def test_hostile_workers_are_compared_with_honest_ones() -> None:
     assert set(report["times_s"]["int8"]) == {"screened", "clipped", "mean", "trimmed", "median", "checked", "found"}
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_workers_train_while_their_coordinator_is_attacked() -> None:
     """For a few seconds, which say nothing about speed: that each attack is made, refused, and over with its row."""
     names = ["join of a million objects", "4 readers of 1,000 rounds", "1,100 idle connections"]
@@ -164,7 +164,7 @@ def test_turns_leave_out_the_sync_and_compare_with_the_bare_segments_around(monk
     assert turns.ratios("wall") == turns.ratios("cpu") == [1.5 / 20, 2.5 / 20, 4.5 / 20, 5.5 / 20]
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_small_crowd_goes_through_its_rounds() -> None:
     with coordinator_process() as running:
         report = asyncio.run(measure(running, workers=8, round_s=0.5, viewers=3, pages=True))

@@ -102,6 +102,7 @@ def test_a_worker_starts_without_the_coordinators_libraries(tmp_path: Path) -> N
         assert process.wait(30) in (0, 75)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("installed", "asked"), [("coordinator", "worker"), ("worker", "coordinator")])
 def test_the_missing_extra_is_named(installed: str, asked: str) -> None:
     arguments = ["worker", "http://127.0.0.1:9", "--run", "r", "--token", "t"] if asked == "worker" else ["coordinator"]

@@ -48,9 +48,9 @@ PACKAGE_IMPORTS: dict[str, set[str]] = {
 # The layers of a package, lowest first: a subpackage or module imports only from itself and from the layers before it.
 LAYERS: dict[str, list[str]] = {
     "coordinator": [
-        *("settings", "logs", "sharing", "store", "callers", "tuning", "screening"),
+        *("settings", "logs", "store", "quotas", "screening"),
         *("run", "units", "trust", "rounds", "workers", "sync", "settling", "upkeep", "backup"),
-        *("round_reports", "reports", "notifications", "service", "server_status"),
+        *("round_reports", "reports", "notifications", "service"),
         *("http", "metrics", "api", "dashboard", "app", "server"),
     ],
     "worker": [
@@ -83,6 +83,7 @@ def imported_by(code: str, *arguments: str) -> set[str]:
     return set(done.stderr.split())
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_package_and_all_its_modules(name: str) -> None:
     modules = imported_by(IMPORT_ALL.format(name=name))
@@ -90,6 +91,7 @@ def test_a_package_and_all_its_modules(name: str) -> None:
     assert sorted(modules.intersection(PACKAGES[name])) == []
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("statement", STATEMENTS)
 def test_a_statement(statement: str) -> None:
     assert sorted(imported_by(statement).intersection(STATEMENTS[statement])) == []
@@ -120,6 +122,7 @@ def test_the_list_of_commands_is_quick() -> None:
     assert [each for each in modules if each.startswith("outerstep.cli.")] == []
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "command",
     [
@@ -147,6 +150,7 @@ else:
     assert sorted(imported_by(code).intersection(TORCH)) == []
 
 
+@pytest.mark.system
 def test_diloco_comes_lazily() -> None:
     imported_by("from outerstep import DiLoCoOptimizer as D; assert D.__module__ == 'worker.diloco_optimizer'")
     modules = imported_by("from outerstep import DiLoCo; assert DiLoCo.__module__ == 'worker.diloco'")

@@ -112,7 +112,7 @@ def without_metadata(names: Iterable[str]) -> set[str]:
     return {name for name in names if not re.search(r"(\.dist-info|\.egg-info)/|/$", name)}
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_wheel_is_for_every_python_and_old_linuxes_and_holds_all_that_is_in_the_packages(
     released: tuple[Path, Path],
 ) -> None:
@@ -133,7 +133,7 @@ def test_the_wheel_is_for_every_python_and_old_linuxes_and_holds_all_that_is_in_
     assert metadata.description_content_type == "text/markdown"
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_the_sdist_is_what_a_wheel_is_built_from_and_no_more(released: tuple[Path, Path]) -> None:
     with tarfile.open(released[0]) as sdist:
         names = without_metadata(member.name for member in sdist.getmembers() if member.isfile())
@@ -142,7 +142,7 @@ def test_the_sdist_is_what_a_wheel_is_built_from_and_no_more(released: tuple[Pat
     assert held == files_of_the_packages() | building
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.timeout(900)  # it installs torch
 def test_each_side_installs_alone_and_they_train_together(outside: Path, released: tuple[Path, Path]) -> None:
     sdist, wheel = released

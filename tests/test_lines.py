@@ -203,7 +203,7 @@ def carried_up(line: Line, sent: bytes) -> bytes:
     return received
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.parametrize("tcp", ["cubic", "bbr"])
 @pytest.mark.parametrize("mbit", [10, 100, 500])
 def test_bytes_arrive_whole_at_no_more_than_the_rate(mbit: int, tcp: str) -> None:
@@ -231,7 +231,7 @@ def line_buffers() -> int:
     return 2 * (MTU + FRAMING)
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_round_trip_takes_as_long_as_said_between_two_lines_twice() -> None:
     """As the kernels themselves see it, which put it into TCP_INFO: the least of all their samples."""
     listen = "s = socket.create_server((sys.argv[1], 4000))\nprint(flush=True)\nc, _ = s.accept()\nc.recv(1)\n"
@@ -282,7 +282,7 @@ def fared(before: Count, after: Count) -> int:
     return sum(getattr(after, fate) - getattr(before, fate) for fate in ("packets", "lost", "dropped"))
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_every_packet_is_passed_lost_or_dropped_and_the_same_ones_again_with_the_same_seed() -> None:
     shape, arrived = Shape(1000, 1000, 0.01, loss=0.05), []
     for seed in (7, 7, 8):
@@ -296,7 +296,7 @@ def test_every_packet_is_passed_lost_or_dropped_and_the_same_ones_again_with_the
     assert arrived[0] == arrived[1] != arrived[2]
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_full_queue_drops_the_rest_and_holds_what_it_says() -> None:
     shape = Shape(1, 0.1)  # a packet takes 0.12 s: the queue has its room before the first is through
     room = shape.queue_bytes(shape.down_mbit)
@@ -311,7 +311,7 @@ def test_a_full_queue_drops_the_rest_and_holds_what_it_says() -> None:
     assert arrived[: 20_000 // 1538] == list(range(20_000 // 1538))
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_line_that_is_gone_for_a_while_loses_all_and_comes_back() -> None:
     shape = Shape(10, 10, 0.02)
     sent = os.urandom(500_000)
@@ -328,7 +328,7 @@ def test_a_line_that_is_gone_for_a_while_loses_all_and_comes_back() -> None:
         assert line.count()[1].lost == gone.lost
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_lines_end_with_their_parent_and_leave_nothing(tmp_path: Path) -> None:
     """kill -9: not even then."""
     code = "import sys, time\nfrom harness.lines import Shape, slow_lines\n"
@@ -346,7 +346,7 @@ def test_lines_end_with_their_parent_and_leave_nothing(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_wrong_order_is_told_of_with_what_the_program_said() -> None:
     with far(["w"], Shape(10, 10)) as (line,), pytest.raises(RuntimeError, match="line: no such order: count 7"):
         line.program.order("count 7")

@@ -140,6 +140,7 @@ def test_the_compose_file_is_one() -> None:
     assert not validator.is_valid(mistyped)
 
 
+@pytest.mark.system
 def test_the_compose_file() -> None:
     document = compose()
     services = document["services"]

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from benchmarks.peers import deltas
 from benchmarks.peers.comparison import Row, compared, missing_row, own_rows, peer_row, table
-from benchmarks.peers.environments import REQUIREMENTS, Unavailable
-from benchmarks.peers.running import run
+from benchmarks.peers.environments import REQUIREMENTS, Unavailable, run
 
 ROOT = Path(__file__).parents[1]
 PEERS = ["flower", "hivemind", "torchft"]
@@ -134,7 +133,7 @@ def test_the_mean_is_of_all_workers() -> None:
     assert deltas.relative_error(exact[:1], exact) == float("inf")
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_without_a_registry_the_rest_is_measured(tmp_path: Path) -> None:
     """The command itself; pip may look nowhere, so nothing is downloaded."""
     environment = os.environ | {

@@ -97,7 +97,7 @@ def test_every_spec_on_the_pages_is_one() -> None:
 
 
 @pytest.mark.system
-def test_a_run_of_your_own_goes_as_the_readme_says(tmp_path: Path) -> None:
+def test_a_run_works_as_the_readme_says(tmp_path: Path) -> None:
     _, serve, create, join = blocks("sh")
     toml, _ = blocks("toml")
     for long, short in SMALL.items():
@@ -146,6 +146,7 @@ def own_loop_with_a_loader() -> str:
     return "from torch.utils.data import DataLoader\n" + head.replace("with DiLoCo", f"{data}with DiLoCo") + looped
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("written", [own_loop, own_loop_with_a_loader])
 def test_the_script_in_the_readme_trains(tmp_path: Path, written: Callable[[], str]) -> None:
     spec = blocks("toml")[1].replace("rounds = 100", "rounds = 3").replace("inner_steps = 100", "inner_steps = 5")

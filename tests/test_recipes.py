@@ -201,7 +201,7 @@ assert "`square`" in page
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    for side in (*SIDES, "benchmarks"):
+    for side in (*SIDES, "harness"):
         shutil.copytree(ROOT / side, tmp_path / side, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
@@ -225,6 +225,7 @@ def run(copy: Path, code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.system
 def test_one_file_on_each_side_and_one_line(copy: Path) -> None:
     (copy / "protocol" / "codecs" / "big_endian.py").write_text(REFERENCE)
     (copy / "worker" / "codecs" / "big_endian.py").write_text(IN_TORCH)
@@ -233,6 +234,7 @@ def test_one_file_on_each_side_and_one_line(copy: Path) -> None:
     run(copy, USE_OF_THE_CODEC)
 
 
+@pytest.mark.system
 def test_a_function_a_line_and_a_value_of_the_spec(copy: Path) -> None:
     """A run that asks for the rule gets it."""
     edit(copy / "coordinator/sync/aggregating.py", "AGGREGATORS: dict[str, Aggregator] = {\n", MAJORITY)
@@ -240,6 +242,7 @@ def test_a_function_a_line_and_a_value_of_the_spec(copy: Path) -> None:
     run(copy, USE_OF_THE_RULE)
 
 
+@pytest.mark.system
 def test_a_function_and_a_line_are_an_inner_optimizer(copy: Path) -> None:
     """And a schedule, with a value of the spec."""
     edit(copy / "worker/inner/optimizers.py", "\n\n_BY_NAME =", ADAGRAD)

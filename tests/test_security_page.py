@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.http import receiving
+from coordinator.http import uploads
 from coordinator.run import step_rates
 from coordinator.screening import judging
 from coordinator.settings import Settings
@@ -25,7 +25,7 @@ LINKS_OF = ["docs/security.md", "SECURITY.md"]
 MODELS = (Settings, SyncSpec, GuardSpec, RetentionSpec)
 MODULES = (
     *(judging, evaluating, quarantine, checking, guard, step_rates, verdicts, messages),
-    *(receiving, assembling, data_directory),
+    *(uploads, assembling, data_directory),
 )
 # Values in attacks, which are no limits.
 CLAIMED = {"inner_steps_per_second", "carried", "factory", "aggregation", "weights_only"}

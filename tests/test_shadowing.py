@@ -54,6 +54,7 @@ def test_the_script_itself_may_be_the_file(tmp_path: Path) -> None:
     assert f"{script} hides the package `worker` of Outerstep" in done.stderr
 
 
+@pytest.mark.system
 def test_what_a_script_does_not_need_is_not_in_its_way(tmp_path: Path) -> None:
     """A worker imports nothing of the coordinator; and a directory without __init__.py hides nothing."""
     (tmp_path / "my_training.py").write_text(TRAIN)
@@ -64,6 +65,7 @@ def test_what_a_script_does_not_need_is_not_in_its_way(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

@@ -47,6 +47,7 @@ def container(manifest: str) -> dict[str, Any]:
     return dict(only)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", UNITS)
 def test_a_unit_is_not_started_again_after_what_is_so_the_next_time_too(name: str) -> None:
     settings = settings_of(UNITS[name])

@@ -199,6 +199,7 @@ print(tracing.start("s"), "opentelemetry.sdk" in sys.modules, len(create_app(Non
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("environment", "printed", "said"),
     [

@@ -290,6 +290,7 @@ def test_a_worker_that_is_told_to_do_what_it_does_not_know_ends_with_a_sentence(
 # --- the data directory -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_a_data_directory_of_a_later_schema_is_refused_and_left_alone(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data"):
         pass

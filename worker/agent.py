@@ -24,7 +24,7 @@ from worker.alone import train_alone
 from worker.box import Box, check_suited, set_up
 from worker.diloco import DiLoCo
 from worker.errors import BoxError, DataError, ModelError, NotAllowed, StateDirBusy, Stopped
-from worker.inner.micro_batch import is_out_of_memory, memory_told
+from worker.inner.micro_batch import is_out_of_memory, memory_error_of
 from worker.joining.checkpoints import initial_parameters
 from worker.link.client import Client, open_http
 from worker.link.worker_token import with_worker_token
@@ -121,7 +121,7 @@ def _ended(
         return Exit.RETRY
     except Exception as error:
         if is_out_of_memory(error):
-            told = memory_told(error) or "no more is available"
+            told = memory_error_of(error) or "no more is available"
             log.error("not enough memory: %s; try --parameters bf16, or several GPUs (--gpus N)", told)
             return Exit.REFUSED
         log.exception("unexpected error; restarting this worker resumes its work")

@@ -17,17 +17,14 @@ from worker.data.fetching.shards import CacheSettings
 from worker.data.opening import open_training_set
 from worker.data.training_set import TrainingSet
 from worker.errors import BoxError, DataError
-from worker.inner.checkpointing import checkpoint_activations
-from worker.inner.compiling import compile_model
+from worker.inner.data_parallel import choose_mode, distribute, replica_budget, shard
 from worker.inner.evaluation import evaluate
-from worker.inner.flops import flops_per_token
-from worker.inner.head import find_head
-from worker.inner.loss import Loss
+from worker.inner.execution import checkpoint_activations, compile_model, flops_per_token
+from worker.inner.loss import Loss, find_head
 from worker.inner.micro_batch import MicroBatches, choose_micro_batch
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.precision import Precision, cast_parameters, loss_scaler, precision_on
 from worker.inner.schedules import Schedule
-from worker.inner.spreading import choose_mode, replica_room, shard, spread
 from worker.inner.step import InnerStep
 from worker.models.building import build_model, check_vocabulary
 from worker.ranks import ALONE, Ranks
@@ -82,7 +79,7 @@ def set_up(
     mode, reasons = None, []
     if ranks.size > 1:
         elements = sum(each.numel() for each in model.parameters())
-        mode, why = choose_mode(elements, replica_room(device), settings.mode)
+        mode, why = choose_mode(elements, replica_budget(device), settings.mode)
         reasons.append(why)
     if mode == "fsdp" and (settings.compile or precision == "fp16"):
         wrong = "--compile" if settings.compile else "--precision fp16"
@@ -106,7 +103,7 @@ def set_up(
     if mode == "fsdp":
         shard(model)
     if mode is not None:
-        loss = spread(loss, mode, device)
+        loss = distribute(loss, mode, device)
     optimizers = build_inner_optimizers(model, spec.inner)
     sizes, why = _micro_batches(spec, settings, model, loss, device, ranks.size)
     reasons.append(why)

@@ -52,8 +52,8 @@ from worker.rounds.exchange import Exchange
 from worker.rounds.rounds import Rounds
 from worker.rounds.training import InnerSteps, Training, round_seed
 from worker.script.hooks import InUse, StepHooks
-from worker.script.loader import UnitSampler, unit_batches
-from worker.script.optimizers import FirstUnits, RunSchedules, reported_by, usable_optimizers
+from worker.script.loader import FirstUnits, UnitSampler, unit_batches
+from worker.script.optimizers import RunSchedules, reported_by, usable_optimizers
 from worker.settings import script_settings
 from worker.state.fragments import Fragments
 from worker.state.optimizer_state import ScheduleFreePoints
@@ -216,7 +216,7 @@ class DiLoCo:
         diloco._surroundings = [logging_to_stderr(level), stop_on_signals(client.stop)]
         return diloco
 
-    # --- what a training loop uses ------------------------------------------------------------------------------------
+    # --- what a training loop uses --------------------------------------------------------------------------------
 
     @property
     def has_joined(self) -> bool:

@@ -1,2 +1,2 @@
-"""The REST interface: a file per group of addresses in docs/rest.md. A route says who may call it and how large its
-body may be."""
+"""The REST interface: one file per group of paths in docs/rest.md. Each route declares who may call it and how large a
+body it accepts."""

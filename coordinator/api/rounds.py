@@ -1,4 +1,4 @@
-"""Rounds: inspect them, contribute to them, fetch their deltas."""
+"""Rounds: list and inspect them, contribute to them, download their deltas."""
 
 from functools import partial
 from typing import Annotated
@@ -19,22 +19,22 @@ from coordinator.http.access import (
     Service,
     layout_with,
 )
-from coordinator.http.describing import (
-    ASKS_FOR_BYTES_OR_WAITS,
-    IMMUTABLE_OR_WAITED,
-    OF_A_CHANGE,
-    OF_A_RUN,
-    OF_AN_UPLOAD,
-    PART,
-    UPLOADS,
-    Answers,
-    refusing,
+from coordinator.http.bodies import MESSAGE_BYTES, LimitedRoute, max_body
+from coordinator.http.downloads import blob_response, memory_response
+from coordinator.http.long_polls import poll, preferred_wait_s
+from coordinator.http.openapi import (
+    BLOB_OR_WAIT_RESPONSES,
+    PART_RESPONSE,
+    RANGE_AND_WAIT_PARAMETERS,
+    RUN_PROBLEMS,
+    UPLOAD_PARAMETERS,
+    UPLOAD_PROBLEMS,
+    WRITE_PROBLEMS,
+    Responses,
+    problem_responses,
 )
-from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
-from coordinator.http.receiving import Received, part_taken, received
-from coordinator.http.sending import blob, blob_in_memory
-from coordinator.http.telling import told
-from coordinator.http.waiting import poll, preferred_wait_s
+from coordinator.http.response_cache import cached_response
+from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
 from coordinator.run.live_run import LiveRun
 from coordinator.run.waiters import delta_of
 from coordinator.sync import contributing, delta_status
@@ -47,7 +47,7 @@ from protocol.wire import max_payload_bytes, max_payloads_bytes
 
 router = APIRouter(prefix="/v1/runs/{run}/rounds", tags=["rounds"], route_class=LimitedRoute)
 
-_OF_A_CONTRIBUTION = (
+_CONTRIBUTION_PROBLEMS = (
     "round-closed",
     "round-not-open",
     "run-ended",
@@ -56,40 +56,40 @@ _OF_A_CONTRIBUTION = (
     "units-not-held",
     "not-ready",
 )
-_OF_A_DELTA = ("not-published", "run-ended", "round-not-open", "contribution-lost", "gone", "range-not-satisfiable")
-_SAME_AGAIN: Answers = {"200": {"model": ContributionReply, "description": "It was accepted before."}, **PART}
+_DELTA_PROBLEMS = ("not-published", "run-ended", "round-not-open", "contribution-lost", "gone", "range-not-satisfiable")
+_REPEATED: Responses = {"200": {"model": ContributionReply, "description": "It was already accepted."}, **PART_RESPONSE}
 
 
-@router.get("", response_model=Page[RoundInfo], responses=refusing(*OF_A_RUN))
+@router.get("", response_model=Page[RoundInfo], responses=problem_responses(*RUN_PROBLEMS))
 async def list_rounds(
     http: Request,
     run: ReadableRun,
     limit: Items,
     after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None,
 ) -> Response:
-    """The rounds, newest first."""
-    return await told(http, round_reports.rounds, run, limit, after)
+    """List the rounds, newest first."""
+    return await cached_response(http, round_reports.rounds, run, limit, after)
 
 
-@router.get("/{number}", response_model=RoundDetail, responses=refusing(*OF_A_RUN))
+@router.get("/{number}", response_model=RoundDetail, responses=problem_responses(*RUN_PROBLEMS))
 async def get_round(
     http: Request,
     run: ReadableRun,
     _: Detail,
     number: Annotated[str, Path(pattern=r"^(current|\d{1,18})$")],
 ) -> Response:
-    """One round and its fragments; `current` is the open one, or the next where none is open."""
-    return await told(http, round_reports.round_detail, run, None if number == "current" else int(number))
+    """Show a round and its fragments; `current` is the open round, or the next one if none is open."""
+    return await cached_response(http, round_reports.round_detail, run, None if number == "current" else int(number))
 
 
 @router.put(
     "/{number}/evaluation",
     status_code=204,
-    responses=refusing(*OF_A_RUN, "round-not-open", "not-asked", *OF_A_CHANGE),
+    responses=problem_responses(*RUN_PROBLEMS, "round-not-open", "not-asked", *WRITE_PROBLEMS),
 )
-@takes_up_to(MESSAGE_BYTES)
+@max_body(MESSAGE_BYTES)
 def report_evaluation(run: ReadableRun, number: Number, report: EvaluationReport, worker: AnyMember) -> Response:
-    """The held-out loss of the state before round `number`."""
+    """Report the held-out loss of the state before round `number`."""
     evaluating.record_evaluation(run, worker, number, report)
     return Response(status_code=204)
 
@@ -98,10 +98,10 @@ def report_evaluation(run: ReadableRun, number: Number, report: EvaluationReport
     "/{number}/fragments/{fragment}/contributions/{worker}",
     status_code=201,
     response_model=ContributionReply,
-    responses=_SAME_AGAIN | refusing(*OF_A_RUN, *OF_AN_UPLOAD, *_OF_A_CONTRIBUTION),
-    openapi_extra=UPLOADS,
+    responses=_REPEATED | problem_responses(*RUN_PROBLEMS, *UPLOAD_PROBLEMS, *_CONTRIBUTION_PROBLEMS),
+    openapi_extra=UPLOAD_PARAMETERS,
 )
-@takes_up_to(None)
+@max_body(None)
 async def contribute(
     http: Request,
     response: Response,
@@ -111,28 +111,28 @@ async def contribute(
     worker: PathName,
     service: Service,
 ) -> ContributionReply | Response:
-    """Upload a contribution, whole or in parts. The same one again answers 200."""
+    """Upload a contribution, whole or in parts. Repeating it answers 200."""
     layout = layout_with(run, fragment)
     limit = max_payload_bytes(run.spec.sync.upload_codec, layout.elements[fragment])
     round_bytes = max_payloads_bytes(run.spec.sync.upload_codec, len(layout.fragments), layout.total_elements)
-    async with received(http, service, limit, round_bytes, service.room) as arrived:
-        reply = await run_in_threadpool(_accept, run, layout, worker, number, fragment, arrived)
+    async with receive_upload(http, service, limit, round_bytes, service.memory) as upload:
+        reply = await run_in_threadpool(_accept, run, layout, worker, number, fragment, upload)
     if isinstance(reply, PartReply):
-        return part_taken(reply)
+        return part_response(reply)
     if not reply.created:
         response.status_code = 200
     return reply
 
 
 def _accept(
-    run: LiveRun, layout: Layout, worker: str, number: int, fragment: int, arrived: Received
+    run: LiveRun, layout: Layout, worker: str, number: int, fragment: int, upload: ReceivedUpload
 ) -> ContributionReply | PartReply:
-    leases.check_lease(run, worker)  # it may have ended, or been ended, while the body came
-    found = arrived.complete()
+    leases.check_lease(run, worker)  # it may have ended while the body arrived
+    found = upload.complete()
     if isinstance(found, PartReply):
-        assert arrived.part is not None
-        accepted = contributing.accept_part(run, worker, number, fragment, arrived.part.digest)
-        arrived.over = accepted is not None
+        assert upload.part is not None
+        accepted = contributing.accept_part(run, worker, number, fragment, upload.part.digest)
+        upload.finished = accepted is not None
         return accepted or found
     return contributing.accept(run, layout, worker, number, fragment, found)
 
@@ -140,8 +140,8 @@ def _accept(
 @router.get(
     "/{number}/fragments/{fragment}/delta",
     response_class=Response,
-    responses=IMMUTABLE_OR_WAITED | refusing(*OF_A_RUN, *_OF_A_DELTA),
-    openapi_extra=ASKS_FOR_BYTES_OR_WAITS,
+    responses=BLOB_OR_WAIT_RESPONSES | problem_responses(*RUN_PROBLEMS, *_DELTA_PROBLEMS),
+    openapi_extra=RANGE_AND_WAIT_PARAMETERS,
 )
 async def get_delta(
     http: Request,
@@ -150,24 +150,24 @@ async def get_delta(
     fragment: Number,
     caller: Caller,
     service: Service,
-    early: Annotated[bool, Query(description="A member's own contribution is on its way.")] = False,
+    early: Annotated[bool, Query(description="A member is still uploading its own contribution.")] = False,
 ) -> Response:
-    """The averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
+    """Download the averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
     layout_with(run, fragment)
 
-    asked = run, number, fragment, caller.member, early
-    from_memory, under_lock = partial(delta_status.from_memory, *asked), partial(delta_status.under_lock, *asked)
+    query = run, number, fragment, caller.member, early
+    from_memory, under_lock = partial(delta_status.from_memory, *query), partial(delta_status.under_lock, *query)
     wait_s = preferred_wait_s(http)
     found = await poll(service, caller, run.name, delta_of(fragment), wait_s, from_memory, under_lock)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
-    # Only those of the last round: an older delta may still be in memory though the retention rule has deleted it.
-    recent = run.context.room.delta(found) if (number, fragment) in run.outer.deltas else None
+    # The last round's deltas only: an older one may still be in memory although the retention rule has deleted it.
+    recent = run.context.memory.delta(found) if (number, fragment) in run.outer.deltas else None
     if recent is not None:
-        return blob_in_memory(http, recent, found)
+        return memory_response(http, recent, found)
     return await run_in_threadpool(_stored_delta, http, run, number, fragment, found)
 
 
 def _stored_delta(http: Request, run: LiveRun, number: int, fragment: int, digest: bytes) -> Response:
     stored = reports.stored_delta(run, number, fragment, digest)
-    return blob(http, run.blobs, stored, partial(reports.missing_delta, run, number, fragment))
+    return blob_response(http, run.blobs, stored, partial(reports.missing_delta, run, number, fragment))

@@ -1,4 +1,4 @@
-"""Runs: create, list, inspect, pause, resume, drain, stop, roll back, remove; and the work units."""
+"""Runs: create, list, inspect, pause, resume, drain, stop, roll back, remove; and their work units."""
 
 from typing import Annotated
 
@@ -17,9 +17,9 @@ from coordinator.http.access import (
     ReadableRun,
     Service,
 )
-from coordinator.http.describing import OF_A_CHANGE, OF_A_RUN, Answers, refusing
-from coordinator.http.limits import MESSAGE_BYTES, LimitedRoute, takes_up_to
-from coordinator.http.telling import told
+from coordinator.http.bodies import MESSAGE_BYTES, LimitedRoute, max_body
+from coordinator.http.openapi import RUN_PROBLEMS, WRITE_PROBLEMS, Responses, problem_responses
+from coordinator.http.response_cache import cached_response
 from coordinator.rounds import steering
 from coordinator.service import Coordinator
 from coordinator.units import epochs
@@ -31,19 +31,19 @@ router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=LimitedRoute)
 
 _TOML = {"application/toml": {"schema": {"type": "string"}}}
 _TOML_BODY = {"requestBody": {"required": True, "content": _TOML}}
-_SPEC: Answers = {"200": {"content": _TOML}}
-_SAME_AGAIN: Answers = {"200": {"model": RunDetail, "description": "The same spec exists already."}}
+_SPEC: Responses = {"200": {"content": _TOML}}
+_REPEATED: Responses = {"200": {"model": RunDetail, "description": "A run with the same spec exists."}}
 
 
 @router.post(
     "",
     status_code=201,
-    responses=_SAME_AGAIN | refusing("forbidden", "invalid-spec", "run-exists", *OF_A_CHANGE),
+    responses=_REPEATED | problem_responses("forbidden", "invalid-spec", "run-exists", *WRITE_PROBLEMS),
     openapi_extra=_TOML_BODY,
 )
-@takes_up_to(MAX_SPEC_BYTES)
+@max_body(MAX_SPEC_BYTES)
 async def create_run(request: Request, response: Response, service: Service, _: Admin, by: By) -> RunDetail:
-    """Create a run from a TOML spec. The same spec again answers 200 and changes nothing."""
+    """Create a run from a TOML spec. Repeating it with the same spec answers 200 and changes nothing."""
     try:
         text = (await request.body()).decode()
     except UnicodeDecodeError as error:
@@ -54,12 +54,12 @@ async def create_run(request: Request, response: Response, service: Service, _: 
     return await run_in_threadpool(reports.run_detail, run)
 
 
-@router.get("", response_model=Page[RunInfo], responses=refusing())
+@router.get("", response_model=Page[RunInfo], responses=problem_responses())
 async def list_runs(
     http: Request, service: Service, caller: Caller, limit: Items, after: Annotated[str | None, Query()] = None
 ) -> Response:
-    """The runs, by name."""
-    return await told(http, _runs, service, caller.run, limit, after)
+    """List the runs, by name."""
+    return await cached_response(http, _runs, service, caller.run, limit, after)
 
 
 def _runs(service: Coordinator, only: str | None, limit: int, after: str | None) -> Page[RunInfo]:
@@ -68,52 +68,54 @@ def _runs(service: Coordinator, only: str | None, limit: int, after: str | None)
     return Page(items=items, next=items[-1].name if len(runs) > limit else None)
 
 
-@router.get("/{run}", response_model=RunDetail, responses=refusing(*OF_A_RUN))
+@router.get("/{run}", response_model=RunDetail, responses=problem_responses(*RUN_PROBLEMS))
 async def get_run(http: Request, run: ReadableRun, _: Detail) -> Response:
-    """State, reason, round, counts, and the parsed spec."""
-    return await told(http, reports.run_detail, run)
+    """Show a run: state, reason, round, counts, and the parsed spec."""
+    return await cached_response(http, reports.run_detail, run)
 
 
-@router.get("/{run}/spec", response_class=Response, responses=_SPEC | refusing(*OF_A_RUN))
+@router.get("/{run}/spec", response_class=Response, responses=_SPEC | problem_responses(*RUN_PROBLEMS))
 def get_spec(run: ReadableRun) -> Response:
-    """The spec, byte for byte as it was given."""
+    """Download the spec, byte for byte as it was uploaded."""
     return Response(reports.spec_toml(run), media_type="application/toml")
 
 
-@router.get("/{run}/units", response_model=Page[EpochInfo], responses=refusing(*OF_A_RUN))
+@router.get("/{run}/units", response_model=Page[EpochInfo], responses=problem_responses(*RUN_PROBLEMS))
 async def list_epochs(
     http: Request, run: ReadableRun, limit: Items, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
 ) -> Response:
-    """The work units of each epoch that was begun, newest first."""
-    return await told(http, epochs.epochs, run, limit, after)
+    """List the work units of each epoch that has begun, newest first."""
+    return await cached_response(http, epochs.epochs, run, limit, after)
 
 
-@router.get("/{run}/units/ranges", response_model=Page[UnitRangeInfo], responses=refusing(*OF_A_RUN))
+@router.get("/{run}/units/ranges", response_model=Page[UnitRangeInfo], responses=problem_responses(*RUN_PROBLEMS))
 async def list_unit_ranges(
     http: Request, run: ReadableRun, limit: Items, after: Annotated[int, Query(ge=0, lt=1 << 63)] = 0
 ) -> Response:
-    """What became of the work units from number `after` on, in their order."""
-    return await told(http, epochs.unit_ranges, run, limit, after)
+    """List ranges of work units and their states, from number `after` on."""
+    return await cached_response(http, epochs.unit_ranges, run, limit, after)
 
 
-@router.patch("/{run}", responses=refusing(*OF_A_RUN, "run-ended", *OF_A_CHANGE))
-@takes_up_to(MESSAGE_BYTES)
+@router.patch("/{run}", responses=problem_responses(*RUN_PROBLEMS, "run-ended", *WRITE_PROBLEMS))
+@max_body(MESSAGE_BYTES)
 def change_run(run: OperatorOfRun, change: RunChange, by: By) -> RunDetail:
-    """Pause, resume, drain or stop."""
+    """Pause, resume, drain or stop a run."""
     steering.change_state(run, RunState(change.state), by)
     return reports.run_detail(run)
 
 
-@router.post("/{run}/rollback", responses=refusing(*OF_A_RUN, "rolled-back", "not-ready", *OF_A_CHANGE))
-@takes_up_to(MESSAGE_BYTES)
+@router.post("/{run}/rollback", responses=problem_responses(*RUN_PROBLEMS, "rolled-back", "not-ready", *WRITE_PROBLEMS))
+@max_body(MESSAGE_BYTES)
 def roll_back(run: OperatorOfRun, order: RollBack, service: Service, by: By) -> RunDetail:
-    """Go back to a checkpoint, without some workers if they are named. All workers join again."""
+    """Roll a run back to a checkpoint, if wanted without the named workers. All workers rejoin."""
     service.roll_back(run, order, by)
     return reports.run_detail(run)
 
 
-@router.delete("/{run}", status_code=204, responses=refusing(*OF_A_RUN, "run-not-ended", "not-ready", *OF_A_CHANGE))
+@router.delete(
+    "/{run}", status_code=204, responses=problem_responses(*RUN_PROBLEMS, "run-not-ended", "not-ready", *WRITE_PROBLEMS)
+)
 def remove_run(run: AdminOfRun, service: Service, by: By) -> Response:
-    """Remove a run that has ended, with its files and the tokens that are for it alone."""
+    """Remove a run that has ended, with its files and the tokens for it."""
     service.remove_run(run.name, by)
     return Response(status_code=204)

@@ -1,4 +1,4 @@
-"""The page for people, at `/`: plain files (page/) and the library of its charts, and how they are served.
+"""The dashboard at `/`: its static files (page/) and how they are served (serving.py).
 
-It is a client of the REST interface like any other: it holds nothing, and without a token it shows nothing.
+It is a client of the REST interface like any other. It stores nothing, and shows nothing without a token.
 """

@@ -1,6 +1,18 @@
-"""The routes of the dashboard. They need no token, for there is nothing in them that is not in the package."""
+"""The dashboard's files, and the routes that serve them. They need no token, as they contain nothing but the package's
+own files.
 
+The address of a page file contains a digest of all page files; the address of the charts library contains its version.
+So browsers can cache both forever, and a newer page uses other addresses.
+"""
+
+import gzip
+import hashlib
+import importlib.metadata
+import importlib.util
 import re
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
 
 from fastapi.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -8,11 +20,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from coordinator.dashboard import assets
-from coordinator.dashboard.assets import Asset
-
-# What a page from here may do: load from here, ask here. The library of charts sets the style of elements that it has
-# made as an attribute; nothing that came from anybody else gets there.
+PAGE = Path(__file__).parent / "page"
+CHARTS = "plotly"  # the Python package that contains the charts library, and the library's name
+TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+# A page may load from and connect to this server alone. The charts library sets style attributes on its own elements;
+# no foreign text gets there.
 POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -33,7 +50,82 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Vary": "Accept, Accept-Encoding",
 }
-FOR_GOOD, ASK_AGAIN = "public, max-age=31536000, immutable", "no-cache"
+CACHE_FOREVER, REVALIDATE = "public, max-age=31536000, immutable", "no-cache"
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asset:
+    """A file as it is served. `immutable`: its address always has the same bytes."""
+
+    content: bytes
+    media_type: str
+    immutable: bool
+
+    @cached_property
+    def etag(self) -> str:
+        return f'"{hashlib.sha256(self.content).hexdigest()[:32]}"'
+
+    @cached_property
+    def compressed(self) -> bytes:
+        return gzip.compress(self.content, 6, mtime=0)
+
+
+@cache
+def page_files() -> dict[str, bytes]:
+    """Return the page's files, by name."""
+    return {path.name: path.read_bytes() for path in sorted(PAGE.iterdir()) if path.suffix in TYPES}
+
+
+@cache
+def version() -> str:
+    """Return the digest of all page files, which is part of their address."""
+    summed = hashlib.sha256()
+    for name, content in page_files().items():
+        summed.update(f"{name} {len(content)}\n".encode() + content)
+    return summed.hexdigest()[:16]
+
+
+@cache
+def charts_path() -> str:
+    """Return the path of the charts library, relative to /dashboard/."""
+    return f"{CHARTS}/{importlib.metadata.version(CHARTS)}/{CHARTS}.min.js"
+
+
+@cache
+def index() -> Asset:
+    """Return index.html with the addresses of all other files."""
+    files = f"dashboard/{version()}"
+    # Otherwise a browser discovers modules one import after another, each a round trip later.
+    modules = [f'<link rel="modulepreload" href="{files}/{name}">' for name in page_files() if name.endswith(".js")]
+    text = page_files()["index.html"].decode()
+    for name, value in {"files": files, "charts": f"dashboard/{charts_path()}", "modules": "\n".join(modules)}.items():
+        text = text.replace(f"{{{name}}}", value)
+    return Asset(text.encode(), TYPES[".html"], immutable=False)
+
+
+@cache
+def asset(path: str) -> Asset | None:
+    """Return the file at `path`, relative to /dashboard/; None if there is none."""
+    if path == charts_path():
+        return Asset(_charts(), TYPES[".js"], immutable=True)
+    folder, _, name = path.rpartition("/")
+    if folder != version() or name not in page_files() or name == "index.html":
+        return None
+    return Asset(page_files()[name], TYPES[Path(name).suffix], immutable=True)
+
+
+def _charts() -> bytes:
+    """Return the charts library. Importing its package would take a while, so only the file is read."""
+    found = importlib.util.find_spec(CHARTS)
+    assert found is not None
+    assert found.origin is not None
+    return (Path(found.origin).parent / "package_data" / f"{CHARTS}.min.js").read_bytes()
+
+
+# --- the routes -------------------------------------------------------------------------------------------------------
 
 
 def routes() -> list[BaseRoute]:
@@ -42,33 +134,33 @@ def routes() -> list[BaseRoute]:
 
 
 async def _page(request: Request) -> Response:
-    """The page, for who takes one. Whoever asks for something else is told that there is nothing, as ever."""
-    if not _takes_a_page(request.headers.get("accept", "*/*")):
+    """The page, if the client accepts HTML; otherwise 404."""
+    if not _accepts_html(request.headers.get("accept", "*/*")):
         raise HTTPException(404)
-    return await _answer(request, assets.index())
+    return await _response(request, index())
 
 
 async def _file(request: Request) -> Response:
-    found = await run_in_threadpool(assets.asset, request.path_params["path"])
+    found = await run_in_threadpool(asset, request.path_params["path"])
     if found is None:
         raise HTTPException(404)
-    return await _answer(request, found)
+    return await _response(request, found)
 
 
-async def _answer(request: Request, asset: Asset) -> Response:
-    headers = {**_HEADERS, "Cache-Control": FOR_GOOD if asset.lasting else ASK_AGAIN, "ETag": asset.etag}
-    if asset.etag in request.headers.get("if-none-match", ""):
+async def _response(request: Request, found: Asset) -> Response:
+    headers = {**_HEADERS, "Cache-Control": CACHE_FOREVER if found.immutable else REVALIDATE, "ETag": found.etag}
+    if found.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)
-    content = asset.content
-    if _takes_gzip(request.headers.get("accept-encoding", "")):
-        content = await run_in_threadpool(lambda: asset.compressed)  # the first time that takes a while
+    content = found.content
+    if _accepts_gzip(request.headers.get("accept-encoding", "")):
+        content = await run_in_threadpool(lambda: found.compressed)  # slow the first time
         headers["Content-Encoding"] = "gzip"
-    return Response(content, headers=headers, media_type=asset.media_type)
+    return Response(content, headers=headers, media_type=found.media_type)
 
 
-def _takes_a_page(accept: str) -> bool:
+def _accepts_html(accept: str) -> bool:
     return "text/html" in accept or "*/*" in accept
 
 
-def _takes_gzip(accepted: str) -> bool:
+def _accepts_gzip(accepted: str) -> bool:
     return bool(re.search(r"\bgzip\b(?!\s*;\s*q=0(\.0*)?\s*(,|$))", accepted))

@@ -1,8 +1,8 @@
 """Who may call a route, as the types of its parameters: Admin, AdminOfSome, AdminOfRun, OperatorOfRun, OperatorOfAll,
-Joiner, LineChecker, ExchangersRun, ReadableRun, MemberRun, AnyMember, MemberOrOperator; Caller is anybody with a token.
-`By` is who acts. And what else routes share: the coordinator, the path, paging.
+Joiner, LineChecker, JoinTokenRun, ReadableRun, MemberRun, AnyMember, MemberOrOperator; Caller is any token's holder.
+`By` names the caller for the audit. Also the other parameters that routes share: the coordinator, the path, paging.
 
-A token that is for one run alone is refused where another run is meant, and where all are.
+A token for one run is rejected where a route is about another run, or about all runs.
 """
 
 from typing import Annotated
@@ -10,7 +10,7 @@ from typing import Annotated
 from fastapi import Depends, Path, Query, Request, Security
 from fastapi.security import HTTPBearer
 
-from coordinator.callers import lineage_of
+from coordinator.quotas import lineage_of
 from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from coordinator.store.identity import Actor, Identity
@@ -24,7 +24,7 @@ _bearer = HTTPBearer(auto_error=False)
 
 
 async def get_coordinator(request: Request) -> Coordinator:
-    """Return the coordinator. `async`, as all dependencies here: FastAPI calls others on a thread, which costs more."""
+    """Return the coordinator. Like all dependencies here `async`: FastAPI runs others on a thread, which costs more."""
     coordinator: Coordinator = request.app.state.coordinator
     return coordinator
 
@@ -33,7 +33,7 @@ Service = Annotated[Coordinator, Depends(get_coordinator)]
 
 
 async def get_identity(request: Request, _: Annotated[object, Depends(_bearer)]) -> Identity:
-    """Return what `authentication.py` has found. `_bearer` is there for OpenAPI alone."""
+    """Return the token's holder, which `Authenticate` found. `_bearer` is there for OpenAPI alone."""
     identity: Identity = request.state.identity
     return identity
 
@@ -46,20 +46,20 @@ ITEMS_PER_REQUEST = 10
 
 
 def charge(request: Request, cost: float) -> None:
-    """Count a read as `cost` more requests of its caller, unless that is an admin. Raises Problem
+    """Count a read as `cost` more requests of its caller; an admin's are not counted. Raises Problem
     `too-many-requests`."""
     if not request.state.identity.allows(Scope.ADMIN):
-        request.app.state.coordinator.callers.rates.take(lineage_of(request.state.identity), cost)
+        request.app.state.coordinator.quotas.rates.take(lineage_of(request.state.identity), cost)
 
 
 async def items(request: Request, _: Caller, limit: Limit = 100) -> int:
-    """Return how many items of a listing are asked for, each of which costs."""
+    """Return how many items a listing may have, and charge for them."""
     charge(request, limit / ITEMS_PER_REQUEST)
     return limit
 
 
 async def detail(request: Request, _: Caller) -> None:
-    """Count a request that shows all of a run or a round as a page of ten."""
+    """Charge a request for all of a run or a round like a page of ten items."""
     charge(request, 1)
 
 
@@ -68,8 +68,8 @@ Detail = Annotated[None, Depends(detail)]
 
 
 async def get_actor(request: Request, caller: Caller) -> Actor:
-    """Return who does what the request asks for, for the audit. Behind a proxy on the same machine the address is what
-    that says (X-Forwarded-For)."""
+    """Return the caller for the audit. Behind a proxy on the same machine the address is the one in
+    X-Forwarded-For."""
     return Actor(caller.token, None if request.client is None else request.client.host)
 
 
@@ -77,7 +77,7 @@ By = Annotated[Actor, Depends(get_actor)]
 
 
 def _check(caller: Identity, scope: Scope, run: str | None, detail: str) -> Identity:
-    """Return the caller. Problem `forbidden` unless it has the scope, of `run` (None: of all runs)."""
+    """Return the caller. Problem `forbidden` unless it has the scope for `run` (None: for all runs)."""
     if not caller.allows(scope, caller.run):
         raise Problem("forbidden", detail)
     if not caller.allows(scope, run):
@@ -91,7 +91,7 @@ async def admin(caller: Caller) -> Identity:
 
 
 async def admin_of_some(caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless it is an admin, if only of one run."""
+    """Return the caller; Problem `forbidden` unless it is an admin, of all runs or of one."""
     return _check(caller, Scope.ADMIN, caller.run, "this needs an admin token")
 
 
@@ -113,7 +113,7 @@ async def operator_of_all(caller: Caller) -> Identity:
 
 
 async def joiner(run: PathName, caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless its token lets workers join the run of the path."""
+    """Return the caller; Problem `forbidden` unless its token allows workers to join the run of the path."""
     if caller.allows(Scope.JOIN, caller.run):
         detail = "a join token is exchanged for a worker token first: POST /v1/runs/RUN/workers/NAME/token"
         raise Problem("forbidden", detail)
@@ -121,37 +121,37 @@ async def joiner(run: PathName, caller: Caller) -> Identity:
 
 
 async def line_checker(caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless its token is for joining a run, whichever."""
+    """Return the caller; Problem `forbidden` unless its token is for joining some run."""
     if not caller.allows(Scope.JOIN, caller.run):
-        _check(caller, Scope.WORKER, caller.run, "this needs a token with which workers join")
+        _check(caller, Scope.WORKER, caller.run, "this needs a worker token or a join token")
     return caller
 
 
-async def exchanger(run: PathName, caller: Caller, service: Service) -> LiveRun:
-    """Return the run of the path, for who has a join token."""
-    _check(caller, Scope.JOIN, run, "only a join token is exchanged")
+async def join_token_run(run: PathName, caller: Caller, service: Service) -> LiveRun:
+    """Return the run of the path, for the holder of a join token."""
+    _check(caller, Scope.JOIN, run, "only a join token can be exchanged")
     return service.run(run)
 
 
 def may_join(caller: Identity) -> bool:
-    """Return True if the caller's token lets workers join some run."""
+    """True if the caller's token allows workers to join some run."""
     return caller.allows(Scope.WORKER, caller.run)
 
 
 def is_a_member(caller: Identity) -> bool:
-    """Return True if the caller is a member of some run."""
+    """True if the caller is a member of some run."""
     return caller.member is not None
 
 
 async def reader(run: PathName, caller: Caller, service: Service) -> LiveRun:
-    """Return the run of the path, for anybody with a token (a member, and whose token is for one: only its own run)."""
+    """Return the run of the path, for any token; a member, or a token for one run, reads only that run."""
     if caller.run not in (None, run):
         raise Problem("forbidden", f"this token is for the run {caller.run} alone")
     return service.run(run)
 
 
 async def any_member(run: PathName, caller: Caller) -> str:
-    """Return the name of the worker that calls; Problem `forbidden` unless it is a member of the run of the path."""
+    """Return the calling worker's name; Problem `forbidden` unless it is a member of the run of the path."""
     if caller.run != run or caller.member is None:
         raise Problem("forbidden", "only a member of this run may do this, with its member token")
     return caller.member
@@ -171,7 +171,7 @@ async def member(run: PathName, worker: PathName, caller: Caller, service: Servi
     return service.run(run)
 
 
-# The scopes are what OpenAPI tells of each: the kinds of tokens that are meant, `member` being a member's; none: any.
+# The scopes are those that OpenAPI shows: the kinds of tokens that a route accepts (none: any). `member`: a member's.
 Admin = Annotated[Identity, Security(admin, scopes=["admin"])]
 AdminOfSome = Annotated[Identity, Security(admin_of_some, scopes=["admin"])]
 AdminOfRun = Annotated[LiveRun, Security(admin_of_run, scopes=["admin"])]
@@ -179,7 +179,7 @@ OperatorOfRun = Annotated[LiveRun, Security(operator, scopes=["operator"])]
 OperatorOfAll = Annotated[Identity, Security(operator_of_all, scopes=["operator"])]
 Joiner = Annotated[Identity, Security(joiner, scopes=["worker"])]
 LineChecker = Annotated[Identity, Security(line_checker, scopes=["worker", "join"])]
-ExchangersRun = Annotated[LiveRun, Security(exchanger, scopes=["join"])]
+JoinTokenRun = Annotated[LiveRun, Security(join_token_run, scopes=["join"])]
 ReadableRun = Annotated[LiveRun, Depends(reader)]
 MemberRun = Annotated[LiveRun, Security(member, scopes=["member"])]
 AnyMember = Annotated[str, Security(any_member, scopes=["member"])]

@@ -1,15 +1,20 @@
-"""Connections, bounded before anything is known of who opened them.
+"""Limits on a connection before its client is known.
 
-uvicorn's protocol takes as many connections as come, and heads of any size for as long as they like. This one bounds
+uvicorn's protocol accepts any number of connections, and request heads of any size that may take any time. This
+subclass limits
 
-- how many there are, in all and of one address (`Gate`), from the first packet on, and how long a handshake may take;
-- the bytes and lines of a head, and of whatever else is no body: trailers, and what surrounds chunks;
-- how long a head may take, from the first byte of its connection or after the answer before;
-- requests that are sent ahead of the answers;
-- how slowly a body may come of which nobody wants to know any more;
-- how long an answer may lie unread.
+- the number of connections, in all and per address (`ConnectionLimit`), from the first packet on, and the time of a
+  TLS handshake;
+- the bytes and lines of a request's head, and of everything else that is not body: trailers, chunk headers;
+- the time that a head may take, from the connection's start or from the response before;
+- the requests that are pipelined ahead of their responses;
+- how slowly the rest of a body may arrive after its response was sent;
+- the time that a response may stay unread.
 
-Bodies that somebody waits for have their bounds in `arriving.py`.
+Bodies that a handler reads have their limits in `bodies.py`.
+
+uvicorn has no public interface for this, so the class relies on internals of `HttpToolsProtocol`. `pyproject.toml`
+caps uvicorn's version, and tests/coordinator/test_connections.py checks each of the internals.
 """
 
 import asyncio
@@ -26,13 +31,13 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr
 
-from coordinator.http.arriving import Pace
-from coordinator.http.gate import Gate
+from coordinator.http.bodies import MinimumRate
+from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.settings import Settings
 from protocol.errors import Problem
 
-MAX_AHEAD = 16  # requests that wait for the answer to another of their connection
-RETRY_S = 5.0  # after which a connection may be taken
+MAX_PIPELINED = 16  # requests that wait for the response to another one on their connection
+RETRY_S = 5.0  # Retry-After when there are too many connections
 
 Result = TypeVar("Result")
 
@@ -40,59 +45,59 @@ logger = logging.getLogger(__name__)
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. A deadline runs while it has no request to be answered but the beginning of one, or the rest of
-    one that is answered already."""
+    """One connection. A deadline runs while a request's head is expected or incomplete, and while the rest of a body
+    arrives whose response was already sent."""
 
     def __init__(
-        self, *arguments: Any, gate: Gate, settings: Settings, tls: ssl.SSLContext | None, **named: Any
+        self, *arguments: Any, limit: ConnectionLimit, settings: Settings, tls: ssl.SSLContext | None, **named: Any
     ) -> None:
         super().__init__(*arguments, **named)
-        self._gate, self._settings, self._tls = gate, settings, tls
-        self._raw: asyncio.Transport | None = None  # until the handshake is done
+        self._limit, self._settings, self._tls = limit, settings, tls
+        self._raw: asyncio.Transport | None = None  # until the TLS handshake is done
         self._handshake: asyncio.Task[None] | None = None
-        self._early = b""  # what has come with the handshake's end
+        self._early = b""  # received together with the end of the handshake
         self._too_large: Problem | None = None
         self._deadline: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
-        self._pace: Pace | None = None  # of a body that nobody wants
-        self._in_head = self._in_body = self._moved_on = False
-        self._apart_bytes = self._lines = self._line_bytes = 0
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._rate: MinimumRate | None = None  # of a body that is discarded
+        self._in_head = self._in_body = self._progressed = False
+        self._overhead_bytes = self._lines = self._line_bytes = 0
 
-    # --- its life -------------------------------------------------------------------------------------------------
+    # --- open and close -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         peer = get_remote_addr(transport)
-        refusal = self._gate.enter(self, peer[0] if peer else "")
+        refusal = self._limit.admit(self, peer[0] if peer else "")
         if self._tls is None:
             super().connection_made(transport)
             if refusal is None:
                 self._await_head()
             else:
-                self._refuse(Problem("not-ready", refusal, retry_after_s=RETRY_S))
+                self._reject(Problem("not-ready", refusal, retry_after_s=RETRY_S))
         elif refusal is None:
             self._raw = transport
-            shaking = self.loop.start_tls(
+            handshake = self.loop.start_tls(
                 transport, self, self._tls, server_side=True, ssl_handshake_timeout=self._settings.head_s
             )
-            # What comes from now on is for TLS, before a task could begin.
-            self._handshake = self.loop.create_task(self._shake_hands(_begun(shaking)))
+            # TLS has to get the very next bytes, which arrive before a task would start.
+            self._handshake = self.loop.create_task(self._shake_hands(_started(handshake)))
         else:
-            self._gate.refused["not-ready"] += 1
-            transport.abort()  # to tell why would take a handshake
+            self._limit.refused["not-ready"] += 1
+            transport.abort()  # a response would need a handshake
 
-    async def _shake_hands(self, shaking: Awaitable[asyncio.Transport | None]) -> None:
-        """Go on by TLS. It is not left to uvicorn's server, which begins to count only when the handshake is done."""
+    async def _shake_hands(self, handshake: Awaitable[asyncio.Transport | None]) -> None:
+        """Finish the TLS handshake. uvicorn's server would start to count a connection only after it."""
         try:
-            secured = await shaking
+            secured = await handshake
             if secured is None or secured.is_closing():
-                raise ConnectionAbortedError("it was closed meanwhile")
+                raise ConnectionAbortedError("the connection was closed meanwhile")
         except BaseException as error:
-            self._gate.leave(self)
+            self._limit.remove(self)
             if self._raw is not None:
                 self._raw.abort()
             if not isinstance(error, OSError):
                 raise
-            logger.debug("no handshake: %s", error)
+            logger.debug("TLS handshake failed: %s", error)
             return
         super().connection_made(secured)
         self._raw, early = None, self._early
@@ -101,14 +106,14 @@ class Connection(HttpToolsProtocol):
             self.data_received(early)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._gate.leave(self)
+        self._limit.remove(self)
         self._end_deadline()
         self._end_unread()
         if self._raw is None:
             super().connection_lost(exc)
 
-    def make_room(self) -> None:
-        """Be closed for the sake of another: called by the gate, while no request is answered here."""
+    def close_idle(self) -> None:
+        """Close, to admit another connection; called by the limit while no request is in progress here."""
         (self._raw or self.transport).close()
 
     def data_received(self, data: bytes) -> None:
@@ -120,23 +125,23 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if not self._in_body and self._deadline is None:
             self._await_head()
-        self._moved_on = False
+        self._progressed = False
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # to what is not spoken here; the request is answered as any other
+            pass  # upgrades are not supported; the request is answered like any other
         except httptools.HttpParserError:
             if self._too_large is not None:
-                self._refuse(self._too_large)
+                self._reject(self._too_large)
             else:
                 self.send_400_response("Invalid HTTP request received.")
             return
-        if not self._moved_on:
-            self._apart_bytes += len(data)
-            if self._apart_bytes > self._settings.max_head_bytes:
-                self._refuse(self._head_too_large())
+        if not self._progressed:
+            self._overhead_bytes += len(data)
+            if self._overhead_bytes > self._settings.max_head_bytes:
+                self._reject(self._head_too_large())
 
-    # --- what the parser finds ------------------------------------------------------------------------------------
+    # --- the parser's callbacks -----------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         self._in_head = True
@@ -156,45 +161,45 @@ class Connection(HttpToolsProtocol):
         self._line_bytes += size
         if self._line_bytes > self._settings.max_head_bytes or self._lines > self._settings.max_head_lines:
             self._too_large = self._head_too_large()
-            raise ValueError(self._too_large.detail)  # ends the parsing
+            raise ValueError(self._too_large.detail)  # stops the parser
 
     def on_headers_complete(self) -> None:
         self._in_head, self._in_body = False, True
-        self._move_on()
+        self._note_progress()
         self._end_deadline()
-        self._gate.work(self)
+        self._limit.busy(self)
         super().on_headers_complete()
-        if len(self.pipeline) > MAX_AHEAD:
+        if len(self.pipeline) > MAX_PIPELINED:
             self.transport.abort()
 
     def on_body(self, body: bytes) -> None:
-        self._move_on()
-        if self._pace is not None and not self._pace.arrived(len(body), self.loop.time()):
+        self._note_progress()
+        if self._rate is not None and not self._rate.arrived(len(body), self.loop.time()):
             self.transport.close()
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_body = False
-        if self._pace is not None:
+        if self._rate is not None:
             self._end_deadline()
         super().on_message_complete()
-        if self.cycle.response_complete:  # the pause before the next request begins only now
+        if self.cycle.response_complete:  # the keep-alive timeout starts only now
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
 
-    def _move_on(self) -> None:
-        self._moved_on, self._apart_bytes = True, 0
+    def _note_progress(self) -> None:
+        self._progressed, self._overhead_bytes = True, 0
 
-    # --- answers --------------------------------------------------------------------------------------------------
+    # --- responses ------------------------------------------------------------------------------------------------
 
     def on_response_complete(self) -> None:
         if self.cycle.response_complete:
-            self.cycle.body = bytearray()  # what of it nobody has read
+            self.cycle.body = bytearray()  # the part that no handler has read
         super().on_response_complete()
         if self.transport.is_closing() or self.pipeline or not self.cycle.response_complete:
             return
-        self._gate.rest(self)
+        self._limit.idle(self)
         if self._in_body:
             self._await_rest_of_body()
 
@@ -206,9 +211,9 @@ class Connection(HttpToolsProtocol):
         self._end_unread()
         super().resume_writing()
 
-    def _refuse(self, problem: Problem) -> None:
-        """Answer, unless another answer is on its way, and close the connection."""
-        self._gate.refused[problem.slug] += 1
+    def _reject(self, problem: Problem) -> None:
+        """Answer with the problem, unless another response has started, and close the connection."""
+        self._limit.refused[problem.slug] += 1
         if self.cycle is None or self.cycle.response_complete:
             content = json.dumps(problem.document()).encode()
             lines = {
@@ -231,29 +236,29 @@ class Connection(HttpToolsProtocol):
     # --- deadlines ------------------------------------------------------------------------------------------------
 
     def _await_head(self) -> None:
-        self._deadline = self.loop.call_later(self._settings.head_s, self._head_is_late)
+        self._deadline = self.loop.call_later(self._settings.head_s, self._head_timeout)
 
-    def _head_is_late(self) -> None:
+    def _head_timeout(self) -> None:
         self._deadline = None
         if self.transport.is_closing():
             return
-        if self.flow.read_paused:  # what is late lies here
+        if self.flow.read_paused:  # it may have arrived, unread
             self._await_head()
         elif self._in_head:
             detail = f"the request's headers took longer than {self._settings.head_s:g} s"
-            self._refuse(Problem("request-timeout", detail))
+            self._reject(Problem("request-timeout", detail))
         else:
             self.transport.close()
 
     def _await_rest_of_body(self) -> None:
-        """Give up the rest of a body that is discarded, if it comes too slowly."""
+        """Close the connection if the rest of a discarded body arrives too slowly."""
         idle_s, now = self._settings.upload_idle_s, self.loop.time()
-        self._pace = self._pace or Pace(self._settings.min_body_bytes_per_s, idle_s, now)
-        self._deadline = self.loop.call_later(idle_s, self._rest_of_body_is_late)
+        self._rate = self._rate or MinimumRate(self._settings.min_body_bytes_per_s, idle_s, now)
+        self._deadline = self.loop.call_later(idle_s, self._rest_of_body_timeout)
 
-    def _rest_of_body_is_late(self) -> None:
+    def _rest_of_body_timeout(self) -> None:
         self._deadline = None
-        if self._pace is None or not self._pace.arrived(0, self.loop.time()):
+        if self._rate is None or not self._rate.arrived(0, self.loop.time()):
             self.transport.close()
         else:
             self._await_rest_of_body()
@@ -261,12 +266,12 @@ class Connection(HttpToolsProtocol):
     def _end_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = self._pace = None
+        self._deadline = self._rate = None
 
     def _await_reading(self, unread: int) -> None:
-        self._unread = self.loop.call_later(self._settings.upload_idle_s, partial(self._not_read, unread))
+        self._unread_timer = self.loop.call_later(self._settings.upload_idle_s, partial(self._unread_timeout, unread))
 
-    def _not_read(self, before: int) -> None:
+    def _unread_timeout(self, before: int) -> None:
         unread = self.transport.get_write_buffer_size()
         if unread >= before:
             self.transport.abort()
@@ -274,13 +279,13 @@ class Connection(HttpToolsProtocol):
             self._await_reading(unread)
 
     def _end_unread(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-        self._unread = None
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+        self._unread_timer = None
 
 
-def _begun(coroutine: Coroutine[Any, Any, Result]) -> Awaitable[Result]:
-    """Run a coroutine at once up to where it first waits; to wait for what is returned runs the rest."""
+def _started(coroutine: Coroutine[Any, Any, Result]) -> Awaitable[Result]:
+    """Run a coroutine at once up to its first suspension; awaiting the result runs the rest."""
     first = coroutine.send(None)
 
     @types.coroutine

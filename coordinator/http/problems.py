@@ -19,15 +19,16 @@ from protocol.text import printable
 from protocol.validation_errors import explain_all
 from protocol.versions import OURS, client_version, different_builds
 
-MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment's upload, which a worker sends whose lease has just ended
+MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment, which a worker may be uploading when its lease ends
 
-OF_ANOTHER_BUILD = frozenset({"extra_forbidden", "missing", "enum", "literal_error"})  # pydantic's faults
+# pydantic's errors that a client of another version can cause.
+VERSION_ERRORS = frozenset({"extra_forbidden", "missing", "enum", "literal_error"})
 
 logger = logging.getLogger(__name__)
 
 
 def answer_problems(app: FastAPI) -> None:
-    """Let every exception that a handler raises on purpose be answered; `fault_response` answers the others."""
+    """Answer every exception that a handler raises on purpose; `fault_response` answers the others."""
 
     @app.exception_handler(Problem)
     async def _problem(_: Request, error: Problem) -> Response:
@@ -40,9 +41,9 @@ def answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:
-        # The first part of a place says where in the request it is: in its body, its path or its query.
+        # The first part of a location is "body", "path" or "query".
         faults: list[Any] = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
-        sides = _both_sides(request) if any(fault["type"] in OF_ANOTHER_BUILD for fault in faults) else ""
+        sides = _both_sides(request) if any(fault["type"] in VERSION_ERRORS for fault in faults) else ""
         return problem_response(Problem("invalid-message", f"{explain_all(faults, echo=False, most=5)}{sides}"))
 
     @app.exception_handler(HTTPException)
@@ -51,41 +52,43 @@ def answer_problems(app: FastAPI) -> None:
         if error.status_code == 405:
             return _not_allowed(request, where, (error.headers or {}).get("Allow", ""))
         if error.status_code == 404:
-            return refusal(Problem("not-found", f"{where}: there is nothing here; see /docs"), request.headers)
+            return rejection(
+                Problem("not-found", f"{where}: there is nothing at this address; see /docs"), request.headers
+            )
         if error.status_code == 413:
             return problem_response(Problem("payload-too-large", f"{where}: {error.detail}"))
         return problem_response(Problem("invalid-message", f"{where}: {error.detail}"))
 
     @app.exception_handler(ClientDisconnect)
     async def _gone(request: Request, _: ClientDisconnect) -> Response:
-        logger.info("%s %s: the client went away", request.method, printable(request.url.path))
-        return Response(status_code=499)  # nobody reads it
+        logger.info("%s %s: the client disconnected", request.method, printable(request.url.path))
+        return Response(status_code=499)  # no client is left to read it
 
 
 def _both_sides(request: Request) -> str:
-    """Return which builds speak, for a field that only one of them knows; empty for a client of somebody else."""
+    """Return both versions, for a field that only one of them knows; empty if the client does not send its version."""
     client = client_version(request.headers)
     return "" if client.software is None else f"; {different_builds(client, OURS)}"
 
 
 def _not_allowed(request: Request, where: str, known: str) -> Response:
-    """Return the answer to a method that the address does not take, with all that it takes.
+    """Return the response to a method that the address does not accept, with those that it accepts.
 
-    `known`: the methods of its first route, as a list with commas; those of its other routes are in OpenAPI.
+    `known`: the methods of its first route, separated by commas; those of its other routes come from OpenAPI.
     """
-    problem = Problem("method-not-allowed", f"{where}: this address does not take {request.method}")
-    answer = refusal(problem, request.headers)
+    problem = Problem("method-not-allowed", f"{where}: this address does not accept {request.method}")
+    response = rejection(problem, request.headers)
     addresses, path = request.app.openapi()["paths"].items(), request.url.path
     routes = [methods for address, methods in addresses if compile_path(address)[0].match(path)]
-    taken = {method.strip() for method in known.split(",") if method} | {
+    allowed = {method.strip() for method in known.split(",") if method} | {
         method.upper() for each in routes for method in each
     }
-    answer.headers["Allow"] = ", ".join(sorted(taken | ({"HEAD"} if "GET" in taken else set())))
-    return answer
+    response.headers["Allow"] = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
+    return response
 
 
 def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
-    """Return the answer to an exception that no handler expects: disk or database fails, or Outerstep does."""
+    """Return the response to an unexpected exception: the disk or the database fails, or Outerstep has a bug."""
     fault = scope["app"].state.coordinator.storage.note(error)
     if fault is not None:
         if fault.cause is Cause.STORAGE_FULL:
@@ -95,26 +98,26 @@ def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
     return problem_response(Problem("internal", f"{type(error).__name__}; the log has request {request_id}"))
 
 
-async def refuse(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request whose body has not been read."""
-    await refusal(problem, Headers(scope=scope))(scope, receive, send)
+async def reject(problem: Problem, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send the problem as the response to a request whose body has not been read."""
+    await rejection(problem, Headers(scope=scope))(scope, receive, send)
 
 
-def refusal(problem: Problem, headers: Headers, *, discarded_bytes: int = MAX_DISCARDED_BYTES) -> Response:
-    """Return the answer to a request of these headers whose body has not been read.
+def rejection(problem: Problem, headers: Headers, *, discarded_bytes: int = MAX_DISCARDED_BYTES) -> Response:
+    """Return the response to a request with these headers whose body has not been read.
 
-    The server reads and discards the rest of the body, so that the sender is not cut off before it sees the answer, and
-    the connection stays usable. If the body is longer than `discarded_bytes`, or of unknown length, it is closed.
+    The server reads and discards the rest of the body, so that the client sees the response and can reuse the
+    connection. If the body is longer than `discarded_bytes`, or of unknown length, the connection is closed instead.
     """
-    answer = problem_response(problem)
+    response = problem_response(problem)
     length = headers.get("content-length", "0")
     if "transfer-encoding" in headers or not length.isdigit() or int(length) > discarded_bytes:
-        answer.headers["Connection"] = "close"
-    return answer
+        response.headers["Connection"] = "close"
+    return response
 
 
 def problem_response(problem: Problem) -> Response:
-    """Return the problem as an answer."""
+    """Return the problem as a response."""
     headers = {}
     if problem.retry_after_s is not None:
         headers["Retry-After"] = str(math.ceil(problem.retry_after_s))

@@ -1,1 +1,1 @@
-"""What Prometheus scrapes: of each run and its workers, and of the server."""
+"""The metrics that Prometheus scrapes: families.py declares them, runs.py and server.py collect them."""

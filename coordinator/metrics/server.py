@@ -1,7 +1,9 @@
-"""The metrics of the server: its requests, its connections, its disks. One registry per application, for several
-coordinators may live in one process."""
+"""Metrics of the server: requests, connections, disks, backups, notifications. One registry per application, as one
+process may have several coordinators (in tests)."""
 
+import logging
 import shutil
+import time
 from collections.abc import Iterator
 
 from prometheus_client import (
@@ -15,32 +17,38 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coordinator.http.gate import Gate
+from coordinator.http.connection_limit import ConnectionLimit
+from coordinator.http.middleware import is_head
 from coordinator.metrics.families import OF_THE_SERVER, PREFIX, Family
-from coordinator.metrics.runs import RunsCollector, metrics
-from coordinator.metrics.values import Value
+from coordinator.metrics.runs import RunsCollector, Value, metrics
 from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from protocol import __version__
+from protocol.text import printable
 
-# From what memory answers at once to a long poll, and to a payload on a slow line.
+logger = logging.getLogger(__name__)
+
+# From responses out of memory to long polls, and payloads over a slow network.
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 REFUSALS = ("not-ready", "head-too-large", "request-timeout")
+NO_ROUTE = "none"  # clients could otherwise create any number of labels with paths that do not exist
+CLIENT_GONE = 499  # the client disconnected before the response
 
-# The text format knows no times of creation: they would be twice as many series.
+# Creation times are not part of the text format; they would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _BY_NAME = {family.name: family for family in OF_THE_SERVER}
 _COUNTED = ("http_requests_total", "http_requests_refused_total", "http_request_duration_seconds")
 
 
-class Meter:
-    """What is counted of the requests to one application, and all that there is to scrape. `gate`: None where no server
-    is around it."""
+class ServerMetrics:
+    """The counters of an application's requests, and everything that is scraped from it. `connections`: None if the
+    application runs without a server."""
 
-    def __init__(self, service: Coordinator, gate: Gate | None) -> None:
+    def __init__(self, service: Coordinator, connections: ConnectionLimit | None) -> None:
         self._service = service
         self.registry = CollectorRegistry()
         requests, refused, duration = (_BY_NAME[PREFIX + name] for name in _COUNTED)
@@ -48,12 +56,12 @@ class Meter:
         self._refused = Counter(*_declared(refused), registry=self.registry)
         self._duration = Histogram(*_declared(duration), buckets=BUCKETS_S, registry=self.registry)
         self.registry.register(RunsCollector(lambda: service.runs()))
-        self.registry.register(_ServerCollector(service, gate))
+        self.registry.register(_ServerCollector(service, connections))
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
     def note(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a request. `route`: its template."""
+        """Count a request. `route`: its path template."""
         method = method if method in METHODS else "other"
         self._requests.labels(method, route, f"{status // 100}xx").inc()
         self._duration.labels(method, route).observe(seconds)
@@ -61,7 +69,7 @@ class Meter:
             self._refused.labels(str(status)).inc()
 
     def exposition(self, run: LiveRun | None) -> bytes:
-        """Return all that there is, or what there is of `run` alone, in Prometheus' text format."""
+        """Return all metrics, or only those of `run`, in Prometheus' text format."""
         if run is None:
             return generate_latest(self.registry)
         registry = CollectorRegistry()
@@ -74,8 +82,8 @@ def _declared(family: Family) -> tuple[str, str, tuple[str, ...]]:
 
 
 class _ServerCollector(Collector):
-    def __init__(self, service: Coordinator, gate: Gate | None) -> None:
-        self._service, self._gate = service, gate
+    def __init__(self, service: Coordinator, connections: ConnectionLimit | None) -> None:
+        self._service, self._connections = service, connections
 
     def collect(self) -> Iterator[Metric]:
         others = [family for family in OF_THE_SERVER if family.name.removeprefix(PREFIX) not in _COUNTED]
@@ -83,10 +91,10 @@ class _ServerCollector(Collector):
 
     def _values(self) -> Iterator[Value]:
         yield f"{PREFIX}build_info", (__version__,), 1
-        yield f"{PREFIX}event_streams_open", (), self._service.callers.streams
-        if self._gate is not None:
-            yield f"{PREFIX}connections_open", (), len(self._gate)
-            refused = dict(self._gate.refused)
+        yield f"{PREFIX}event_streams_open", (), self._service.quotas.streams
+        if self._connections is not None:
+            yield f"{PREFIX}connections_open", (), len(self._connections)
+            refused = dict(self._connections.refused)
             for problem in REFUSALS:
                 yield f"{PREFIX}connections_refused_total", (problem,), refused.get(problem, 0)
         for place, folder in self._service.places().items():
@@ -101,3 +109,35 @@ class _ServerCollector(Collector):
         yield f"{PREFIX}notifications_pending", (), 0 if sender is None else len(sender.outbox.pending)
         yield f"{PREFIX}notification_attempts_total", ("sent",), 0 if sender is None else sender.sent
         yield f"{PREFIX}notification_attempts_total", ("failed",), 0 if sender is None else sender.failed
+
+
+class RequestMetrics:
+    """Middleware that counts and times every request, and logs it at level debug.
+
+    It is outside of everything that may answer, exceptions included, and inside `HeadAsGet`.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
+        self._app, self._metrics = app, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), CLIENT_GONE
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_and_note)
+        finally:
+            route = getattr(scope.get("route"), "path", NO_ROUTE)
+            method = "HEAD" if is_head(scope) else scope["method"]
+            seconds = time.perf_counter() - began
+            self._metrics.note(method, route, status, seconds)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s %s answered %d in %.3f s", method, printable(scope["path"]), status, seconds)

@@ -1,9 +1,9 @@
-"""What a webhook is sent: the notification, the body in its receiver's format, and the signature.
+"""Notifications, and the HTTP request that delivers one: the body in the webhook's format, and the signature.
 
 Headers and signature follow Standard Webhooks (https://www.standardwebhooks.com):
 
-    webhook-id          the notification's id: the same at every attempt, so a receiver can drop what comes twice
-    webhook-timestamp   seconds since 1970, of this attempt
+    webhook-id          the notification's id: the same at every attempt, so that a receiver can drop duplicates
+    webhook-timestamp   the time of this attempt, in seconds since 1970
     webhook-signature   "v1," and the base64 of HMAC-SHA256 over "ID.TIMESTAMP.BODY"; only with a secret
 """
 
@@ -18,29 +18,29 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
-MOST_CHARACTERS = 1500  # of a message: Discord takes 2,000, ntfy 4,096 bytes
+MAX_CHARACTERS = 1500  # of a message: Discord accepts 2,000 characters, ntfy 4,096 bytes
 
 
-class Words(NamedTuple):
-    """How a kind of notification is titled. `resolved`: empty where it has no end."""
+class Titles(NamedTuple):
+    """A notification's titles. `resolved` is empty for kinds that have no end."""
 
     firing: str
     resolved: str
     priority: int  # ntfy's, 1 to 5
 
 
-KINDS: dict[str, Words] = {
-    "run-stalled": Words("run stalled", "no longer stalled", 4),
-    "worker-lost": Words("worker lost", "", 3),
-    "divergence": Words("divergence", "", 4),
-    "guard": Words("the guard reports a spoilt model", "", 5),
-    "run-finished": Words("run finished", "", 3),
-    "disk-filling": Words("disk filling up", "disk has room again", 5),
-    "backup-failed": Words("backup failed", "backups are made again", 4),
-    "test": Words("test", "", 3),
+KINDS: dict[str, Titles] = {
+    "run-stalled": Titles("run stalled", "no longer stalled", 4),
+    "worker-lost": Titles("worker lost", "", 3),
+    "divergence": Titles("divergence", "", 4),
+    "guard": Titles("the guard reports a spoilt model", "", 5),
+    "run-finished": Titles("run finished", "", 3),
+    "disk-filling": Titles("disk filling up", "disk has free space again", 5),
+    "backup-failed": Titles("backup failed", "backups succeed again", 4),
+    "test": Titles("test", "", 3),
 }
-# The events of runs that are notified. What begins and ends is in `watching.py`.
-OF_EVENTS = {
+# Events of runs that are notified, and the kind of notification. `alerts.py` has what begins and ends.
+EVENT_KINDS = {
     "lost": "worker-lost",
     "diverged": "divergence",
     "evaluations-differ": "divergence",
@@ -52,13 +52,13 @@ OF_EVENTS = {
 
 @dataclass(frozen=True)
 class Notification:
-    """What a webhook is notified of.
+    """A notification to the webhook.
 
-    id       unique, and kept over restarts
+    id       unique; survives restarts
     at       when it happened, in seconds since 1970
-    state    "firing" when something begins, "resolved" when it ends; None if it has no end
+    state    "firing" when an alert begins, "resolved" when it ends; None for a kind that has no end
     run      None if it is about the server
-    round    the run's, when it was made
+    round    the run's round at that time
     """
 
     id: str
@@ -73,9 +73,9 @@ class Notification:
     @property
     def title(self) -> str:
         """What happened, in a few words."""
-        words = KINDS[self.kind]
-        said = words.resolved if self.state == "resolved" else words.firing
-        return f"{self.run or 'Outerstep coordinator'}: {said}"
+        titles = KINDS[self.kind]
+        title = titles.resolved if self.state == "resolved" else titles.firing
+        return f"{self.run or 'Outerstep coordinator'}: {title}"
 
 
 class Request(NamedTuple):
@@ -87,9 +87,9 @@ class Request(NamedTuple):
 
 
 def request_of(each: Notification, url: str, format_: str, secret: str | None, now: float) -> Request:
-    """Return what is sent to the webhook at `url` at time `now`."""
-    if len(each.message) > MOST_CHARACTERS:
-        each = Notification(**{**vars(each), "message": each.message[: MOST_CHARACTERS - 1] + "…"})
+    """Return the request that delivers this notification to the webhook at `url` at time `now`."""
+    if len(each.message) > MAX_CHARACTERS:
+        each = Notification(**{**vars(each), "message": each.message[: MAX_CHARACTERS - 1] + "…"})
     url, document = FORMATS[format_](each, url)
     body = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
     timestamp = str(int(now))
@@ -118,7 +118,7 @@ def _json(each: Notification, url: str) -> tuple[str, Any]:
 
 
 def _slack(each: Notification, url: str) -> tuple[str, Any]:
-    # Slack's own three escapes: a "<!channel>" in somebody's words calls nobody.
+    # The three characters that Slack interprets: so a "<!channel>" in the text alerts no channel.
     title, message = (
         text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") for text in (each.title, each.message)
     )
@@ -130,7 +130,7 @@ def _discord(each: Notification, url: str) -> tuple[str, Any]:
 
 
 def _ntfy(each: Notification, url: str) -> tuple[str, Any]:
-    """JSON is published at the server's root; the topic, the last part of the URL, goes into the body."""
+    """ntfy accepts JSON at the server's root; the topic, the last part of the URL, goes into the body."""
     parts = urlsplit(url)
     root, _, topic = parts.path.rstrip("/").rpartition("/")
     resolved = each.state == "resolved"
@@ -154,10 +154,10 @@ HOSTS = {"hooks.slack.com": "slack", "discord.com": "discord", "discordapp.com":
 
 
 def new_id() -> str:
-    """Return a random id for a notification, as Standard Webhooks has them."""
+    """Return a random id for a notification, in the form of Standard Webhooks."""
     return f"msg_{secrets.token_hex(12)}"
 
 
 def format_of(url: str) -> str:
-    """Return the format that the webhook at `url` expects, as far as its host says."""
+    """Return the format that the webhook at `url` expects, by its host; "json" for an unknown one."""
     return HOSTS.get(urlsplit(url).hostname or "", "json")

@@ -1,11 +1,11 @@
-"""The outbox: notifications that are to be sent, in the database and in memory.
+"""The outbox: notifications to send, in the database and in memory.
 
-One that is of an event of a run is committed with that event, so neither is there without the other. It is sent until
-the receiver has taken it, and then marked as done: a crash in between sends it once more, with the same id.
+A notification of a run's event is committed together with the event (transactional outbox). It is sent until the
+webhook accepts it, and then marked as done: after a crash in between it is sent once more, with the same id.
 
-What begins and ends, such as a run that is stalled, is a row that stays open until it ends; so a restart notifies
-neither again. A full disk takes no rows, and is worth a notification: what cannot be written is sent from memory, and
-written once there is room.
+An alert, such as a stalled run, is a row that stays open until the alert ends, so a restart does not repeat it. A full
+disk needs a notification but accepts no row: notifications that cannot be written are sent from memory, and written
+when there is free space.
 """
 
 import logging
@@ -19,24 +19,24 @@ from typing import Any
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
-from coordinator.notifications.formats import OF_EVENTS, Notification
+from coordinator.notifications.formats import EVENT_KINDS, Notification
 from coordinator.store.database import Database, fault_of
 from coordinator.store.tables import NotificationRow
 
 logger = logging.getLogger(__name__)
 
-MOST_PENDING = 1000
-KEPT = 200  # rows of what was sent
-# A flapping worker, or a thousand that lose their line at once, are no thousand messages.
+MAX_PENDING = 1000
+KEPT = 200  # rows of sent notifications
+# A worker that flaps, or a thousand that disconnect at once, must not send a thousand messages.
 WINDOW_S = 900.0
-PER_WINDOW = 5  # of one kind and run
+PER_WINDOW = 5  # per kind and run
 
 Key = tuple[str, str | None]  # kind, run
 
 
 @dataclass
 class Pending:
-    """A notification that was not sent yet. `since` and `due`: by the monotonic clock."""
+    """A notification that is not sent yet. `since` and `due`: by the monotonic clock."""
 
     notification: Notification
     since: float
@@ -45,25 +45,25 @@ class Pending:
 
 
 class Outbox:
-    """Notifications to send, and conditions that have begun but not ended. Methods may be called from any thread.
+    """Notifications to send, and alerts that have begun but not ended. Methods may be called from any thread.
 
-    `draw_id` makes ids; `clock` is monotonic, `now` in seconds since 1970.
+    `draw_id` returns a new id; `clock` is monotonic, `now` returns seconds since 1970.
     """
 
     def __init__(
         self, database: Database, draw_id: Callable[[], str], clock: Callable[[], float], now: Callable[[], float]
     ) -> None:
         self._database, self._draw_id, self._clock, self._now = database, draw_id, clock, now
-        self.dropped = 0  # not sent: there were too many, or the receiver took none for too long
-        self._lock = threading.Lock()  # of what is in memory; never held while the database is written
+        self.dropped = 0  # never sent: too many were pending, or the webhook failed for too long
+        self._lock = threading.Lock()  # for the state in memory; never held during a database write
         self._flushing = threading.Lock()
         self._pending: dict[str, Pending] = {}
         self._open: dict[Key, Notification] = {}
         self._recent: dict[Key, deque[tuple[float, str | None]]] = {}
-        self._left_out: dict[Key, int] = {}
+        self._suppressed: dict[Key, int] = {}
         self._unsaved: dict[str, Notification] = {}
-        self._ended: set[str] = set()  # ids of rows that are open in the database still
-        self._done: dict[str, float] = {}  # ids that are not marked in the database yet, and when they were done
+        self._ended: set[str] = set()  # ids of rows that are still open in the database
+        self._done: dict[str, float] = {}  # ids not yet marked in the database, and when they were done
         with database.read() as session:
             for row in session.scalars(select(NotificationRow).order_by(NotificationRow.number)):
                 each = _notification(row)
@@ -72,53 +72,53 @@ class Outbox:
                 if row.open:
                     self._open[each.kind, each.run] = each
 
-    # --- what happens ---------------------------------------------------------------------------------------------
+    # --- adding ---------------------------------------------------------------------------------------------------
 
     def note_event(
         self, session: Session, run: str, kind: str, message: str, data: Mapping[str, Any]
     ) -> Callable[[], None] | None:
-        """Add the notification of a run's event, if it has one, to the event's transaction. Return a function to call
-        after the commit; None if there is no notification."""
-        kind_ = OF_EVENTS.get(kind)
+        """Add the notification of a run's event to the event's transaction. Return a function to call after the commit;
+        None if this kind of event is not notified."""
+        kind_ = EVENT_KINDS.get(kind)
         if kind_ is None:
             return None
         key, worker = (kind_, run), data.get("worker")
         with self._lock:
             if not self._may_send(key, worker):
-                return lambda: self._leave_out(key)
-            if left_out := self._left_out.get(key, 0):
-                message = f"{message} ({left_out} more like it were not sent; see the run's events)"
+                return lambda: self._suppress(key)
+            if suppressed := self._suppressed.get(key, 0):
+                message = f"{message} ({suppressed} similar ones were not sent; see the run's events)"
         each = Notification(self._draw_id(), self._now(), kind_, message, None, run, worker, data.get("round"))
         session.add(_row(each))
         return lambda: self._admit(key, each)
 
     def _may_send(self, key: Key, worker: str | None) -> bool:
         since = self._clock() - WINDOW_S
-        recent = [who for at, who in self._recent.get(key, ()) if at > since]
+        recent = [worker for at, worker in self._recent.get(key, ()) if at > since]
         return len(recent) < PER_WINDOW and (worker is None or worker not in recent)
 
-    def _leave_out(self, key: Key) -> None:
+    def _suppress(self, key: Key) -> None:
         with self._lock:
-            self._left_out[key] = self._left_out.get(key, 0) + 1
+            self._suppressed[key] = self._suppressed.get(key, 0) + 1
 
     def _admit(self, key: Key, each: Notification) -> None:
         with self._lock:
-            self._left_out.pop(key, None)
+            self._suppressed.pop(key, None)
             self._recent.setdefault(key, deque(maxlen=PER_WINDOW)).append((self._clock(), each.worker))
             self._queue(each)
 
     def is_open(self, kind: str, run: str | None = None) -> Notification | None:
-        """Return the notification that this has begun, if it has not ended."""
+        """Return the notification of this alert's beginning; None unless it is open."""
         with self._lock:
             return self._open.get((kind, run))
 
-    def begun(self, kind: str) -> list[Notification]:
-        """Return what of this kind has begun and not ended."""
+    def open_alerts(self, kind: str) -> list[Notification]:
+        """Return the open alerts of this kind."""
         with self._lock:
             return [each for each in self._open.values() if each.kind == kind]
 
     def begin(self, kind: str, message: str, run: str | None = None, round_: int | None = None) -> None:
-        """Notify that something has begun, unless that was done."""
+        """Notify that an alert has begun, unless it is open already."""
         with self._lock:
             if (kind, run) in self._open:
                 return
@@ -128,7 +128,7 @@ class Outbox:
         self.flush()
 
     def end(self, kind: str, message: str, run: str | None = None, round_: int | None = None) -> None:
-        """Notify that it has ended, if it had begun."""
+        """Notify that an alert has ended, if it is open."""
         with self._lock:
             begun = self._open.pop((kind, run), None)
             if begun is None:
@@ -140,36 +140,36 @@ class Outbox:
         self.flush()
 
     def forget_run(self, run: str) -> None:
-        """End, without a word, what is open of a run that was removed."""
+        """Close the alerts of a removed run without a notification."""
         with self._lock:
             for key in [key for key in self._open if key[1] == run]:
                 self._ended.add(self._open.pop(key).id)
             self._recent = {key: when for key, when in self._recent.items() if key[1] != run}
-            self._left_out = {key: count for key, count in self._left_out.items() if key[1] != run}
+            self._suppressed = {key: count for key, count in self._suppressed.items() if key[1] != run}
         self.flush()
 
     def _queue(self, each: Notification) -> None:
-        if len(self._pending) >= MOST_PENDING:
+        if len(self._pending) >= MAX_PENDING:
             self._drop(next(iter(self._pending)))
         self._pending[each.id] = Pending(each, self._clock())
 
-    # --- what is sent ---------------------------------------------------------------------------------------------
+    # --- sending --------------------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> list[Pending]:
-        """What was not sent yet, oldest first."""
+        """The notifications that are not sent yet, oldest first."""
         with self._lock:
             return list(self._pending.values())
 
     def done(self, id_: str) -> None:
-        """Note that it was sent."""
+        """Note that a notification was sent."""
         with self._lock:
             self._pending.pop(id_, None)
             self._done[id_] = self._now()
         self.flush()
 
     def give_up(self, id_: str) -> None:
-        """Note that it is not to be sent any more."""
+        """Drop a notification without sending it."""
         with self._lock:
             if id_ in self._pending:
                 self._drop(id_)
@@ -179,12 +179,12 @@ class Outbox:
         each = self._pending.pop(id_).notification
         self._done[id_] = self._now()
         self.dropped += 1
-        logger.warning("a notification is given up: %s: %s", each.title, each.message)
+        logger.warning("notification dropped: %s: %s", each.title, each.message)
 
     # --- the database ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Write what is in memory alone. If disk or database take nothing now, the next call tries again."""
+        """Write what is only in memory to the database. If disk or database fail, the next call tries again."""
         with self._flushing:
             with self._lock:
                 unsaved, ended, done = dict(self._unsaved), set(self._ended), dict(self._done)
@@ -213,7 +213,7 @@ class Outbox:
 
 
 def _trim(session: Session) -> None:
-    """Delete the oldest rows of what was sent and has ended."""
+    """Delete the oldest rows of notifications that are sent and not open."""
     sent = NotificationRow.done_at.is_not(None), NotificationRow.open.is_(False)
     kept = select(NotificationRow.number).where(*sent).order_by(NotificationRow.number.desc()).offset(KEPT).limit(1)
     if (last := session.scalar(kept)) is not None:

@@ -32,8 +32,8 @@ from coordinator.store.blobs import Blobs, RunNames
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fault
 from coordinator.store.identity import Actor
+from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
-from coordinator.tuning.room import Room
 from outerstep.common import tracing
 from protocol.digest import model_digest
 from protocol.errors import Problem
@@ -79,7 +79,7 @@ class RunContext:
     wake: Callable[[str, str | None], None]  # run, topic (None: all): wake the requests that wait for it
     storage_failed: Callable[[BaseException], Fault | None]  # note a failed write; return what is wrong with the disk
     storage_fault: Callable[[], Fault | None]  # what is wrong with disk or database now
-    room: Room  # for payloads in memory
+    memory: MemoryBudget  # for payloads
     closing: threading.Event  # the coordinator is stopping: long work on other threads ends early
     # Session, run, kind, message and data of an event: queue its notification; return what to call after the commit.
     notify: Callable[[Session, str, str, str, dict[str, Any]], Callable[[], None] | None]

@@ -125,11 +125,9 @@ def violated(error: IntegrityError) -> str | None:
         return None
     columns = what.split(", ")
     table = Base.metadata.tables[columns[0].partition(".")[0]]
-    for each in (*table.constraints, *table.indexes):
-        unique = isinstance(each, (PrimaryKeyConstraint, UniqueConstraint)) or getattr(each, "unique", False)
-        if unique and [str(column) for column in each.columns] == columns:
-            return str(each.name)
-    return None
+    keys = [each for each in table.constraints if isinstance(each, (PrimaryKeyConstraint, UniqueConstraint))]
+    found = [each for each in (*keys, *table.indexes) if [str(column) for column in each.columns] == columns]
+    return str(found[0].name) if found else None
 
 
 def fault(error: DBAPIError) -> tuple[Cause, str] | None:

@@ -98,7 +98,7 @@ def theta_norm(run: LiveRun, fragment: int, round_: int) -> float:
 def _recent_delta(run: LiveRun, round_: int, fragment: int) -> memoryview | None:
     """Return the published delta if it is still in memory, else None."""
     digest = run.outer.deltas.get((round_, fragment))
-    return None if digest is None else run.context.room.delta(digest)
+    return None if digest is None else run.context.memory.delta(digest)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     fragment.contents.clear()
     delta_digest = digest(delta)
     run.blobs.put(run.names.delta(opening.number, index, delta_digest), delta)
-    run.context.room.add_delta(delta_digest, delta)
+    run.context.memory.add_delta(delta_digest, delta)
     _record_delta(run, opening, index, judgement, len(delta), delta_digest, aggregated_at)
 
 

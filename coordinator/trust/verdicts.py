@@ -76,7 +76,7 @@ def found_in(run: LiveRun, header: ContributionHeader, payload: Payload) -> Foun
 def in_room(run: LiveRun, found: Found) -> Found | None:
     """Return a copy in memory that is accounted for like a payload's; None if there is no room: then the evidence is
     computed again when it is needed."""
-    memory = run.context.room.take(found.measure.direction.nbytes)
+    memory = run.context.memory.take(found.measure.direction.nbytes)
     if memory is None:
         return None
     direction = np.frombuffer(memory, np.float16)

@@ -43,28 +43,28 @@ def backup(
       outerstep coordinator backup /mnt/backups --data ./data
       outerstep coordinator backup s3://bucket/outerstep --data ./data
     """
-    making, places = _module("making", "backup"), _module("places", "backup")
+    creating, locations = _module("create", "backup"), _module("locations", "backup")
     os.umask(0o077)  # what it writes is for nobody else on this machine
     settings = settings_of({"data_dir": data, "database_url": database_url, "backup_keep": keep})
-    address = _address(places, to)
-    places.check(address, settings.data_dir)
-    source = making.Source(_database(settings), making.files_of(settings.data_dir))
-    made = making.make(source, place := places.place_of(address), settings.backup_keep)
-    manifest = made.manifest
+    location = _location(locations, to)
+    locations.check(location, settings.data_dir)
+    source = creating.Source(_database(settings), creating.files_of(settings.data_dir))
+    created = creating.create(source, store := locations.open_store(location), settings.backup_keep)
+    manifest = created.manifest
     if output is Format.JSON:
         print_json(
             {
                 **_summary(manifest),
-                "copied_blobs": made.copied_blobs,
-                "copied_bytes": made.copied_bytes,
-                "removed": sorted(made.removed),
+                "copied_blobs": created.copied_blobs,
+                "copied_bytes": created.copied_bytes,
+                "removed": sorted(created.removed),
             }
         )
     else:
-        new = f"{made.copied_blobs} new of {len(manifest.blobs)} blobs, {bytes_text(made.copied_bytes)}"
-        say(f"made backup {manifest.number} in {place}: {new}")
-        if made.removed:
-            say(f"removed {_numbered(made.removed)}; --keep {settings.backup_keep}")
+        new = f"{created.copied_blobs} new of {len(manifest.blobs)} blobs, {bytes_text(created.copied_bytes)}"
+        say(f"made backup {manifest.number} in {store}: {new}")
+        if created.removed:
+            say(f"removed {_numbered(created.removed)}; --keep {settings.backup_keep}")
     if manifest.lost:
         shown = ", ".join(manifest.lost[:3]) + (", …" if len(manifest.lost) > 3 else "")
         say(f"without {len(manifest.lost)} blobs that are lost or spoilt in {settings.data_dir}: {shown}", err=True)
@@ -79,8 +79,8 @@ def backups(place: PlaceArgument, output: FormatOption = Format.TABLE) -> None:
     Example:
       outerstep coordinator backups /mnt/backups
     """
-    checking, places = _module("checking", "backups"), _module("places", "backups")
-    infos = checking.Checker(places.existing(_address(places, place))).infos()
+    checking, locations = _module("restore", "backups"), _module("locations", "backups")
+    infos = checking.Checker(locations.open_existing(_location(locations, place))).infos()
     if output is Format.JSON:
         print_json(infos)
     else:
@@ -117,13 +117,13 @@ def restore(
       outerstep coordinator restore /mnt/backups --data ./data-2 --new-admin-token
       outerstep coordinator --data ./data-2
     """
-    putting_back, places = _module("putting_back", "restore"), _module("places", "restore")
+    restoring, locations = _module("restore", "restore"), _module("locations", "restore")
     os.umask(0o077)
-    address = _address(places, place)
-    found = places.existing(address)
-    places.check(address, data)
-    manifest = putting_back.restore(found, number, data, lambda text: say(text, err=True))
-    token_file = putting_back.new_admin_token(data) if new_admin_token else None
+    location = _location(locations, place)
+    found = locations.open_existing(location)
+    locations.check(location, data)
+    manifest = restoring.restore(found, number, data, lambda text: say(text, err=True))
+    token_file = restoring.new_admin_token(data) if new_admin_token else None
     if output is Format.JSON:
         print_json({**_summary(manifest), "admin_token_file": None if token_file is None else str(token_file)})
     else:
@@ -156,10 +156,10 @@ def _module(name: str, command: str) -> ModuleType:
     return import_extra(f"coordinator.backup.{name}", extra="coordinator", command=f"outerstep coordinator {command}")
 
 
-def _address(places: ModuleType, named: str) -> Any:
-    """Return the directory or the URL that was named. Raises UsageError for what is none of them."""
+def _location(locations: ModuleType, named: str) -> Any:
+    """Return the directory or URL that was named. Raises UsageError for a URL with another scheme."""
     try:
-        return places.address_of(named)
+        return locations.parse_location(named)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -167,7 +167,7 @@ def _address(places: ModuleType, named: str) -> Any:
 def _database(settings: Any) -> Any:
     """Return the URL of the database. Raises UsageError if there is none."""
     url = database_url_of(settings)
-    if not _module("making", "backup").database.exists(url):
+    if not _module("create", "backup").database.exists(url):
         if not settings.data_dir.is_dir():
             raise UsageError(f"there is no directory {settings.data_dir}: give --data")
         raise UsageError(

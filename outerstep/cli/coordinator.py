@@ -159,7 +159,7 @@ def notify_test(notify: NotifyOption = None, notify_format: NotifyFormatOption =
     """
     sending = import_extra("coordinator.notifications.sending", extra="coordinator", command="outerstep coordinator")
     settings = settings_of({"notify_url": notify, "notify_format": notify_format})
-    receiver = sending.receiver_of(settings.notify_url, settings.notify_format, settings.notify_secret)
+    receiver = sending.webhook_of(settings.notify_url, settings.notify_format, settings.notify_secret)
     if receiver is None:
         raise UsageError("give --notify URL|@FILE, or OUTERSTEP_COORDINATOR_NOTIFY_URL in the environment")
     status = sending.send_test(receiver)

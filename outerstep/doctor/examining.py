@@ -29,7 +29,7 @@ from outerstep.doctor.finding import Finding, fine
 from outerstep.doctor.trial import Steps, take_steps_apart
 from protocol.messages import RunState
 from protocol.spec.run import RunSpec
-from worker.inner.spreading import Mode, choose_mode, replica_room
+from worker.inner.data_parallel import Mode, choose_mode, replica_budget
 from worker.link.client import open_http
 from worker.link.worker_token import token_to_read_with
 from worker.settings import BoxSettings, WorkerSettings
@@ -190,7 +190,7 @@ def _train(
     else:
         mode: Mode | None = None
         if processes > 1:
-            mode, _ = choose_mode(built.elements + built.frozen, replica_room(device), settings.mode)
+            mode, _ = choose_mode(built.elements + built.frozen, replica_budget(device), settings.mode)
         needed = memory.need(built, mode, processes, settings.parameters)
         exam.check(
             "memory",

@@ -9,7 +9,7 @@ from outerstep.common.quantities import bytes_text
 from outerstep.doctor.finding import Finding, fine, warning, wrong
 from outerstep.doctor.model import MOMENT_BYTES, Model
 from outerstep.doctor.state_directory import OUTER_STATE_BYTES
-from worker.inner.spreading import Mode
+from worker.inner.data_parallel import Mode
 
 TIGHT = 0.8  # of a device: activations need the rest
 FP32_BYTES = 4

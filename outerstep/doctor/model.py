@@ -12,7 +12,7 @@ from protocol.messages import FrozenSummary, RunDetail
 from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.run import RunSpec
 from worker.box import check_suited
-from worker.inner.layers import layers_of
+from worker.inner.execution import layers_of
 from worker.inner.optimizers import hidden_matrices
 from worker.models.building import build_model, check_vocabulary
 from worker.state.parameters import frozen_summary, tensor_specs

@@ -19,7 +19,7 @@ from tests.containers.engine import ENVIRONMENT, ROOT, Engine, Missing
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 
 @dataclass(frozen=True)

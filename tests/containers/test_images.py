@@ -14,7 +14,7 @@ from tests.containers.engine import Engine
 from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(1800)]  # the first test makes base images and builds both
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]  # the first test makes base images and builds both
 
 MB = 1_000_000
 COORDINATOR_MB = 250  # above its base

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request
 from sqlalchemy import text
 
 from coordinator.app import create_app
-from coordinator.http.limits import LimitedRoute, takes_up_to
+from coordinator.http.bodies import LimitedRoute, max_body
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import Member, spec_toml
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
@@ -149,7 +149,7 @@ def test_an_evaluation_of_a_state_that_does_not_exist_yet_is_refused(member: Mem
             "model.run = 'y': there",
         ),
         (b"#" * (MAX_SPEC_BYTES + 1), "payload-too-large", "65536"),
-        (spec_toml("r", rounds=5).encode(), "run-exists", "choose a new name"),
+        (spec_toml("r", rounds=5).encode(), "run-exists", "another spec"),
     ],
 )
 def test_a_spec_that_cannot_be_run_is_refused_with_key_and_value(
@@ -302,9 +302,9 @@ def test_an_address_that_takes_a_body_must_say_how_large_it_may_be() -> None:
     router.get("/x")(reads_by_hand)
     cases: list[tuple[Any, Any]] = [(router.put, reads_by_hand), (router.delete, takes_a_message)]
     for add, endpoint in cases:
-        with pytest.raises(TypeError, match="/x: declare by takes_up_to how large"):
+        with pytest.raises(TypeError, match="/x: declare by max_body how large"):
             add("/x")(endpoint)
-        add("/x")(takes_up_to(1)(endpoint))
+        add("/x")(max_body(1)(endpoint))
 
 
 def test_a_worker_whose_lease_has_ended_learns_of_it_on_the_same_connection(shared: InThread, member: Member) -> None:

@@ -1,18 +1,26 @@
 """Connections as nobody of good will makes them, against a real server: what is refused, and that others are served."""
 
+import asyncio
+import inspect
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from http.client import HTTPResponse
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
-from coordinator.http.connections import MAX_AHEAD
-from harness.certificates import make_certificate
-from harness.coordinator import InThread, coordinator_thread
+from coordinator.http.connection_limit import ConnectionLimit
+from coordinator.http.connections import MAX_PIPELINED, Connection
+from coordinator.settings import Settings
+from harness.coordinator import InThread, coordinator_thread, make_certificate
 from outerstep.common.connections import ssl_context
 from tests.support.waiting import wait_until
 
@@ -155,9 +163,9 @@ def test_an_upgrade_is_not_taken_up(shared: InThread) -> None:
 def test_requests_that_are_sent_far_ahead_end_their_connection(shared: InThread, run: str) -> None:
     """Each is remembered until those before it are answered."""
     with line(shared) as connection:
-        connection.sendall((GET + b"\r\n") * (MAX_AHEAD // 2))
+        connection.sendall((GET + b"\r\n") * (MAX_PIPELINED // 2))
         answered = b""
-        while answered.count(b"HTTP/1.1 200 ") < MAX_AHEAD // 2:
+        while answered.count(b"HTTP/1.1 200 ") < MAX_PIPELINED // 2:
             answered += connection.recv(1 << 16)
     with line(shared) as connection:
         assert send_all(connection, (GET + b"\r\n") * 1000, 1000) < 20_000_000
@@ -184,13 +192,13 @@ def test_the_rest_of_a_refused_body_is_waited_for_only_as_long_as_it_comes(
 
 def test_an_answer_that_is_not_read_is_given_up(shared: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared.coordinator.settings, "upload_idle_s", 0.2)
-    open_before = len(shared.server.gate)
+    open_before = len(shared.server.connections)
     with line(shared) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         asked = b"GET /v1/line-check?bytes=8388608 HTTP/1.1\r\nHost: c\r\nAuthorization: Bearer %s\r\n\r\n"
         connection.sendall(asked % shared.admin_token.encode() * 2)
-        wait_until(lambda: len(shared.server.gate) > open_before)
-        wait_until(lambda: len(shared.server.gate) <= open_before)
+        wait_until(lambda: len(shared.server.connections) > open_before)
+        wait_until(lambda: len(shared.server.connections) <= open_before)
 
 
 # --- how many ---------------------------------------------------------------------------------------------------------
@@ -204,7 +212,7 @@ def test_of_one_address_so_many_and_another_is_served(tmp_path: Path) -> None:
     ):
         for _ in range(5):
             held.enter_context(line(running, "127.0.0.2")).sendall(b"GET")
-        wait_until(lambda: len(running.server.gate) >= 5)
+        wait_until(lambda: len(running.server.connections) >= 5)
         with line(running, "127.0.0.2") as one_more:
             assert status(one_more) == 503
         assert is_served(running)
@@ -235,8 +243,8 @@ def test_before_a_handshake_they_are_counted_too(tmp_path: Path) -> None:
         with httpx.Client(base_url=running.url, verify=ssl_context(certificate.file)) as client:
             assert client.get("/healthz").status_code == 200
             assert client.get("/healthz", headers={"X-Long": "a" * 40_000}).status_code == 431
-        assert len(running.server.gate) <= 20
-        for _ in range(running.server.gate.per_address):
+        assert len(running.server.connections) <= 20
+        for _ in range(running.server.connections.per_address):
             held.enter_context(line(running, "127.0.0.99"))
         assert is_cut(held.enter_context(line(running, "127.0.0.99")))
 
@@ -265,5 +273,85 @@ def test_idle_connections_shut_nobody_out(tmp_path: Path) -> None:
             for number in range(100):
                 held.enter_context(line(running, f"127.0.0.{2 + number % 50}"))
             assert is_served(running)
-            assert len(running.server.gate) <= 20
+            assert len(running.server.connections) <= 20
         assert is_served(running)
+
+
+# --- what `Connection` relies on --------------------------------------------------------------------------------------
+
+# Methods of uvicorn's protocol that Connection overrides, extends or calls, and their parameters.
+METHODS = {
+    "connection_made": ["self", "transport"],
+    "connection_lost": ["self", "exc"],
+    "data_received": ["self", "data"],
+    "on_message_begin": ["self"],
+    "on_url": ["self", "url"],
+    "on_header": ["self", "name", "value"],
+    "on_headers_complete": ["self"],
+    "on_body": ["self", "body"],
+    "on_message_complete": ["self"],
+    "on_response_complete": ["self"],
+    "pause_writing": ["self"],
+    "resume_writing": ["self"],
+    "send_400_response": ["self", "msg"],
+    "timeout_keep_alive_handler": ["self"],
+    "_unset_keepalive_if_required": ["self"],
+}
+# Attributes of a new protocol that Connection reads or sets; None: any type.
+ATTRIBUTES: dict[str, type | None] = {
+    "loop": asyncio.AbstractEventLoop,
+    "parser": None,
+    "transport": None,
+    "flow": None,
+    "cycle": None,
+    "pipeline": None,
+    "server_state": ServerState,
+    "timeout_keep_alive": int,
+    "timeout_keep_alive_task": None,
+}
+
+
+def test_uvicorn_still_has_the_internals_that_connections_rely_on(tmp_path: Path) -> None:
+    """If this fails after an upgrade of uvicorn: adapt coordinator/http/connections.py, then raise the cap in
+    pyproject.toml."""
+
+    async def protocol() -> Connection:
+        async def app(*_: Any) -> None: ...
+
+        config = uvicorn.Config(app, lifespan="off", log_config=None)
+        settings = Settings(data_dir=tmp_path)
+        limit = ConnectionLimit(10, 10)
+        return Connection(
+            config=config, server_state=ServerState(), app_state={}, limit=limit, settings=settings, tls=None
+        )
+
+    missing = [f"HttpToolsProtocol.{name} is gone" for name in METHODS if not hasattr(HttpToolsProtocol, name)]
+    missing += [
+        f"HttpToolsProtocol.{name} has other parameters than {parameters}"
+        for name, parameters in METHODS.items()
+        if hasattr(HttpToolsProtocol, name)
+        and list(inspect.signature(getattr(HttpToolsProtocol, name)).parameters) != parameters
+    ]
+    made = asyncio.run(protocol())
+    for name, kind in ATTRIBUTES.items():
+        if not hasattr(made, name):
+            missing.append(f"HttpToolsProtocol().{name} is gone")
+        elif kind is not None and not isinstance(getattr(made, name), kind):
+            missing.append(f"HttpToolsProtocol().{name} is no {kind.__name__}")
+    own = {name for name in vars(made) if name.startswith("_")} & set(
+        vars(HttpToolsProtocol(made.config, ServerState(), {}, made.loop))
+    )
+    missing += [f"uvicorn has an attribute {name} too" for name in own]
+    cycle = inspect.getsource(RequestResponseCycle.__init__)
+    missing += [
+        f"RequestResponseCycle().{name} is gone"
+        for name in ("response_complete", "body")
+        if f"self.{name} =" not in cycle
+    ]
+    if "self.read_paused" not in inspect.getsource(FlowControl.__init__):
+        missing.append("FlowControl().read_paused is gone")
+    if not STATUS_LINE.get(408, b"").startswith(b"HTTP/1.1 408 "):
+        missing.append("STATUS_LINE[408] is no status line")
+    if not isinstance(made.server_state.default_headers, list):
+        missing.append("ServerState().default_headers is no list")
+    assert not missing, f"uvicorn {uvicorn.__version__}: {'; '.join(missing)}"

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from coordinator.dashboard import assets
+from coordinator.dashboard import serving
 from harness.coordinator import InThread
 from tests.coordinator.crew import problem
 
-FILES = sorted(assets.page_files())
+FILES = sorted(serving.page_files())
 SCRIPTS = [name for name in FILES if name.endswith(".js")]
 
 
@@ -53,7 +53,7 @@ def test_it_loads_from_here_alone_and_all_that_it_names_is_there(http: httpx.Cli
 
 @pytest.mark.parametrize("name", FILES)
 def test_no_file_names_another_server(name: str) -> None:
-    text = assets.page_files()[name].decode()
+    text = serving.page_files()[name].decode()
     assert set(re.findall(r"https?://[\w./]+", text)) <= {"http://www.w3.org/2000/svg"}  # a name, which nobody asks
     assert not re.search(r"@import|url\(", text)
 
@@ -61,7 +61,7 @@ def test_no_file_names_another_server(name: str) -> None:
 @pytest.mark.covers("security:script-injection")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_no_script_makes_html_or_code_of_text(name: str) -> None:
-    text = assets.page_files()[name].decode()
+    text = serving.page_files()[name].decode()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|srcdoc", text)
 
 
@@ -74,7 +74,7 @@ def test_no_script_or_style_stands_in_the_page(http: httpx.Client) -> None:
 @pytest.mark.covers("security:dashboard-assets")
 @pytest.mark.parametrize("address", ["/", "charts", "main.js"])
 def test_what_a_browser_may_do_with_it(http: httpx.Client, address: str) -> None:
-    path = {"charts": f"/dashboard/{assets.charts_path()}", "main.js": f"/dashboard/{assets.version()}/main.js"}
+    path = {"charts": f"/dashboard/{serving.charts_path()}", "main.js": f"/dashboard/{serving.version()}/main.js"}
     headers = http.get(path.get(address, address)).headers
     policy = dict(rule.split(" ", 1) for rule in headers["content-security-policy"].split("; "))
     assert policy["default-src"] == "'none'"
@@ -87,7 +87,7 @@ def test_what_a_browser_may_do_with_it(http: httpx.Client, address: str) -> None
 
 @pytest.mark.parametrize("name", ["main.js", "base.css", "charts"])
 def test_it_travels_compressed_to_whoever_takes_that(http: httpx.Client, name: str) -> None:
-    path = f"/dashboard/{assets.charts_path() if name == 'charts' else f'{assets.version()}/{name}'}"
+    path = f"/dashboard/{serving.charts_path() if name == 'charts' else f'{serving.version()}/{name}'}"
     plain = http.get(path, headers={"Accept-Encoding": "identity"})
     assert "content-encoding" not in plain.headers
     with http.stream("GET", path, headers={"Accept-Encoding": "br, gzip"}) as reply:
@@ -100,7 +100,7 @@ def test_it_travels_compressed_to_whoever_takes_that(http: httpx.Client, name: s
 
 
 def test_what_a_browser_has_it_does_not_get_again(http: httpx.Client) -> None:
-    for path in ("/", f"/dashboard/{assets.version()}/main.js"):
+    for path in ("/", f"/dashboard/{serving.version()}/main.js"):
         tag = http.get(path).headers["etag"]
         again = http.get(path, headers={"If-None-Match": tag})
         assert (again.status_code, again.content) == (304, b"")
@@ -111,7 +111,7 @@ def test_head_answers_as_get_and_nothing_can_be_sent(http: httpx.Client) -> None
     whole, head = http.get("/"), http.head("/")
     assert (head.status_code, head.content) == (200, b"")
     assert head.headers["content-length"] == str(len(whole.content)) or "content-encoding" in whole.headers
-    for path in ("/", f"/dashboard/{assets.version()}/main.js"):
+    for path in ("/", f"/dashboard/{serving.version()}/main.js"):
         refused = http.post(path)
         assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
 
@@ -121,7 +121,8 @@ def test_a_client_of_the_rest_interface_is_told_of_a_wrong_address_as_ever(http:
 
 
 @pytest.mark.parametrize(
-    "path", ["index.html", "{version}/index.html", "{version}/../serving.py", "{version}/%2e%2e/assets.py", "x/main.js"]
+    "path",
+    ["index.html", "{version}/index.html", "{version}/../serving.py", "{version}/%2e%2e/serving.py", "x/main.js"],
 )
 def test_nothing_else_is_served(http: httpx.Client, path: str) -> None:
-    problem(http.get("/dashboard/" + path.format(version=assets.version())), "not-found")
+    problem(http.get("/dashboard/" + path.format(version=serving.version())), "not-found")

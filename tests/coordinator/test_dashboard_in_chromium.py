@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 
-from coordinator.dashboard import assets
-from coordinator.notifications.watching import Disk
+from coordinator.dashboard import serving
+from coordinator.notifications.alerts import Disk
 from coordinator.store.database import Fault
 from coordinator.store.tables import FragmentRow, RoundRow, WorkerRow
 from coordinator.store.tokens import secret_hash
@@ -21,7 +21,7 @@ from coordinator.upkeep.storage import Storage
 from harness.browser import Tab, chromium, tab
 from harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
 from harness.member import Member, spec_toml
-from outerstep import units
+from outerstep.common.quantities import bytes_text, count_text
 from outerstep.plan import allreduce_bytes
 from protocol.messages import Cause, Scope
 from tests.coordinator.crew import crew, events, info, play_round
@@ -152,7 +152,7 @@ def test_a_run_is_shown_as_it_is_and_as_it_goes_on(browser: Browser, played: Pla
         rows = page.locator("table.workers tbody tr")
         expect(rows).to_have_count(3)
         expect(rows.first).to_contain_text("12.3 k tokens/s")
-        expect(page.get_by_text("cas is the slow one: its inner steps take 2.00 times the median")).to_be_visible()
+        expect(page.get_by_text("cas is the slowest: its inner steps take 2.00 times the median")).to_be_visible()
         for title in ("Loss", "Bytes"):
             expect(page.locator(f'section[aria-label="{title}"] .js-plotly-plot path.js-line').first).to_be_attached()
         page.get_by_role("group", name="Loss by").get_by_role("button", name="Tokens").click()
@@ -246,11 +246,11 @@ def test_evicting_banning_and_readmitting(browser: Browser, played: Played) -> N
         click(found, "Evict", "dialog")
         expect(page.locator("tr", has_text="bob").locator(".badge")).to_have_text("evicted")
         click(found, "Evict cas")
-        page.get_by_label("Ban it, until it is readmitted").check()
+        page.get_by_label("Ban it until it is readmitted").check()
         click(found, "Evict", "dialog")
         expect(page.locator("tr", has_text="cas").locator(".badge")).to_have_text("banned")
         click(found, "Readmit cas")
-        expect(page.get_by_role("status").filter(has_text="cas may take part again")).to_be_visible()
+        expect(page.get_by_role("status").filter(has_text="cas can take part again")).to_be_visible()
         wait_until(lambda: len(events(running, run, "readmitted")) == 1)
         expect(page.get_by_role("button", name="Readmit cas")).to_have_count(0)
 
@@ -259,11 +259,11 @@ def test_making_and_revoking_a_join_token(browser: Browser, played: Played) -> N
     running = played.running
     with opened(browser, running, "tokens") as found:
         page = found.page
-        click(found, "Make a token")
-        page.get_by_label("For", exact=True).select_option(played.run)
+        click(found, "Create a token")
+        page.get_by_label("Run", exact=True).select_option(played.run)
         page.get_by_label("Uses").fill("7")
         page.get_by_label("Note").fill(HOSTILE)
-        click(found, "Make it")
+        click(found, "Create it")
         secret = page.locator(".fresh code").first.inner_text()
         assert secret.startswith("ostj_")
         expect(page.locator(".fresh")).to_contain_text(f"outerstep worker {running.url} --run {played.run}")
@@ -284,10 +284,10 @@ def test_a_viewers_link(browser: Browser, played: Played) -> None:
     """The admin makes it by the page; whoever opens it sees the run, and nothing to press."""
     running = played.running
     with opened(browser, running, "tokens") as admin:
-        click(admin, "Make a token")
-        admin.page.get_by_label("What it allows").select_option("viewer")
-        admin.page.get_by_label("For", exact=True).select_option(played.run)
-        click(admin, "Make it")
+        click(admin, "Create a token")
+        admin.page.get_by_label("Scope").select_option("viewer")
+        admin.page.get_by_label("Run", exact=True).select_option(played.run)
+        click(admin, "Create it")
         link = admin.page.locator(".fresh code").nth(1).inner_text()
     token = link.partition("token=")[2].partition("&")[0]
     with tab(browser, **WIDE) as found:
@@ -301,7 +301,7 @@ def test_a_viewers_link(browser: Browser, played: Played) -> None:
         assert page.get_by_role("button", name=acts).count() == 0
         assert page.get_by_role("link", name="Tokens").count() == 0
         page.goto(f"{running.url}/#tokens")
-        expect(page.get_by_text("Tokens are made and listed with an admin token")).to_be_visible()
+        expect(page.get_by_text("needs an admin token")).to_be_visible()
         page.goto(f"{running.url}/#")
         expect(page.locator(".card")).to_have_count(1)
         assert page.get_by_role("button", name=acts).count() == 0
@@ -382,7 +382,7 @@ def test_creating_a_run_by_fields(browser: Browser, running: InThread, run: str)
         page.get_by_label("The run's spec, TOML").press("Control+End")
         page.get_by_label("The run's spec, TOML").press_sequentially("# typed")
         click(found, "By fields", "dialog")
-        expect(status).to_contain_text("What was changed in the TOML is not in these fields")
+        expect(status).to_contain_text("Changes in the TOML")
         assert page.get_by_role("dialog").evaluate("each => each.scrollWidth <= each.clientWidth")
         click(found, "Create", "dialog")
         expect(page.get_by_role("heading", name=run)).to_be_visible()
@@ -448,7 +448,7 @@ def test_on_a_phone_nothing_is_wider_than_it(browser: Browser, played: Played, c
         page.locator('section[aria-label="Bytes"]').scroll_into_view_if_needed()
         expect(page.locator('section[aria-label="Bytes"] path.js-line').first).to_be_visible()
         assert page.evaluate(width) == 390
-        page.get_by_text("The same as a table").click()
+        page.get_by_text("Show as a table").click()
         expect(page.get_by_role("row", name=re.compile("cas .* 0 rounds 0 rounds"))).to_be_attached()
         assert page.evaluate(width) == 390
         click(found, "Evict bob")
@@ -490,7 +490,7 @@ def test_an_outage_is_told_and_outlived(browser: Browser, tmp_path: Path) -> Non
             expect(reason).to_have_text(info(running, "r")["reason"])
             expect(steering.first).to_be_enabled()
             coordinator.kill()
-            expect(reason).to_contain_text("The coordinator does not answer; asking again.")
+            expect(reason).to_contain_text("The coordinator does not answer")
             expect(badge).to_have_text("unreachable")
             assert [each.is_enabled() for each in steering.all()] == [False, False, False]
             coordinator.start()
@@ -534,7 +534,7 @@ def test_what_has_not_been_answered_yet_is_not_said_to_be_nothing(browser: Brows
             page.goto(f"{played.running.url}/#run={played.run}")
         units_panel = page.locator('section[aria-label="Work units"]')
         expect(page.locator("table.workers tbody tr")).to_have_count(3)
-        expect(units_panel).to_contain_text("Asking")
+        expect(units_panel).to_contain_text("Loading")
         assert "/units" in asked.value.url
         assert "No epoch" not in units_panel.inner_text()
 
@@ -568,7 +568,7 @@ def test_long_names_make_nothing_wider_and_box_4_comes_before_box_14(browser: Br
 def test_where_all_streams_of_a_token_are_taken_events_come_all_the_same(browser: Browser, played: Played) -> None:
     """A viewer's link may be open on many screens."""
     running = played.running
-    viewer, callers = running.token(Scope.VIEWER), running.coordinator.callers
+    viewer, callers = running.token(Scope.VIEWER), running.coordinator.quotas
     with ExitStack() as taken, tab(browser, **WIDE) as found:
         for _ in range(running.coordinator.settings.streams_per_token):
             taken.enter_context(callers.stream(secret_hash(viewer)))
@@ -592,7 +592,7 @@ def test_where_nobody_answers_at_first_it_asks_again_and_keeps_the_token(browser
     with tab(browser, **WIDE) as found:
         found.page.route("**/tokens/self", lambda route: route.abort())
         found.page.goto(f"{running.url}/#token={running.admin_token}")
-        expect(found.page.get_by_role("alert")).to_contain_text("does not answer; asking again")
+        expect(found.page.get_by_role("alert")).to_contain_text("does not answer")
         found.page.unroute("**/tokens/self")
         expect(found.page.get_by_role("heading", name="Runs")).to_be_visible()
 
@@ -614,7 +614,7 @@ def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running:
     workers += [{"name": "new", "state": "live", "epoch": 1, "joined_at": 101.5}]  # in the middle of the second round
     with opened(browser, running, "") as found:
         found.page.get_by_role("heading", name="Runs").wait_for()
-        module = f"{running.url}/dashboard/{assets.version()}/course.js"
+        module = f"{running.url}/dashboard/{serving.version()}/derived.js"
         rows = found.page.evaluate(
             f"async ([details, workers]) => (await import('{module}')).timeline(details, workers)", [details, workers]
         )
@@ -689,19 +689,19 @@ def long_run(running: InThread, run: str, *, rounds: int, workers: int) -> None:
 def test_figures_are_those_of_the_commands(browser: Browser, running: InThread) -> None:
     """The page writes numbers, and counts bytes of all-reduce, as `outerstep` does."""
     numbers = [0, 7, 999, 1000, 12_345, 999_499, 999_500, 1_234_567, 98_700_000_000]
-    module = f"{running.url}/dashboard/{assets.version()}"
+    module = f"{running.url}/dashboard/{serving.version()}"
     with opened(browser, running, "") as found:
         found.page.get_by_role("heading", name="Runs").wait_for()
         shown = found.page.evaluate(
             f"""async (numbers) => {{
               const units = await import("{module}/units.js");
-              const {{ allreduceBytes }} = await import("{module}/course.js");
+              const {{ allreduceBytes }} = await import("{module}/derived.js");
               return [numbers.map(units.count), numbers.map(units.bytes), allreduceBytes(4, 139584, 960)];
             }}""",
             numbers,
         )
     spaced = [[text.replace("\u00a0", " ") for text in texts] for texts in shown[:2]]
-    assert spaced == [[units.count_text(each) for each in numbers], [units.bytes_text(each) for each in numbers]]
+    assert spaced == [[count_text(each) for each in numbers], [bytes_text(each) for each in numbers]]
     assert shown[2] == allreduce_bytes(4, 139_584, 960)
 
 
@@ -729,7 +729,7 @@ def test_the_server_page_says_what_is_wrong_and_what_to_do(
         expect(found.page.locator(".fine")).to_be_visible()
         expect(found.page.locator(".tile")).to_have_count(6)
         assert is_as_wide_as_the_phone()
-        monkeypatch.setattr(running.coordinator.watch, "disks", lambda places: [Disk(tuple(places), 5, 100)])
+        monkeypatch.setattr(running.coordinator.alerts, "disks", lambda places: [Disk(tuple(places), 5, 100)])
         logging.getLogger("coordinator.trial").error(HOSTILE + "x" * 500)
         finding = found.page.locator(".finding")
         expect(finding).to_contain_text("disk filling")

@@ -10,10 +10,9 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.metrics import runs, seeing
+from coordinator.metrics import runs
 from coordinator.metrics.families import FAMILIES, OF_RUNS, OF_THE_SERVER, PREFIX
-from coordinator.metrics.seeing import see
-from coordinator.metrics.values import of_run
+from coordinator.metrics.runs import run_values, snapshot
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import spec_toml
 from protocol.messages import RunState, Scope
@@ -216,7 +215,7 @@ def test_a_token_for_one_run_sees_that_run_alone(shared: InThread, run: str) -> 
 
 def test_time_series_are_bounded(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     crew(shared, run, ["a", "b", "c"])
-    monkeypatch.setattr(seeing, "WORKERS", 2)
+    monkeypatch.setattr(runs, "MAX_WORKERS", 2)
     found = scraped(shared, shared.token(Scope.VIEWER, run=run))
     assert set(values(found, "worker_joins_total", run=run)) == {("a",), ("b",)}
     assert value(found, "run_workers_not_shown", run=run) == 1
@@ -224,7 +223,7 @@ def test_time_series_are_bounded(shared: InThread, run: str, monkeypatch: pytest
     shared.create_run(spec_toml(last))
     with shared.client() as admin:
         admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).raise_for_status()
-    monkeypatch.setattr(runs, "RUNS", 1)
+    monkeypatch.setattr(runs, "MAX_RUNS", 1)
     found = scraped(shared)
     assert set(values(found, "run_round")) == {(last,)}, "the newest of those that go on"
     assert value(found, "runs_not_shown") == len(shared.coordinator.runs()) - 1
@@ -246,9 +245,9 @@ def test_a_run_that_is_removed_meanwhile_is_left_out(
 
 def test_what_is_not_known_has_no_value(shared: InThread, run: str) -> None:
     crew(shared, run, ["a"])
-    seen = see(shared.live(run))
+    seen = snapshot(shared.live(run))
     bare = replace(seen, last_round=None, last_round_age_s=None, checkpoint_age_s=None, open_round_age_s=None)
-    names = {name for name, _, _ in of_run(bare)}
+    names = {name for name, _, _ in run_values(bare)}
     for absent in ("loss", "held_out_loss", "last_round_age_seconds", "open_round_age_seconds"):
         assert f"{PREFIX}run_{absent}" not in names
     assert not {name for name in names if name.endswith(("rounds_behind", "tokens_per_second"))}
@@ -257,6 +256,6 @@ def test_what_is_not_known_has_no_value(shared: InThread, run: str) -> None:
 def test_the_labels_of_every_value_are_those_of_its_family(played: InThread) -> None:
     arity = {family.name: len(family.labels) for family in (*OF_RUNS, *OF_THE_SERVER)}
     found: dict[str, set[int]] = defaultdict(set)
-    for name, labels, _ in of_run(see(played.live("two"))):
+    for name, labels, _ in run_values(snapshot(played.live("two"))):
         found[name].add(len(labels))
     assert all(lengths == {arity[name]} for name, lengths in found.items())

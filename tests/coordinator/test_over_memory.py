@@ -24,7 +24,7 @@ ABOUT_BLOBS = [
 ]
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_coordinators_tests_pass_over_blobs_in_memory() -> None:
     here = Path(__file__).parent

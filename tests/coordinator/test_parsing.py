@@ -10,8 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter
 
 from coordinator.api.workers import ASSIGNMENT_VALUES, JOIN_VALUES
-from coordinator.http import limits
-from coordinator.http.parsing import MAX_MEMBERS, parse
+from coordinator.http import bodies
+from coordinator.http.bodies import MAX_MEMBERS, parse
 from harness.coordinator import InThread
 from harness.member import TENSORS, Member, spec_toml
 from protocol.errors import Problem
@@ -73,7 +73,7 @@ def test_a_list_ends_at_its_first_fault() -> None:
 def test_an_object_of_many_members_is_refused_wherever_it_is() -> None:
     wide = b"{" + b",".join(b'"%d":1' % number for number in range(MAX_MEMBERS + 1)) + b"}"
     for body in (wide, join_of(wide), join_of(rest=b',"host":' + wide)):
-        with pytest.raises(Problem, match="invalid-message: an object with 65 members; 64 are the most"):
+        with pytest.raises(Problem, match="invalid-message: .* 65 members"):
             parse(body, JOIN, JOIN_VALUES)
 
 
@@ -129,13 +129,13 @@ def test_a_heartbeat_is_answered_while_a_large_join_is_parsed(
     begun, go_on = threading.Event(), threading.Event()
 
     def parse_large_ones_late(body: bytes, *rest: Any) -> Any:
-        if len(body) > limits.MESSAGE_BYTES:
+        if len(body) > bodies.MESSAGE_BYTES:
             begun.set()
             assert go_on.wait(60)
         return parse(body, *rest)
 
     token = shared.token(Scope.WORKER)
-    monkeypatch.setattr(limits, "parse", parse_large_ones_late)
+    monkeypatch.setattr(bodies, "parse", parse_large_ones_late)
     other = Member(shared.client(), run, "b", [*TENSORS, *(TensorSpec(name=str(n), shape=[1]) for n in range(1000))])
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(other.ask_to_join, token)

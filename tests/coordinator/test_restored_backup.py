@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from coordinator.backup.directory import BackupDirectory
-from coordinator.backup.putting_back import restore
+from coordinator.backup.restore import restore
 from coordinator.store.database import url_of
 from harness.coordinator import coordinator_thread
 from harness.member import Member

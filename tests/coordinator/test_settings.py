@@ -134,6 +134,7 @@ def no_ipv6() -> bool:
     return False
 
 
+@pytest.mark.system
 @pytest.mark.skipif(no_ipv6(), reason="this machine has no IPv6 loopback")
 def test_an_ipv6_address_stands_in_brackets_in_the_url(tmp_path: Path) -> None:
     coordinator = CoordinatorProcess(tmp_path / "data", host="::1")

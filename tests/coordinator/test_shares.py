@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.metrics.server import Meter
+from coordinator.metrics.server import ServerMetrics
 from coordinator.run.live_run import LiveRun
 from coordinator.store.assembling import BYTES_PER_OWNER, RETRY_S, Wholes
 from coordinator.store.tokens import new_secret
@@ -122,7 +122,7 @@ def test_tokens_exchanged_for_one_join_token_share_requests_streams_and_line_che
         assert "2 streams" in detail
         assert "same join token" in detail, "c itself has none"
         (join,) = [each.id for each in strict.coordinator.tokens.listed(1000, None, run) if each.scope is Scope.JOIN]
-        with strict.coordinator.callers.line_check(join):
+        with strict.coordinator.quotas.line_check(join):
             problem(a.get("/v1/line-check?bytes=1"), "too-many-requests")
             problem(b.post("/v1/line-check", content=b"x"), "too-many-requests")
             assert a.get("/v1/line-check?bytes=0").status_code == 200, "which measures nothing"
@@ -152,7 +152,7 @@ def test_a_members_reading_counts_with_its_token_and_its_training_does_not(
 @pytest.mark.covers("security:long-poll-flood")
 def test_long_polls_of_one_token_are_bounded_and_members_are_woken_first(strict: InThread, run: str) -> None:
     (a,) = crew(strict, run, ["a"], rounds=2)
-    delta, callers = f"/v1/runs/{run}/rounds/0/fragments/0/delta", strict.coordinator.callers
+    delta, callers = f"/v1/runs/{run}/rounds/0/fragments/0/delta", strict.coordinator.quotas
     with viewer(strict) as client, ThreadPoolExecutor(2) as threads:
         waiting = [threads.submit(client.get, delta, headers={"Prefer": "wait=30"}) for _ in range(2)]
         wait_until(lambda: callers.polls == 2)
@@ -170,13 +170,13 @@ def test_metrics_are_made_once_a_second_for_all_but_an_admin(
 ) -> None:
     clock.advance(60)
     made: list[object] = []
-    exposition = Meter.exposition
+    exposition = ServerMetrics.exposition
 
-    def counted(meter: Meter, run: LiveRun | None) -> bytes:
+    def counted(meter: ServerMetrics, run: LiveRun | None) -> bytes:
         made.append(run)
         return exposition(meter, run)
 
-    monkeypatch.setattr(Meter, "exposition", counted)
+    monkeypatch.setattr(ServerMetrics, "exposition", counted)
     with viewer(strict) as client, viewer(strict) as another, strict.client() as admin:
         texts = {each.get("/metrics").text for each in (client, another, client)}
         assert (len(texts), len(made)) == (1, 1)

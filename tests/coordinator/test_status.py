@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coordinator.logs import MOST_CHARACTERS, RECENT, RecentErrors, scrubbed
-from coordinator.notifications.watching import LOOK_S, NO_ROUND_S, Disk
-from coordinator.server_status import REMEDIES
+from coordinator.api.server import REMEDIES
+from coordinator.logs import MAX_CHARACTERS, RECENT, RecentErrors, scrubbed
+from coordinator.notifications.alerts import CHECK_S, NO_ROUND_S, Disk
 from harness.coordinator import SettableClock, coordinator_thread
 from outerstep.cli import app
 from protocol.messages import ServerStatus
@@ -43,9 +43,9 @@ def test_all_is_well_and_then_it_is_not(tmp_path: Path, monkeypatch: pytest.Monk
             assert found.notifications is not None
             assert (found.notifications.host, found.notifications.format) == ("127.0.0.1", "json")
 
-            clock.advance(LOOK_S)
+            clock.advance(CHECK_S)
             service.tick()
-            service.watch.disks = lambda places: [Disk(tuple(places), 5, 100)]
+            service.alerts.disks = lambda places: [Disk(tuple(places), 5, 100)]
             logging.getLogger("coordinator.trial").error("refused with %s", TOKEN)
             clock.advance(NO_ROUND_S + 1)
             service.tick()
@@ -107,7 +107,7 @@ def test_recent_errors_are_bounded_and_counted() -> None:
     except OSError:
         logger.exception("it failed\x1b[2J")
     newest = errors.newest_first[0]
-    assert len(newest.message) == MOST_CHARACTERS
+    assert len(newest.message) == MAX_CHARACTERS
     assert "\x1b" not in newest.message
     for line in range(2 * RECENT):
         record = logging.LogRecord("trial", logging.ERROR, "file.py", line, "line", (), None)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from coordinator.app import create_app
-from coordinator.http.limits import LimitedRoute
+from coordinator.http.bodies import LimitedRoute
 from coordinator.service import Coordinator
 from harness.coordinator import InThread
 from protocol.messages import Scope

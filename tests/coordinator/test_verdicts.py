@@ -183,7 +183,7 @@ def test_without_room_in_memory_contributions_are_looked_at_again_when_they_are_
     shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = crew(shared, run, NAMES, min_workers=4)
-    monkeypatch.setattr(shared.live(run).context.room, "take", lambda size: None)
+    monkeypatch.setattr(shared.live(run).context.memory, "take", lambda size: None)
     contribute(members, 0, {"c": times(-1)})
     header, _ = delta(members[0], 0, 0)
     assert [each.worker for each in header.contributors] == ["a", "b", "d"]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.notifications.alerts import CHECK_S
 from coordinator.notifications.sending import FIRST_PAUSE_S
-from coordinator.notifications.watching import LOOK_S
 from coordinator.run.live_run import ALARMING
 from harness.coordinator import SettableClock, coordinator_thread
 from protocol.messages import Scope
@@ -43,9 +43,9 @@ def test_a_run_goes_on_when_the_clock_is_set(tmp_path: Path) -> None:
             for member in members:
                 member.assignment(1 + number)
             wall.advance(jump_s)
-            clock.advance(LOOK_S)
+            clock.advance(CHECK_S)
             running.coordinator.tick()
-            assert running.coordinator.watch.conditions == {}
+            assert running.coordinator.alerts.conditions == {}
             metrics = viewer.get("/metrics").raise_for_status().text
             assert not [line for line in metrics.splitlines() if "_seconds" in line and " -" in line]
             play_round(members, 1 + number)

@@ -19,6 +19,7 @@ def started(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.system
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it would run everything")
 def test_without_a_gpu_it_says_so_and_is_no_success() -> None:
     code, said = started()

@@ -109,6 +109,7 @@ def linear(steps: list[int]) -> Any:
     return pytest.approx([0.01 * (1 - step / TOTAL) for step in steps])
 
 
+@pytest.mark.system
 def test_two_of_them_end_with_the_same_model_and_have_trained_on_other_data(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(f"{SPEC}[members]\nmin_workers = 2\n")

@@ -27,6 +27,7 @@ def outerstep(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
+@pytest.mark.system
 def test_backing_up_listing_and_restoring(tmp_path: Path):
     root, new = tmp_path / "backups", tmp_path / "new"
     with serving(tmp_path / "data") as served:
@@ -82,9 +83,10 @@ def test_a_damaged_backup_is_shown_and_ends_with_3(tmp_path: Path, served: Serve
     assert err.startswith(f"outerstep: backup 2: {database} is missing or damaged. Do not rely on it: restore another")
     code, out, err = outerstep("coordinator", "restore", root, "--data", tmp_path / "new")
     assert (code, out.startswith("restored backup 1")) == (0, True)
-    assert err.startswith("backup 2 is not whole, so an older one is looked for: ")
+    assert err.startswith("backup 2 is damaged, trying an older one: ")
 
 
+@pytest.mark.system
 def test_a_bucket_in_the_place_of_a_directory(tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
     pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
@@ -114,7 +116,7 @@ def test_a_bucket_in_the_place_of_a_directory(tmp_path: Path, served: Served, mo
     ("arguments", "code", "told"),
     [
         (["backup", "{tmp}/b", "--data", "{tmp}/none"], 2, "there is no directory {tmp}/none: give --data"),
-        (["backup", "{tmp}/b", "--data", "{tmp}"], 3, "are within each other: name a directory for backups that is"),
+        (["backup", "{tmp}/b", "--data", "{tmp}"], 3, "overlap: store backups in another directory"),
         (["backup", "{tmp}/b", "--data", "{tmp}/empty"], 2, "{tmp}/empty has no database, so it is no coordinator's"),
         (
             ["backup", "ftp://host/b", "--data", "{tmp}/empty"],

@@ -224,6 +224,7 @@ def test_addresses(url: str):
     assert checked_url(url) == url
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("command", ["coordinator", "migrate", "worker"])
 def test_a_missing_extra_is_named_with_its_cure(command: str):
     extra, library = ("worker", "torch") if command == "worker" else ("coordinator", "sqlalchemy")
@@ -238,6 +239,7 @@ def test_a_missing_extra_is_named_with_its_cure(command: str):
     )
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("library", "extra"), [("torch", "worker"), ("fastapi", "coordinator")])
 def test_the_demo_needs_both_extras(library: str, extra: str):
     program = f"import sys; sys.modules[{library!r}] = None; from outerstep.cli import main; main()"

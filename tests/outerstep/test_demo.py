@@ -171,6 +171,7 @@ def check_export(served, exported: Path, kept_model: Path) -> None:
     assert (code, err.startswith("outerstep: not-found: ")) == (3, True)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("in_the_background")
 def test_ctrl_c_in_the_middle_ends_every_process_and_removes_what_was_temporary(tmp_path: Path):
     with demo(tmp_path, "--rounds", "1000") as process:
@@ -185,6 +186,7 @@ def test_ctrl_c_in_the_middle_ends_every_process_and_removes_what_was_temporary(
     assert not list((tmp_path / "temporary").glob("outerstep-demo-*"))
 
 
+@pytest.mark.nightly
 def test_sigterm_while_workers_start_ends_every_process(tmp_path: Path):
     with demo(tmp_path) as process:
         processes = wait_for_family(process, 3)
@@ -196,6 +198,7 @@ def test_sigterm_while_workers_start_ends_every_process(tmp_path: Path):
     assert not list((tmp_path / "temporary").glob("outerstep-demo-*"))
 
 
+@pytest.mark.nightly
 def test_no_process_outlives_a_demo_that_is_killed(tmp_path: Path):
     with demo(tmp_path) as process:
         processes = wait_for_family(process, 3)
@@ -204,6 +207,7 @@ def test_no_process_outlives_a_demo_that_is_killed(tmp_path: Path):
         assert_all_gone(processes)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("victim", ["coordinator", "worker-1"])
 def test_a_process_that_dies_is_told_with_its_log_and_ends_the_demo(tmp_path: Path, victim: str):
     with demo(tmp_path, "--keep", str(tmp_path / "kept")) as process:
@@ -219,6 +223,7 @@ def test_a_process_that_dies_is_told_with_its_log_and_ends_the_demo(tmp_path: Pa
     assert all(f"  {line}\n" in err for line in log.splitlines()[-3:])
 
 
+@pytest.mark.nightly
 def test_files_in_the_working_directory_hide_no_package_from_its_processes(tmp_path: Path):
     """They ended at once, and only their logs said why."""
     directory = tmp_path / "of the user"
@@ -234,6 +239,7 @@ def test_files_in_the_working_directory_hide_no_package_from_its_processes(tmp_p
         assert expected in out
 
 
+@pytest.mark.nightly
 def test_a_file_that_hides_a_package_from_the_demo_itself_is_told_at_once(tmp_path: Path):
     """With `python -m` the working directory comes first; the worker's package is needed in the end."""
     hiding = tmp_path / "worker.py"

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from harness.certificates import make_certificate
+from harness.coordinator import make_certificate
 from harness.member import Member
 from protocol.messages import FrozenSummary
 from tests.outerstep.conftest import Served, serving
@@ -246,6 +246,7 @@ def test_a_name_is_released(served: Served):
     assert served.outerstep("run", "release", "released", "ghost")[0] == 3
 
 
+@pytest.mark.system
 @pytest.mark.covers("security:secrets-at-rest")
 def test_what_a_coordinator_writes_is_for_its_user_alone(tmp_path: Path):
     before = os.umask(0o022)
@@ -277,6 +278,7 @@ def coordinator_command(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.system
 def test_a_taken_port_and_a_taken_directory_are_told(served: Served, tmp_path: Path):
     code, err = coordinator_command("--data", str(tmp_path), "--port", served.port)
     taken = f"cannot serve at 127.0.0.1:{served.port} from {tmp_path}: address already in use; give another --port"
@@ -321,6 +323,7 @@ def test_a_certificate_that_cannot_be_served_with_is_told_before_anything_is_mad
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.system
 def test_the_coordinators_log_goes_to_a_file_too(tmp_path: Path):
     with serving(tmp_path / "data", "0", "--log-file", str(tmp_path / "coordinator.log")) as coordinator:
         create(coordinator, "logged")
@@ -330,6 +333,7 @@ def test_the_coordinators_log_goes_to_a_file_too(tmp_path: Path):
     assert (code, err) == (2, f"outerstep: --log-file: {tmp_path}: is a directory\n")
 
 
+@pytest.mark.system
 def test_a_log_of_json_says_of_which_request_run_worker_and_round_a_line_is(tmp_path: Path):
     log = tmp_path / "coordinator.log"
     with serving(
@@ -353,6 +357,7 @@ def test_a_log_of_json_says_of_which_request_run_worker_and_round_a_line_is(tmp_
     assert (asked["request_id"], asked["run"], asked["round"]) == ("from-a-proxy", "told", 7)
 
 
+@pytest.mark.system
 def test_a_data_directory_that_is_a_file_and_a_host_that_is_not_ours(tmp_path: Path):
     (tmp_path / "file").touch()
     code, err = coordinator_command("--data", str(tmp_path / "file"), "--port", "0")
@@ -414,6 +419,7 @@ def test_a_database_that_cannot_be_is_refused_without_its_password(served: Serve
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.system
 def test_the_demo_has_its_own_database_whatever_the_shell_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OUTERSTEP_COORDINATOR_DATABASE_URL", f"sqlite:///{tmp_path}/mine.db")
     with serving(tmp_path / "data"):

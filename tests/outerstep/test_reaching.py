@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from harness.certificates import Certificate, make_certificate
+from harness.coordinator import Certificate, make_certificate
 from outerstep import DiLoCo
 from outerstep.cli import app
 from outerstep.common.exit_codes import Exit

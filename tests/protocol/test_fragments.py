@@ -120,7 +120,7 @@ def test_the_digest_tells_layouts_apart() -> None:
         ([*tensors([1]), *tensors([1])], "'t0' is listed twice"),
         (tensors([-1]), "a dimension is negative"),
         (tensors([-2, -2]), "a dimension is negative"),
-        (tensors([1 << 59, 1 << 59]), "at most 65536 are allowed; raise sync.fragment_elements"),
+        (tensors([1 << 59, 1 << 59]), "sync.fragment_elements"),
     ],
 )
 def test_models_that_cannot_be_cut(specs: list[TensorSpec], message: str) -> None:
@@ -133,7 +133,7 @@ def test_the_first_difference_is_named() -> None:
     assert first_difference(tensors([1], [2]), tensors([1], [3])) == "its tensor t1 is [3], the run's is [2]"
     assert first_difference(tensors([1], [2]), tensors([1])) == "the run's trained tensor t1 [2] is missing"
     assert first_difference(tensors([1]), tensors([1], [2], [3])) == (
-        "its trained tensor t1 [2] is none of the run's, and 1 more"
+        "its trained tensor t1 [2] is not in the run, and 1 more"
     )
     assert first_difference(tensors([1]), tensors([1]) * 2) == "one of its tensors is listed twice"
     swapped = list(reversed(tensors([1], [1])))

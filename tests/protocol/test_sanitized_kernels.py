@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "protocol" / "kernels.c"

@@ -28,6 +28,7 @@ import starlette.responses
 from sqlalchemy import URL, Engine
 
 import coordinator
+import outerstep.common
 import worker
 from coordinator.store import database, sqlite
 from tests.simulation import primitives
@@ -37,14 +38,14 @@ EPOCH = 1_700_000_000.0
 
 
 def load_all() -> list[ModuleType]:
-    """All modules of the coordinator and the worker."""
-    for package in (coordinator, worker):
+    """All modules of the coordinator, the worker, and what they have in common."""
+    for package in (coordinator, worker, outerstep.common):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(found.name)
     return [
         module
         for name, module in list(sys.modules.items())
-        if name.split(".")[0] in ("coordinator", "worker") and module is not None
+        if name.startswith(("coordinator", "worker", "outerstep.common")) and module is not None
     ]
 
 

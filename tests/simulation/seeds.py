@@ -7,9 +7,9 @@ them; so each commit meets others as well, that nobody has seen before.
 import subprocess
 from pathlib import Path
 
-FIXED = range(100)
-QUICK = FIXED[:12]  # what `make test` takes the time for
-PER_COMMIT = 200
+FIXED = range(50)
+QUICK = FIXED[:6]  # what `make test` takes the time for
+PER_COMMIT = 100
 WITHOUT_COMMIT = FIXED.stop
 
 

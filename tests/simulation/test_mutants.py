@@ -5,7 +5,7 @@ import pytest
 from tests.simulation.mutants import MUTANTS, Mutant, planted
 from tests.simulation.simulation import simulate
 
-pytestmark = pytest.mark.system
+pytestmark = pytest.mark.nightly
 
 SEEDS = range(500)
 

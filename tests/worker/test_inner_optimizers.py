@@ -20,9 +20,9 @@ from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.errors import ModelError
-from worker.inner.clipping import clip_gradients
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.schedules import Schedule
+from worker.inner.step import clip_gradients
 from worker.link.client import open_http
 from worker.models.building import build_model
 
@@ -141,7 +141,7 @@ def test_a_model_without_hidden_matrices_has_nothing_for_muon() -> None:
 
 def test_an_old_torch_has_no_muon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.optim, "Muon")
-    with pytest.raises(ModelError, match=r"needs torch 2.9 or newer, and this is .*: pip install --upgrade torch"):
+    with pytest.raises(ModelError, match=r"needs torch 2.9 or newer"):
         build_inner_optimizers(toy.make_model(), inner("muon"))
 
 
@@ -175,8 +175,8 @@ def test_it_gets_the_model_and_the_settings() -> None:
     ("function", "told"),
     [
         ("nothing", "returned NoneType, not a torch.optim.Optimizer or a list of them"),
-        ("without_the_head", r"the trainable parameter 2.weight is in 0 groups .* needs requires_grad_\(False\)"),
-        ("twice", "the trainable parameter 0.weight is in 2 groups of its optimizers, not in one"),
+        ("without_the_head", r"2.weight is in 0 groups"),
+        ("twice", "0.weight is in 2 groups"),
         ("missing", "has no attribute 'missing'"),
     ],
 )

@@ -172,6 +172,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.system
 @pytest.mark.covers("reliability:prepared-token-sets")
 def test_killed_it_leaves_nobody_behind_and_finished_shards_alone(lines: Path, tokenizer: str, tmp_path: Path) -> None:
     """By kill -9, with two processes; these waited for ever for tasks from one that was dead."""

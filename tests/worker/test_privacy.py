@@ -1,4 +1,4 @@
-"""[privacy] on a worker: what it sends is no longer than the clipping norm, has noise of its own, and is counted."""
+"""[privacy] on a worker: what it sends is at most as long as the clipping norm, has its own noise, and is counted."""
 
 import json
 import math
@@ -68,7 +68,7 @@ def made(p: int, *values: float, late: Late | None = None) -> Contribution:
 
 
 class TwoProcesses:
-    """Ranks of which the other one says `theirs`."""
+    """Two ranks, of which the other one contributes `theirs`."""
 
     def __init__(self, *theirs: float) -> None:
         self._theirs = list(theirs)
@@ -127,7 +127,7 @@ def test_the_key_of_the_noise_is_drawn_where_there_is_noise_and_shown_nowhere() 
 
 
 def test_late_work_is_what_was_clipped_of_it() -> None:
-    """Of a contribution that was half of what was trained, half of what it had carried is taken out again."""
+    """If half of the pseudo-gradient was kept, half of the carried late work is subtracted again."""
     before = Late(torch.tensor([4.0]), 0.5, [0])
     clipped = replace(made(0, 3.0, late=before), clipped=0.5)  # of 4 that were trained, and 2 that were carried
     assert clipped.missed(Missed(torch.tensor([1.0]), 0.5)).lacking.tolist() == [2.0 + 4.0 - 1.0]
@@ -151,7 +151,7 @@ def test_the_count_is_durable_and_of_each_run(tmp_path: Path) -> None:
 
 
 class Recorder(MortalClient):
-    """`sent` has what each contribution says, each time that it is sent; `headers` the last header."""
+    """`sent` records each contribution every time it is sent; `headers` has the last headers."""
 
     def __init__(self, *arguments: Any, sent: dict[tuple[int, int], list[F32]], **options: Any) -> None:
         super().__init__(*arguments, **{"dies": lambda what, number: False} | options)
@@ -168,7 +168,7 @@ class Recorder(MortalClient):
 
 
 class SendsOne(Recorder):
-    """Dies in round 1 once the first fragment is on the line."""
+    """Dies in round 1 once the first fragment is uploading."""
 
     def contribute(self, member_token, header, frames, **options):
         if header.round == 1 and header.fragment > 0:
@@ -205,7 +205,7 @@ def test_a_round_is_never_longer_than_the_clipping_norm(tmp_path: Path, sync: st
 
 
 def test_three_workers_with_noise_are_believed_by_the_coordinator(tmp_path: Path) -> None:
-    """Their noise is longer than the model, and in directions of its own: nobody is left out or shortened."""
+    """Their noise is longer than the model, and in independent directions: nobody is left out or shortened."""
     sent: dict[str, dict[tuple[int, int], list[F32]]] = {name: {} for name in "abc"}
     text = toy.spec(rounds=ROUNDS, min_workers=3, aggregation="screened") + private(clip=1.0, noise=4.0)
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -229,7 +229,7 @@ def test_three_workers_with_noise_are_believed_by_the_coordinator(tmp_path: Path
 
 @pytest.mark.parametrize("moment", ["before upload", "after upload", "before download"])
 def test_a_killed_worker_sends_the_same_noise_again(tmp_path: Path, moment: str) -> None:
-    """Two noises upon the same would tell more than one, and count twice."""
+    """Two kinds of noise on the same values would reveal more than one, and count twice."""
     sent: dict[tuple[int, int], list[F32]] = {}
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(rounds=ROUNDS, upload="fp32") + private(noise=1.0), tmp_path)
@@ -248,7 +248,7 @@ def test_a_killed_worker_sends_the_same_noise_again(tmp_path: Path, moment: str)
 
 
 def test_what_is_trained_again_beside_the_training_counts_again(tmp_path: Path) -> None:
-    """Fragments that leave one by one are in no snapshot: who is killed makes them again, with other noise."""
+    """Fragments sent one by one are in no snapshot: a killed worker makes them again, with other noise."""
     sent: dict[tuple[int, int], list[F32]] = {}
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         text = toy.spec(rounds=ROUNDS, upload="fp32", sync="overlap = 2") + private(noise=1.0)

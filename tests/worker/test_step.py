@@ -99,7 +99,7 @@ def test_memory_that_fails_in_the_middle_of_a_batch() -> None:
 
 
 def test_what_cannot_be_smaller_is_told() -> None:
-    with pytest.raises(BoxError, match="--micro-batch 4 does not fit into the memory: CUDA out of memory.*auto"):
+    with pytest.raises(BoxError, match="--micro-batch 4 .*CUDA out of memory.*auto"):
         step_of(Small(fits=3), 4).gradient(batch())
     with pytest.raises(BoxError, match="not even one sequence fits.*--activation-checkpointing"):
         step_of(Small(fits=0), None).gradient(batch())
@@ -115,7 +115,7 @@ def test_an_optimizer_whose_state_does_not_fit_is_told(monkeypatch: pytest.Monke
     inner = step_of(model, None)
     inner.gradient(batch())
     monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    with pytest.raises(BoxError, match="the inner optimizer's step does not fit into the memory: CUDA out of memory"):
+    with pytest.raises(BoxError, match="inner optimizer's step .*CUDA out of memory"):
         inner.apply()
 
 
@@ -130,7 +130,7 @@ def test_a_sync_that_does_not_fit_is_told_as_what_it_is() -> None:
     inner = InnerStep(Loss(model), [optimizer], MicroBatches(None, 8), inner=InnerSpec())
     optimizer.register_step_post_hook(sync)
     inner.gradient(batch())
-    with pytest.raises(BoxError, match="the sync does not fit into the memory: CUDA out of memory"):
+    with pytest.raises(BoxError, match="the sync .*CUDA out of memory"):
         inner.apply()
 
 
@@ -183,7 +183,7 @@ def test_the_device_s_own_precision() -> None:
     assert precision_on(CPU) == "fp32"
     assert precision_on(CPU, None, "bf16") == "bf16"
     assert precision_on(cuda, "tf32") == "tf32"
-    with pytest.raises(ValueError, match="--precision tf32 is CUDA's, and the device is cpu"):
+    with pytest.raises(ValueError, match="--precision tf32 .*the device is cpu"):
         precision_on(CPU, "tf32")
     with pytest.raises(ValueError, match="--parameters bf16 needs --precision bf16, not fp16"):
         precision_on(CPU, "fp16", "bf16")

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from protocol.spec.sections import InnerSpec
 from worker.accounts.machine import DeviceUse
 from worker.inner import loss as loss_module
-from worker.inner.compiling import compile_model
-from worker.inner.head import find_head
-from worker.inner.loss import Loss
+from worker.inner.execution import compile_model
+from worker.inner.loss import Loss, find_head
 from worker.inner.micro_batch import MicroBatches
 from worker.inner.precision import Precision, loss_scaler
 from worker.inner.step import InnerStep

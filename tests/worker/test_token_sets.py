@@ -460,6 +460,7 @@ def sparse_set(directory: Path, shards: int) -> Path:
     return directory
 
 
+@pytest.mark.system
 def test_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
     """32 MB and 4 GB, units from all of it: what it takes beyond a process that has opened the set, in kB."""
     peaks = []

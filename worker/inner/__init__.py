@@ -1,1 +1,1 @@
-"""One inner step: loss, gradient, inner optimizer and its schedule; and the held-out loss."""
+"""One inner step: loss, gradient, inner optimizer and learning rate schedule; and the held-out loss."""

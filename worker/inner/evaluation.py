@@ -23,8 +23,10 @@ def evaluate(
 ) -> EvaluationReport:
     """Return the held-out loss, mean nats per token, over at most `max_tokens` held-out tokens.
 
-    `loss` is the model's, `micro_batches` the size of what goes through it at once; None: whole batches, in the
-    device's own precision. Raises ModelError where it is not finite.
+    loss           the model's; None: in the device's default precision
+    micro_batches  None: whole batches
+
+    Raises ModelError if the loss is not finite.
     """
     loss = loss or Loss(model)
 
@@ -34,7 +36,7 @@ def evaluate(
     was_training = model.training
     model.eval()
     total, tokens = 0.0, 0
-    # As it was written, where it is compiled: what is done so rarely, with shapes of its own, is not worth compiling.
+    # Eagerly even if the model is compiled: evaluations are rare and have other shapes, so compiling does not pay.
     with torch.compiler.set_stance("force_eager"):
         for batch in data.held_out_batches(max_tokens):
             on_device = batch.to(device)
@@ -44,6 +46,6 @@ def evaluate(
     model.train(was_training)
     if not math.isfinite(total):
         raise ModelError(f"the held-out loss is {total}: the model's parameters are not finite, or far too large")
-    # Of tokens that stand for no text at all, bits per byte are unknown as well.
+    # Without bytes per token (the tokens are not text), bits per byte are unknown.
     size = round(tokens * (data.bytes_per_token or 0)) or None
     return EvaluationReport(loss=total / tokens, tokens=tokens, bytes=size)

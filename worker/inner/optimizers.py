@@ -1,7 +1,7 @@
-"""The inner optimizers: one function for each name in `protocol.spec.sections.OPTIMIZERS`, or the user's own.
+"""The inner optimizers: one function per name in `protocol.spec.sections.OPTIMIZERS`, or a function of the user.
 
-Each takes the model and the spec's [inner] and returns the optimizers that make up one inner step, in the order in
-which they step, with the peak learning rate in every group.
+Each takes the model and the spec's [inner] and returns the optimizers that together take one inner step, in stepping
+order, with the peak learning rate in every parameter group.
 """
 
 import logging
@@ -27,21 +27,22 @@ def adamw(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
 def muon(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
     """Muon for the hidden matrices, AdamW for the embeddings, the head, norms and biases: MuLoCo (arXiv 2505.23725).
 
-    As there, its momentum is not Nesterov's. Its steps are scaled to the length of AdamW's (arXiv 2502.16982, equation
-    4), so that both can share a learning rate and a weight decay. MuLoCo scales by √(rows / columns) instead: a rate of
-    ρ there is 5 · ρ / √d here for matrices of d × d, so its 0.044 for a width of 1024 is 0.007. Raises ModelError where
-    torch has no Muon, and for a model without hidden matrices.
+    As in MuLoCo, the momentum is not Nesterov's. Updates are scaled to the RMS of AdamW's (arXiv 2502.16982, equation
+    4), so that both optimizers share a learning rate and a weight decay. MuLoCo scales by √(rows / columns) instead:
+    its rate ρ corresponds to 5 · ρ / √d here for d × d matrices, so its 0.044 at width 1024 is 0.007 here.
+
+    Raises ModelError if torch has no Muon or the model no hidden matrices.
     """
     if not hasattr(torch.optim, "Muon"):
         raise ModelError(
-            f'inner.optimizer = "muon" needs torch 2.9 or newer, and this is {torch.__version__}: '
-            "pip install --upgrade torch"
+            f'inner.optimizer = "muon" needs torch 2.9 or newer; this is {torch.__version__}. '
+            "Run: pip install --upgrade torch"
         )
     hidden = hidden_matrices(model)
     if not hidden:
         raise ModelError(
             f'inner.optimizer = "muon": {type(model).__name__} has no trainable matrix between its embeddings and its '
-            'head; "adamw" is for such models'
+            'head. Use "adamw" for this model.'
         )
     chosen = {id(parameter) for parameter in hidden}
     rest = [each for each in _trainable(model) if id(each) not in chosen]
@@ -75,7 +76,7 @@ _BY_NAME = {name: globals()[name] for name in OPTIMIZERS}
 
 
 def build_inner_optimizers(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
-    """Return the optimizers that train `model`. Raises ModelError if the run's cannot be had or do not fit it."""
+    """Return the optimizers that train `model`. Raises ModelError if they are unavailable or do not suit the model."""
     if inner.optimizer in _BY_NAME:
         built: list[Optimizer] = _BY_NAME[inner.optimizer](model, inner)
         return built
@@ -90,20 +91,20 @@ def build_inner_optimizers(model: nn.Module, inner: InnerSpec) -> list[Optimizer
 
 
 def _check_each_once(model: nn.Module, optimizers: list[Optimizer], where: str) -> None:
-    """Raise ModelError unless every trainable parameter is in one group of one optimizer: left out, it would silently
-    stay as it is."""
+    """Raise ModelError unless every trainable parameter is in exactly one group: one left out would silently stay
+    untrained."""
     groups = chain.from_iterable(each.param_groups for each in optimizers)
     given = Counter(id(parameter) for group in groups for parameter in group["params"])
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and given[id(parameter)] != 1:
             raise ModelError(
-                f"{where}: the trainable parameter {name} is in {given[id(parameter)]} groups of its optimizers, not "
-                "in one; what is not to be trained needs requires_grad_(False) in the model"
+                f"{where}: the trainable parameter {name} is in {given[id(parameter)]} groups of its optimizers; it "
+                "must be in exactly one. To freeze a parameter, call requires_grad_(False) in the model."
             )
 
 
 def _adamw(parameters: list[nn.Parameter], inner: InnerSpec) -> Optimizer:
-    """Fused, which torch offers for CPU, CUDA and MPS."""
+    """Fused: torch has that for CPU, CUDA and MPS."""
     return torch.optim.AdamW(
         parameters,
         lr=inner.learning_rate,
@@ -118,8 +119,10 @@ def _trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trainable matrices but those of embeddings and of the head: what transformers calls the output
-    embeddings, or else the last Linear in the order of the modules."""
+    """Return the trainable matrices except those of the embeddings and of the head.
+
+    The head is what transformers calls the output embeddings, otherwise the last Linear in module order.
+    """
     modules = list(model.modules())
     find = getattr(model, "get_output_embeddings", None)
     head = find() if callable(find) else None

@@ -1,6 +1,6 @@
 """The arithmetic of an inner step: autocast, loss scaling for fp16, TF32, and parameters in bf16.
 
-It is the box's own matter: the outer state is fp32 on all of them, so that boxes of different precision share a run.
+Each box chooses it for itself: the outer state is fp32 everywhere, so boxes of different precision share a run.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -22,36 +22,36 @@ _AUTOCAST: dict[Precision, torch.dtype | None] = {
 def precision_on(
     device: torch.device, wanted: Precision | None = None, parameters: Literal["fp32", "bf16"] = "fp32"
 ) -> Precision:
-    """Return the precision that is wanted, or the device's own: bf16 on CUDA and with bf16 parameters, else fp32.
+    """Return `wanted`, or the default: bf16 on CUDA and with bf16 parameters, otherwise fp32.
 
-    Raises ValueError for one that the device lacks, or that does not go with the parameters.
+    Raises ValueError if the device does not support it or it conflicts with the parameters' dtype.
     """
     if parameters == "bf16" and wanted not in (None, "bf16"):
         raise ValueError(f"--parameters bf16 needs --precision bf16, not {wanted}")
     if wanted == "tf32" and device.type != "cuda":
-        raise ValueError(f"--precision tf32 is CUDA's, and the device is {device}; use fp32, bf16 or fp16")
+        raise ValueError(f"--precision tf32 needs CUDA, and the device is {device}; use fp32, bf16 or fp16")
     return wanted or ("bf16" if device.type == "cuda" or parameters == "bf16" else "fp32")
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of a forward pass."""
+    """Return the context manager for a forward pass."""
     dtype = _AUTOCAST[precision]
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def loss_scaler(precision: Precision, device: torch.device) -> torch.amp.GradScaler | None:
-    """Return what keeps small gradients from vanishing in fp16; None where nothing has to."""
+    """Return the loss scaler that fp16 needs against vanishing gradients; None for other precisions."""
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None
 
 
 def allow_tf32(precision: Precision) -> None:
-    """Let fp32 matrix products be of TF32, in this process, where that is the precision. No product of the sync is a
-    matrix product."""
+    """Compute fp32 matrix products in TF32 in this process, if `precision` is tf32. The sync contains no matrix
+    product, so its bits do not change."""
     if precision == "tf32":
         torch.set_float32_matmul_precision("high")
 
 
 def cast_parameters(model: nn.Module, to: torch.dtype) -> None:
-    """Cast the parameters in place. Buffers stay as they are: a table of rotations does not survive bf16."""
+    """Cast the parameters in place, but no buffers: rotary embedding tables lose too much in bf16."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(to)

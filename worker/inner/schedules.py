@@ -1,4 +1,4 @@
-"""The learning rate, keyed to global inner steps: a linear warmup, then the schedule of the run."""
+"""The learning rate as a function of the global inner step: linear warmup, then the run's schedule."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ def _constant(step: int, steps: int, decay: int) -> float:
     return 1.0
 
 
-# inner.schedule -> the height, 1 at the warmup's end and 0 at the run's (constant: 1), at `step` of the `steps` after
-# the warmup, the last `decay` of which decay. WSD's straight decay of a fifth: Hägele et al. (arXiv 2405.18392).
+# inner.schedule -> the factor at `step` of the `steps` after the warmup: 1 at the end of the warmup, 0 at the end of
+# the run (constant: 1). Only wsd uses `decay`, the number of final steps that decay (Hägele et al., arXiv 2405.18392).
 SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
     "cosine": _cosine,
     "wsd": _wsd,
@@ -35,8 +35,8 @@ SCHEDULES: dict[str, Callable[[int, int, int], float]] = {
 
 
 def learning_rate(spec: RunSpec, global_step: int, peak: float) -> float:
-    """Return the learning rate of a group whose peak rate is `peak`: linear warmup, then the run's schedule, down to
-    `final_fraction` of the peak at the run's last inner step."""
+    """Return the learning rate of a parameter group whose peak rate is `peak`: linear warmup, then the run's schedule,
+    down to `final_fraction` of the peak at the run's last inner step."""
     inner = spec.inner
     if global_step < inner.warmup_steps:
         return peak * (global_step + 1) / inner.warmup_steps
@@ -48,9 +48,9 @@ def learning_rate(spec: RunSpec, global_step: int, peak: float) -> float:
 
 
 class Schedule:
-    """Sets the learning rates of the inner optimizers: each group's own peak rate, scaled by the run's schedule.
+    """Sets the learning rates of the inner optimizers: each group's peak rate, scaled by the run's schedule.
 
-    The peaks are the rates that the groups have when this is made; a snapshot that is loaded later brings others.
+    The peaks are the groups' rates at construction. (A snapshot loaded later changes the groups' rates.)
     """
 
     def __init__(self, spec: RunSpec, optimizers: Sequence[torch.optim.Optimizer]) -> None:

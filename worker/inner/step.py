@@ -8,14 +8,21 @@ from torch import Tensor, nn
 
 from protocol.spec.sections import InnerSpec
 from worker.errors import BoxError
-from worker.inner.clipping import clip_gradients
 from worker.inner.loss import Loss
-from worker.inner.micro_batch import MicroBatches, is_out_of_memory, memory_told
+from worker.inner.micro_batch import MicroBatches, is_out_of_memory, memory_error_of
+
+
+def clip_gradients(parameters: list[nn.Parameter], inner: InnerSpec) -> Tensor | None:
+    """Scale the gradients down to the run's `clip_norm` (global L2 norm). Return the norm before clipping, a scalar on
+    the device, or None if the run does not clip. Does not synchronize with the device."""
+    return None if inner.clip_norm == "none" else nn.utils.clip_grad_norm_(parameters, inner.clip_norm)
 
 
 class InnerStep:
-    """The inner steps of `loss.model` by `optimizers`, which count as one. Nothing in a step waits for the device, but
-    for fp16, whose `scaler` has to know whether the gradient is finite."""
+    """Takes inner steps on `loss.model`. All `optimizers` together take one inner step.
+
+    A step does not synchronize with the device, except in fp16, where `scaler` must know if the gradient is finite.
+    """
 
     def __init__(
         self,
@@ -31,12 +38,13 @@ class InnerStep:
         self._inner, self.scaler = inner, scaler
         self._stepping = False
         for optimizer in optimizers:
-            optimizer.register_step_post_hook(self._note_stepped)  # before a sync registers its own, which comes after
+            optimizer.register_step_post_hook(self._note_stepped)  # before DiLoCo registers its own
 
     def gradient(self, batch: Tensor) -> Tensor:
-        """Make the gradient of the mean loss of int64[batch, length + 1]; return that loss, a scalar on the device.
+        """Compute the gradient of the mean loss of int64[batch, length + 1]; return the loss, a scalar on the device.
 
-        Where the memory does not suffice, the batch is begun again: nothing of it counts twice. Raises BoxError.
+        If memory runs out, the batch starts again with smaller micro-batches, and nothing counts twice. Raises BoxError
+        if they cannot be smaller.
         """
         return self._micro_batches.over(batch, self._accumulate, self._drop_gradient)
 
@@ -53,8 +61,8 @@ class InnerStep:
         return sum(losses[1:], losses[0])
 
     def apply(self) -> None:
-        """Clip the gradient, take the optimizers' step with it, and drop it. An fp16 gradient that is not finite is
-        dropped without a step, by all optimizers alike. Raises BoxError where the optimizers' state does not fit."""
+        """Clip the gradient, step all optimizers, drop the gradient. If an fp16 gradient is not finite, no optimizer
+        steps. Raises BoxError if the optimizers' state does not fit into memory."""
         if self.scaler is not None:
             for optimizer in self._optimizers:
                 self.scaler.unscale_(optimizer)
@@ -73,7 +81,7 @@ class InnerStep:
         return bool(norm.isfinite())
 
     def _take_steps(self) -> None:
-        """Step, but not through the scaler, which lets a fused optimizer skip in silence, and each one for itself."""
+        """Step the optimizers directly: a GradScaler decides per optimizer, and a fused one would skip silently."""
         try:
             for optimizer in self._optimizers:
                 self._stepping = True
@@ -81,9 +89,9 @@ class InnerStep:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            what, told = "inner optimizer's step" if self._stepping else "sync", memory_told(error)
+            what, cause = "inner optimizer's step" if self._stepping else "sync", memory_error_of(error)
             raise BoxError(
-                f"the {what} does not fit into the memory: {told}; try --parameters bf16, or a GPU with more"
+                f"the {what} does not fit into memory: {cause}. Try --parameters bf16, or a GPU with more memory."
             ) from error
 
     def _note_stepped(self, *_: object) -> None:

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Callable
 
-from protocol.errors import Problem
-from protocol.messages import Action, Assignment
+from protocol.errors import Problem, Remedy
+from protocol.messages import Action, Assignment, EvaluationReport
 from worker.accounts.progress import Progress
 from worker.joining import recovery
 from worker.ranks import Ranks
@@ -66,6 +66,22 @@ class Assignments:
                     log.info("waiting: %s", assignment.reason)
                 self._reason = assignment.reason
                 self._pause()
+
+    def report_evaluation(self, state_round: int, evaluate: Callable[[], EvaluationReport]) -> None:
+        """Measure the held-out loss of the model, which holds state `state_round`, and report it."""
+        self._progress.phase("evaluate")
+        report = evaluate()
+        log.info("state %d: held-out loss %.4f", state_round, report.loss)
+
+        def tell(token: str) -> None:
+            try:
+                self._client.report_evaluation(token, state_round, report)
+            except Problem as problem:
+                if problem.remedy is not Remedy.ACT:
+                    raise
+                log.warning("the held-out loss of state %d was not accepted: %s", state_round, problem.detail)
+
+        self._ranks.on_first(lambda: self._membership.act(tell))
 
     def _seed(self) -> None:
         self.untouched = False

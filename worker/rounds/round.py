@@ -82,7 +82,7 @@ class Round:
         self.trained_on: set[int] = set()
         self.ended = False
 
-    # --- sending ------------------------------------------------------------------------------------------------------
+    # --- sending --------------------------------------------------------------------------------------------------
 
     def send_due(self) -> None:
         """Send the fragments that are due after this inner step: Δ = θ_global − θ_local, as it is now."""
@@ -236,7 +236,7 @@ class Round:
                 "rate or clip gradients, in a new run"
             )
 
-    # --- merging ------------------------------------------------------------------------------------------------------
+    # --- merging --------------------------------------------------------------------------------------------------
 
     def merge_due(self) -> None:
         """Merge the fragments that are due: wait for their outer steps, and continue from the new global parameters,
@@ -278,7 +278,7 @@ class Round:
         for p in range(len(self._state)):
             self._merge(p)
 
-    # --- settling -----------------------------------------------------------------------------------------------------
+    # --- settling -------------------------------------------------------------------------------------------------
 
     def settle(self) -> tuple[Carry, Future[Any] | None]:
         """End the round once all fragments are merged. Return what is carried on, and the result of `ask_ahead`."""

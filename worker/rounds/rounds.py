@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from protocol.errors import OuterstepError, Problem, Remedy, UnexpectedAnswer
+from protocol.errors import OuterstepError, Problem, UnexpectedAnswer
 from protocol.messages import Action, Assignment, EvaluationReport
 from worker.errors import ModelError, Resync, RunEnded, Stopped, Unwanted, WorkLost
 from worker.link.membership import Heartbeat
@@ -116,9 +116,7 @@ class Rounds:
                     round_.ended = yield  # one inner step of θ_local
                     self._note_inner_step(round_)
                     round_.send_due()  # Δ = θ_global − θ_local: to the coordinator, which averages
-                    self._reclaim_if_lost(
-                        round_, round_.merge_due
-                    )  # θ_global steps by the mean; θ_local = θ_global − carry
+                    self._reclaim_if_lost(round_, round_.merge_due)  # θ_global: outer step; θ_local = θ_global − carry
                 self._end(round_)
             except (Resync, WorkLost, RunEnded, Unwanted) as error:
                 self._drop_work(round_, error)
@@ -178,23 +176,7 @@ class Rounds:
             self._fragments.scatter(p, self._state.reached(p))
         evaluate = self._evaluation(assignment)
         if evaluate is not None:
-            self._report_evaluation(assignment.round, evaluate)
-
-    def _report_evaluation(self, state_round: int, evaluate: Callable[[], EvaluationReport]) -> None:
-        self._training.progress.phase("evaluate")
-        report = evaluate()
-        log.info("state %d: held-out loss %.4f", state_round, report.loss)
-        client, membership = self._exchange.client, self._exchange.membership
-
-        def tell(token: str) -> None:
-            try:
-                client.report_evaluation(token, state_round, report)
-            except Problem as problem:
-                if problem.remedy is not Remedy.ACT:
-                    raise
-                log.warning("the held-out loss of state %d was not accepted: %s", state_round, problem.detail)
-
-        self._ranks.on_first(lambda: membership.act(tell))
+            self._assignments.report_evaluation(assignment.round, evaluate)
 
     def _note_inner_step(self, round_: Round) -> None:
         """Note one inner step. Raises Unwanted if the coordinator does not accept the round's work any more."""
@@ -328,7 +310,7 @@ class Rounds:
             ahead[p] = delta if carried is None else delta - carried
         self.carry, self._start_loaded, self._trained_on = replace(self.carry, ahead=ahead), False, set()
 
-    # --- snapshots, start and end of the process --------------------------------------------------------------------
+    # --- snapshots, start and end of the process ------------------------------------------------------------------
 
     def _save(self, work: Work | RoundStart, *, partial: bool = False) -> Future[None] | None:
         """Start to write the snapshot. `partial`: the worker leaves in the middle of the round."""

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator, Sized
 from typing import Any, Protocol
 
+from torch import Tensor, nn
 from torch import device as Device  # noqa: N812
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -13,6 +14,7 @@ from protocol.spec.run import RunSpec
 from worker.data.order import Order
 from worker.errors import ModelError
 from worker.ranks import ALONE, Ranks
+from worker.state.parameters import is_sharded, trainable_parameters
 from worker.state.work import UnitRanges, count, numbers
 
 log = logging.getLogger(__name__)
@@ -182,3 +184,34 @@ def _placing(loader: Any) -> Callable[[Any], Any]:
         return lambda batch: batch
     operations = sys.modules["accelerate.utils"]
     return lambda batch: operations.send_to_device(batch, where)
+
+
+class FirstUnits:
+    """Watches the first units of a loop, to detect a loader that loads ahead: it takes units before the earlier ones
+    are trained on. A unit may have nothing to train on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # For sharded parameters, autograd does not accumulate the gradients.
+        parameters = [each for each in trainable_parameters(model).values() if not is_sharded(each)]
+        self._handles = [each.register_post_accumulate_grad_hook(self._note) for each in parameters]
+        self._has_gradient, self._without = False, 0
+
+    def _note(self, _: Tensor) -> None:
+        self._has_gradient = True
+
+    def end(self, *, stepped: bool) -> None:
+        """Note the end of a unit. Raises RuntimeError at the second one if neither had a step (`stepped`) or a
+        gradient."""
+        if not self._handles:
+            return
+        self._without += 1
+        if stepped or self._has_gradient:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+        elif self._without > 1:
+            raise RuntimeError(
+                "units() was asked for a third unit before the first was trained on, as by a DataLoader, which "
+                "loads ahead: use batch_sampler=diloco.unit_sampler(dataset) for it, or take units in the "
+                "training loop"
+            )

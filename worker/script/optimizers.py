@@ -10,13 +10,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 from protocol.messages import EvaluationReport
 from worker.errors import ModelError
-from worker.state.parameters import is_sharded, trainable_parameters
+from worker.state.parameters import trainable_parameters
 
 log = logging.getLogger(__name__)
 
@@ -87,37 +87,6 @@ def _check_that_they_train(model: nn.Module, optimizers: Sequence[Optimizer]) ->
             len(left),
             left[0],
         )
-
-
-class FirstUnits:
-    """Watches the first units of a loop, to detect a loader that loads ahead: it takes units before the earlier ones
-    are trained on. A unit may have nothing to train on."""
-
-    def __init__(self, model: nn.Module) -> None:
-        # For sharded parameters, autograd does not accumulate the gradients.
-        parameters = [each for each in trainable_parameters(model).values() if not is_sharded(each)]
-        self._handles = [each.register_post_accumulate_grad_hook(self._note) for each in parameters]
-        self._has_gradient, self._without = False, 0
-
-    def _note(self, _: Tensor) -> None:
-        self._has_gradient = True
-
-    def end(self, *, stepped: bool) -> None:
-        """Note the end of a unit. Raises RuntimeError at the second one if neither had a step (`stepped`) or a
-        gradient."""
-        if not self._handles:
-            return
-        self._without += 1
-        if stepped or self._has_gradient:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-        elif self._without > 1:
-            raise RuntimeError(
-                "units() was asked for a third unit before the first was trained on, as by a DataLoader, which "
-                "loads ahead: use batch_sampler=diloco.unit_sampler(dataset) for it, or take units in the "
-                "training loop"
-            )
 
 
 class RunSchedules:

@@ -1,10 +1,10 @@
-// The REST interface (docs/rest.md): one function for a request, one for a listing, one for the stream of events.
+// Client of the REST interface (docs/rest.md): requests, listings, and the stream of events.
 
-const ATTEMPTS = 4; // at something that is refused for a moment
-const GIVEN_UP_S = 30;
-const ANSWERS_WITHIN_S = 15; // or it does not: a connection that was cut somewhere may stay open for many minutes
+const ATTEMPTS = 4; // at a request that is rejected temporarily
+const MAX_RETRY_AFTER_S = 30;
+const TIMEOUT_S = 15; // a broken connection may otherwise stay open for many minutes
 
-/** The coordinator refused; the message is its own sentence, which says what to do. */
+/** The coordinator rejected a request; the message is the problem's detail, which says what to do. */
 export class Refused extends Error {
   constructor(status, document) {
     super(document.detail || document.title || `the coordinator answered ${status}`);
@@ -13,10 +13,10 @@ export class Refused extends Error {
   }
 }
 
-/** Nobody answered. */
+/** The coordinator did not answer. */
 export class Unreachable extends Error {}
 
-/** Wait. */
+/** Wait for this many seconds. */
 export const pause = (seconds) => new Promise((done) => setTimeout(done, 1000 * seconds));
 
 export class Api {
@@ -24,7 +24,7 @@ export class Api {
     this.token = token;
   }
 
-  /** Return the answer to a request as an object, or null where it has no body. Throws Refused, Unreachable. */
+  /** Return the response to a request as an object, or null if it has no body. Throws Refused, Unreachable. */
   async ask(method, path, { json, text, headers = {}, signal } = {}) {
     headers = { ...headers };
     if (json !== undefined) headers["Content-Type"] = "application/json";
@@ -34,19 +34,19 @@ export class Api {
       const answer = await this.send(method, path, headers, body, signal);
       if (answer.ok) return answer.status === 204 ? null : answer.json();
       const refused = new Refused(answer.status, await answer.json().catch(() => ({})));
-      const again_s = Number(answer.headers.get("Retry-After") || NaN);
-      if (![429, 503].includes(answer.status) || !(again_s <= GIVEN_UP_S) || attempt === ATTEMPTS) throw refused;
-      await pause(again_s);
+      const retry_after_s = Number(answer.headers.get("Retry-After") || NaN);
+      if (![429, 503].includes(answer.status) || !(retry_after_s <= MAX_RETRY_AFTER_S) || attempt === ATTEMPTS) throw refused;
+      await pause(retry_after_s);
     }
   }
 
-  /** Ask for what is at most `age_s` old, whole seconds; 0: for what is true now. */
+  /** GET a response that is at most `age_s` whole seconds old; 0: a fresh one. */
   get(path, signal, age_s = 0) {
     const headers = age_s ? { "Cache-Control": `max-age=${age_s}` } : {};
     return this.ask("GET", path, { headers, signal });
   }
 
-  /** Yield the pages of a listing, each of `limit` items at most, from after `first` on (null: all). */
+  /** Yield the pages of a listing, of at most `limit` items each, starting after `first` (null: from the start). */
   async *pages(path, limit, signal, age_s = 0, first = null) {
     const more = path.includes("?") ? "&" : "?";
     for (let after = first === null ? "" : `&after=${first}`; ;) {
@@ -82,7 +82,7 @@ export class Api {
 
   async send(method, path, headers, body, signal) {
     const late = new AbortController();
-    const timer = setTimeout(() => late.abort(), 1000 * ANSWERS_WITHIN_S);
+    const timer = setTimeout(() => late.abort(), 1000 * TIMEOUT_S);
     try {
       return await fetch(new URL(`v1/${path}`, document.baseURI), {
         method,
@@ -95,7 +95,7 @@ export class Api {
     } catch (error) {
       if (signal?.aborted) throw error;
       throw new Unreachable(
-        "The coordinator does not answer; asking again. Is it running, and is this machine online?",
+        "The coordinator does not answer; retrying. Is it running, and is this machine online?",
       );
     } finally {
       clearTimeout(timer);
@@ -103,11 +103,11 @@ export class Api {
   }
 }
 
-/** The coordinator's address, as the page was opened from it. */
+/** The coordinator's address, from which the page was loaded. */
 export const coordinator = new URL(".", document.baseURI).href.replace(/\/$/, "");
 
 /** Return the command that joins a run. */
 export const joinCommand = (run) => `outerstep worker ${coordinator} --run ${run}`;
 
-/** Return the address of a run, or of what belongs to it. */
+/** Return the path of a run, or of something that belongs to it. */
 export const runPath = (run, ...rest) => ["runs", run, ...rest].map(encodeURIComponent).join("/");

@@ -1,6 +1,6 @@
-// The library of charts: loaded when a chart is first in sight, so that nothing else waits for it; and how charts look.
+// Charts. The library is loaded when the first chart becomes visible, so that nothing else waits for it.
 //
-// The library reads tags in the texts that it draws, so none of them is anybody else's: only numbers and our own words.
+// The library interprets tags in texts, so it never gets untrusted ones: only numbers and fixed words.
 
 let loading = null;
 
@@ -10,7 +10,7 @@ function load() {
     const withStyles = withoutStyles();
     script.src = new URL(document.body.dataset.charts, document.baseURI);
     script.onload = () => done(window.Plotly);
-    script.onerror = () => failed(new Error("The charts could not be loaded; load the page again."));
+    script.onerror = () => failed(new Error("The charts could not be loaded; reload the page."));
     script.addEventListener("load", withStyles);
     script.addEventListener("error", withStyles);
     document.head.append(script);
@@ -18,15 +18,15 @@ function load() {
   return loading;
 }
 
-/** Wait until the page has nothing else to do, which is soon. */
+/** Wait until the page is idle, at most a second. */
 function quiet() {
   return new Promise((done) =>
     window.requestIdleCallback ? requestIdleCallback(done, { timeout: 1000 }) : setTimeout(done, 200),
   );
 }
 
-/** Let style sheets that are made from now on be none, until the function that is returned is called: the library has
- * one for maps, which are never drawn here, and the page's policy forbids sheets that come from no file. */
+/** Suppress new style elements until the returned function is called. The library creates one for maps, which are not
+ * used here, and the page's policy forbids inline style sheets. */
 function withoutStyles() {
   const create = document.createElement;
   document.createElement = (name, ...rest) => create.call(document, name === "style" ? "template" : name, ...rest);
@@ -37,9 +37,9 @@ function withoutStyles() {
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-const FEW = 8; // whole numbers, between which the library would draw halves: it has up to ten labels
+const FEW = 8; // below this many whole numbers the library would label halves, as it draws up to ten labels
 
-/** Return what keeps the labels of an axis of whole numbers whole. */
+/** Return the settings for an axis of whole numbers, whose labels must be whole too. */
 function whole(lines) {
   const values = lines.flatMap((line) => line.x);
   const few = Math.max(...values) - Math.min(...values) < FEW;
@@ -75,8 +75,8 @@ function layout({ x, y, log, counts }, lines) {
   };
 }
 
-/** Return a chart: an element, and `draw(lines, axes)`, which draws lines of { name, x, y, colour, dash, hover }. With
- * `axes.counts`, x is of whole numbers. */
+/** Return a chart: an element, and `draw(lines, axes)` for lines of { name, x, y, colour, dash, hover }. `axes.counts`:
+ * x has whole numbers. */
 export function chart() {
   const element = document.createElement("div");
   element.className = "chart";
@@ -86,7 +86,7 @@ export function chart() {
   let seen = false;
 
   async function redraw() {
-    if (!seen || element.hidden) return; // what can be read comes first
+    if (!seen || element.hidden) return; // text comes first
     const asked = JSON.stringify(wanted);
     if (asked === drawn) return;
     drawn = asked;
@@ -104,7 +104,7 @@ export function chart() {
         line: { color: colour(line.colour), width: 2, dash: line.dash ?? "solid" },
         marker: { size: 5 },
         hovertemplate: line.hover,
-        customdata: line.said,
+        customdata: line.labels,
       }));
       await Plotly.react(element, traces, layout(axes, lines), { displayModeBar: false, responsive: true });
     } catch (error) {

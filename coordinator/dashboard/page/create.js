@@ -1,11 +1,11 @@
-// Create a run: by a form with a field for each key of its spec, or from TOML, a file or what is typed.
+// Create a run: with a form that has a field for each key of the spec, or from TOML, typed or from a file.
 
 import { ask, attempt } from "./dialogs.js";
 import { button, field, h, write } from "./dom.js";
 import { specForm } from "./spec_form.js";
 
 const DIFFERS =
-  "What was changed in the TOML is not in these fields. Create sends what is shown; a change here takes the TOML's place.";
+  "Changes in the TOML are not shown in these fields. Create sends what is shown; editing a field replaces the TOML.";
 
 export async function createRun(session) {
   const openapi = await attempt(() => session.api.get("../openapi.json"));
@@ -14,7 +14,7 @@ export async function createRun(session) {
   const form = specForm(schemas, () => (fromForm = true));
   const spec = h("textarea", { rows: 16, spellcheck: "false", required: true, class: "code" });
   const file = h("input", { type: "file", accept: ".toml,application/toml,text/plain" });
-  let fromForm = true; // the fields were changed since the TOML was
+  let fromForm = true; // the fields were edited after the TOML
   file.addEventListener("change", async () => {
     if (file.files.length) spec.value = await file.files[0].text();
   });
@@ -25,16 +25,16 @@ export async function createRun(session) {
     field("The run's spec, TOML", spec, "docs/settings.md has every key with its default."),
   );
   const tabs = [button("By fields", () => show(form.element)), button("As TOML", () => show(typed))];
-  const said = h("p", { class: "quiet", role: "status" });
+  const status = h("p", { class: "quiet", role: "status" });
   const show = (shown) => {
     if (shown === typed && fromForm) {
       spec.value = form.toml();
       fromForm = false;
     }
     const differs = shown === form.element && !fromForm && spec.value !== form.toml();
-    write(said, differs ? DIFFERS : "");
+    write(status, differs ? DIFFERS : "");
     [form.element, typed].forEach((each, i) => {
-      each.hidden = each.disabled = each !== shown; // what is disabled need not be filled in
+      each.hidden = each.disabled = each !== shown; // disabled fields are not validated
       tabs[i].setAttribute("aria-pressed", each === shown);
     });
   };
@@ -42,9 +42,9 @@ export async function createRun(session) {
   const made = await ask({
     title: "Create a run",
     content: [
-      h("p", { class: "quiet" }, "A spec never changes afterwards."),
+      h("p", { class: "quiet" }, "The spec of a run cannot be changed later."),
       h("div", { class: "buttons" }, tabs),
-      said,
+      status,
       form.element,
       typed,
     ],

@@ -1,22 +1,22 @@
-// Questions before what cannot be taken back, and what came of an act.
+// Dialogs before actions that cannot be undone, and notices about their results.
 
 import { Refused, Unreachable } from "./api.js";
 import { button, h } from "./dom.js";
 
 /**
- * Open a dialog with `content` and two buttons. `act` does what it is about: where it is refused, the dialog says why
- * and stays. Resolves with what `act` returned; with undefined where it was called off.
+ * Open a dialog with `content` and two buttons. The second one calls `act`; if that fails, the dialog shows the reason
+ * and stays open. Resolves with the result of `act`, or with undefined if the dialog was cancelled.
  */
 export function ask({ title, content = [], does, act, kind = "primary" }) {
   return new Promise((done) => {
-    const said = h("p", { class: "trouble", role: "alert" });
+    const reason = h("p", { class: "trouble", role: "alert" });
     const go = h("button", { type: "submit", class: kind }, does);
     const form = h(
       "form",
       { onsubmit: (event) => submit(event) },
       h("h2", {}, title),
       ...content,
-      said,
+      reason,
       h(
         "div",
         { class: "buttons" },
@@ -33,12 +33,12 @@ export function ask({ title, content = [], does, act, kind = "primary" }) {
     const submit = async (event) => {
       event.preventDefault();
       go.disabled = true;
-      said.textContent = "";
+      reason.textContent = "";
       try {
         result = (await act(form)) ?? null;
         dialog.close();
       } catch (error) {
-        said.textContent = inWords(error);
+        reason.textContent = message(error);
       } finally {
         go.disabled = false;
       }
@@ -48,26 +48,26 @@ export function ask({ title, content = [], does, act, kind = "primary" }) {
   });
 }
 
-/** Tell something that has no part of its own; it goes away by itself. */
-export function tell(text, isTrouble = false) {
+/** Show a notice, which disappears after a few seconds. */
+export function notify(text, isTrouble = false) {
   const notice = document.getElementById("notice");
   const line = h("p", { class: isTrouble ? "trouble" : null }, text);
   notice.replaceChildren(line);
   setTimeout(() => line.remove(), isTrouble ? 15000 : 6000);
 }
 
-/** Do `act`, and tell what it was refused for. */
+/** Call `act`; if it fails, show a notice with the reason. */
 export async function attempt(act) {
   try {
     return await act();
   } catch (error) {
-    tell(inWords(error), true);
+    notify(message(error), true);
     return undefined;
   }
 }
 
-function inWords(error) {
+function message(error) {
   if (error instanceof Refused || error instanceof Unreachable) return error.message;
   console.error(error);
-  return `This page has a fault: ${error.message}. Load it again; if it stays, report it.`;
+  return `Error in this page: ${error.message}. Reload it; if the error persists, report it.`;
 }

@@ -1,7 +1,6 @@
-// Elements from code. Whatever is given as a child becomes text: nothing is ever read as HTML, as names, hosts and
-// sentences come from strangers.
+// Builds elements. Children are always inserted as text, never parsed as HTML: names, hosts and sentences are untrusted.
 
-/** Return an element: `h("p", { class: "quiet" }, "text", child)`. What begins with "on" listens; null is left out. */
+/** Return an element: `h("p", { class: "quiet" }, "text", child)`. Attributes "on…" add listeners; null is skipped. */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -16,7 +15,7 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Write `text` into an element, unless it is there: so that nobody is read the same sentence twice. */
+/** Set an element's text if it differs, so that a screen reader does not read the same sentence twice. */
 export function write(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -28,7 +27,7 @@ export function button(label, onclick, kind = "", attributes = {}) {
 
 let fields = 0;
 
-/** Return a form field with its label; `hint` stands below it. */
+/** Return a form field with its label, and `hint` below it. */
 export function field(label, control, hint = null) {
   control.id = `field-${(fields += 1)}`;
   if (hint) control.setAttribute("aria-describedby", `${control.id}-hint`);
@@ -48,7 +47,7 @@ export function panel(title, classes, ...children) {
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Return a small line of `values` (null: unknown), for a glance. */
+/** Return a small line chart of `values` (null: unknown). */
 export function sparkline(values, label) {
   const known = values.filter((value) => value !== null);
   const svg = document.createElementNS(SVG, "svg");

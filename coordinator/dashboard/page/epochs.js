@@ -1,14 +1,14 @@
-// The work units of the epoch, as a map of squares: trained on, assigned to whom, free.
+// The work units of the newest epoch as a map of squares: trained on, assigned, free.
 
 import { h, panel, write } from "./dom.js";
 import { ASKING, amount, count, natural, plural, share } from "./units.js";
 
 const SQUARES = 400;
-const SHADES = 6; // of those that are assigned: neighbours differ
+const SHADES = 6; // of assigned squares, by worker
 
 export function makeEpochs() {
   const map = h("div", { class: "units", role: "img" });
-  const said = h("p", {});
+  const summary = h("p", {});
   const legend = h(
     "ul",
     { class: "legend" },
@@ -27,7 +27,7 @@ export function makeEpochs() {
   function update(model) {
     const [epoch] = model.epochs ?? [];
     map.hidden = legend.hidden = !epoch;
-    if (!epoch) return write(said, model.epochs === null ? ASKING : "No epoch has begun.");
+    if (!epoch) return write(summary, model.epochs === null ? ASKING : "No epoch has begun.");
     const assigned = Object.entries(epoch.assigned);
     const taken = assigned.reduce((sum, [, units]) => sum + units, 0);
     const whole = epoch.units ?? epoch.consumed + taken;
@@ -35,15 +35,15 @@ export function makeEpochs() {
     const free = epoch.free === null ? "" : `, ${count(epoch.free)} free`;
     const done = `${count(epoch.consumed)} of ${amount(whole, "units")} trained on (${share(whole ? epoch.consumed / whole : null)})`;
     const underWay = `${count(taken)} assigned to ${plural(assigned.length, "worker")}`;
-    write(said, `Epoch ${epoch.epoch}${whose}: ${done}, ${underWay}${free}.`);
+    write(summary, `Epoch ${epoch.epoch}${whose}: ${done}, ${underWay}${free}.`);
     const each = Math.max(1, Math.ceil(whole / SQUARES));
     const others = model.epochs.length - 1;
-    const known = others ? ` The coordinator also knows ${plural(others, "other epoch")}.` : "";
-    write(rest, `A square is ${plural(each, "unit")}, in their order.${known}`);
+    const known = others ? ` The coordinator also has ${plural(others, "earlier epoch")}.` : "";
+    write(rest, `One square is ${plural(each, "unit")}, in order.${known}`);
     draw(epoch, model.ranges, whole, each);
   }
 
-  /** Draw the squares: each is of whoever has the unit at its beginning. */
+  /** Draw the squares. Each shows the state of its first unit. */
   function draw(epoch, ranges, whole, each) {
     const state = JSON.stringify([epoch, ranges, each]);
     if (state === drawn) return;
@@ -56,11 +56,11 @@ export function makeEpochs() {
       const range = ranges[next]?.start <= unit ? ranges[next] : null;
       squares.push(h("i", square(range, shades)));
     }
-    map.setAttribute("aria-label", said.textContent);
+    map.setAttribute("aria-label", summary.textContent);
     map.replaceChildren(...squares);
   }
 
-  return { element: panel("Work units", "third", said, map, legend, rest), update };
+  return { element: panel("Work units", "third", summary, map, legend, rest), update };
 }
 
 function square(range, shades) {

@@ -1,4 +1,4 @@
-// What happened, newest first, as it comes.
+// The run's events, newest first, live.
 
 import { h, panel } from "./dom.js";
 import { moment } from "./units.js";

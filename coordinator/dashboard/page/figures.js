@@ -1,6 +1,6 @@
-// The run in figures: each with its unit, and a word on what it is.
+// The run's main figures, each with its unit and a short explanation.
 
-import { goodput, speed, traffic } from "./course.js";
+import { goodput, speed, traffic } from "./derived.js";
 import { h, write } from "./dom.js";
 import { UNKNOWN, amount, bytes, count, loss, share } from "./units.js";
 
@@ -32,7 +32,7 @@ export function makeFigures() {
     );
     tile("Training loss", loss(last?.loss), last ? `nats per token, round ${last.round}` : "nats per token");
     tile("Trained on", amount(run.tokens, "tokens"), `${count(run.step)} inner steps`);
-    tile("Speed", amount(speed(published), "tokens/s"), "all workers, sync included");
+    tile("Speed", amount(speed(published), "tokens/s"), "all workers, including sync");
     tile("Goodput", share(goodput(run.account)), "of the time in inner steps");
     tile(
       "Sent per worker",

@@ -1,4 +1,4 @@
-// Training and held-out loss: by round, by tokens, by wall time.
+// Training and held-out loss by round, tokens or wall time.
 
 import { chart } from "./charts.js";
 import { button, h, panel, write } from "./dom.js";
@@ -12,7 +12,7 @@ const BY = {
 
 export function makeLosses() {
   const { element, draw } = chart();
-  const said = h("p", { class: "quiet" });
+  const summary = h("p", { class: "quiet" });
   let by = "round";
   let model = null;
   const buttons = Object.entries(BY).map(([key, { label }]) =>
@@ -34,7 +34,7 @@ export function makeLosses() {
     const training = { name: "training", colour: "accent", x: [], y: [], hover: "%{y:.4f} nats/token" };
     const heldOut = { name: "held-out", colour: "second", x: [], y: [], hover: "%{y:.4f} nats/token" };
     for (const round of rounds) {
-      // The held-out loss is of the state that the round began with, the training loss of what came of it.
+      // The held-out loss belongs to the state at the round's start, the training loss to its end.
       if (round.held_out_loss !== null) {
         heldOut.x.push(of({ round, before: tokens, at_s: round.opened_at - model.run.created_at }));
         heldOut.y.push(round.held_out_loss);
@@ -48,8 +48,8 @@ export function makeLosses() {
     const went = [heldOut, training].filter((line) => line.y.length > 1);
     const ways = went.map((line) => `${line.name} ${loss(line.y[0])} → ${loss(line.y.at(-1))}`).join(", ");
     const text = `In nats per token, over ${plural(rounds.length, "round")}: ${ways}.`;
-    write(said, ways ? text : model.hasRounds ? "No two rounds have closed yet." : ASKING);
+    write(summary, ways ? text : model.hasRounds ? "Fewer than two rounds have closed." : ASKING);
   }
 
-  return { element: panel("Loss", "two-thirds", choices, element, said), update };
+  return { element: panel("Loss", "two-thirds", choices, element, summary), update };
 }

@@ -1,4 +1,4 @@
-// The page: who looks, what is looked at (the part of the address behind #), and the frame around it.
+// The page: signing in, routing by the part of the address after #, and the frame around every view.
 
 import { Api, Refused, Unreachable } from "./api.js";
 import { button, field, h } from "./dom.js";
@@ -11,13 +11,13 @@ import { showTokens } from "./tokens.js";
 const top_ = document.getElementById("top");
 const main = document.getElementById("main");
 
-const ASK_AGAIN_S = 3;
-const PAGES = { tokens: showTokens, server: showServer }; // by what is behind the #
+const RETRY_S = 3;
+const PAGES = { tokens: showTokens, server: showServer }; // by the part after #
 
 let session = null;
 let leave = () => {};
 
-/** Show what the address says, to whoever holds the token. */
+/** Show the view that the address names, or the form to sign in. */
 async function show() {
   leave();
   leave = () => {};
@@ -32,25 +32,25 @@ async function show() {
       return error instanceof Unreachable ? wait(error) : signIn(error);
     }
   }
-  const asked = new URLSearchParams(location.hash.slice(1));
-  const run = asked.get("run");
-  const page = run !== null ? "run" : (Object.keys(PAGES).find((each) => asked.has(each)) ?? "runs");
+  const parameters = new URLSearchParams(location.hash.slice(1));
+  const run = parameters.get("run");
+  const page = run !== null ? "run" : (Object.keys(PAGES).find((each) => parameters.has(each)) ?? "runs");
   frame(run, page);
   const view = { run: showRun, runs: showRuns, ...PAGES }[page];
   main.replaceChildren();
   leave = view(main, session, ended, run);
 }
 
-/** Nobody answers, so nobody knows what the token is good for: ask again. */
+/** The coordinator does not answer, so it is unknown what the token allows: try again. */
 function wait(error) {
   main.replaceChildren(
     h("section", { class: "panel alone" }, h("p", { class: "trouble", role: "alert" }, error.message)),
   );
-  const timer = setTimeout(show, 1000 * ASK_AGAIN_S);
+  const timer = setTimeout(show, 1000 * RETRY_S);
   leave = () => clearTimeout(timer);
 }
 
-/** What was asked for is not to be had any more. */
+/** Replace a view that cannot go on by the reason. */
 function ended(error) {
   leave();
   if (error instanceof Refused && error.status === 401) return signIn(error);
@@ -58,7 +58,7 @@ function ended(error) {
     h(
       "section",
       { class: "panel alone" },
-      h("h1", {}, error.title || "That went wrong"),
+      h("h1", {}, error.title || "Something went wrong"),
       h("p", {}, error.message),
       h("p", {}, h("a", { href: "#" }, "All runs")),
     ),
@@ -78,7 +78,7 @@ function frame(run, page) {
       tokens && link("#tokens", "Tokens", page === "tokens"),
       session.allows("operator") && link("#server", "Server", page === "server"),
     ),
-    h("span", { class: "who" }, session.said),
+    h("span", { class: "who" }, session.description),
     button("Sign out", () => signOut(), "plain"),
   );
 }
@@ -92,7 +92,7 @@ function signOut() {
   signIn();
 }
 
-/** Show the form for a token, with why the one before is good no more. */
+/** Show the form for a token, with the reason why the last one is no longer valid. */
 function signIn(error = null) {
   session = null;
   if (error?.status === 401) forgetToken();
@@ -105,7 +105,7 @@ function signIn(error = null) {
     required: true,
     spellcheck: "false",
   });
-  const said = h("p", { class: "trouble", role: "alert" }, error?.message ?? "");
+  const reason = h("p", { class: "trouble", role: "alert" }, error?.message ?? "");
   const submit = async (event) => {
     event.preventDefault();
     keepToken(input.value.trim());
@@ -116,11 +116,11 @@ function signIn(error = null) {
       "form",
       { class: "panel alone", onsubmit: submit },
       h("h1", {}, h("span", { class: "mark", "aria-hidden": "true" }), "Outerstep"),
-      h("p", { class: "quiet" }, "This coordinator shows its runs to whoever holds a token."),
-      field("Token", input, "It stays in this tab, until the tab is closed."),
-      said,
+      h("p", { class: "quiet" }, "Sign in with a token to see this coordinator's runs."),
+      field("Token", input, "Kept in this tab until it is closed."),
+      reason,
       h("button", { type: "submit", class: "primary" }, "Sign in"),
-      h("p", { class: "quiet" }, "An admin makes one: ", h("code", {}, "outerstep token create --scope viewer")),
+      h("p", { class: "quiet" }, "An admin creates one: ", h("code", {}, "outerstep token create --scope viewer")),
     ),
   );
   input.focus();

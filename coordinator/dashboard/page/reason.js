@@ -1,14 +1,14 @@
-// What the run is doing or waiting for, large, and until when.
+// What the run is doing or waiting for, in large type, with a countdown.
 
-import { openRound } from "./course.js";
+import { openRound } from "./derived.js";
 import { h, write } from "./dom.js";
 import { UNKNOWN, countdown, duration } from "./units.js";
 
 const STATES = {
-  seeding: "waits for its first state",
+  seeding: "waiting for its first state",
   running: "training",
   paused: "paused",
-  draining: "draining: its workers leave",
+  draining: "draining: its workers leave after their round",
   finished: "finished",
   stopped: "stopped",
 };
@@ -20,8 +20,8 @@ const CAUSES = {
   "worker-silent": "worker silent",
 };
 
-/** Return the badge of a run: its state, or what holds it up where it should go on; nothing of that is known while nobody
- * answers (`trouble`). */
+/** Return a run's badge: its state, or what holds it up. With `trouble`, the coordinator does not answer, and both are
+ * unknown. */
 export function stateBadge({ state, held_up_by: cause }, trouble = null) {
   if (trouble !== null) return h("span", { class: "badge unreachable", title: `${state} when last seen` }, "unreachable");
   const title = STATES[state] ?? state;
@@ -32,7 +32,7 @@ export function stateBadge({ state, held_up_by: cause }, trouble = null) {
 
 export function makeReason() {
   const sentence = h("p", { class: "sentence" });
-  const aloud = h("p", { class: "unseen", "aria-live": "polite" }); // the same, without what counts down
+  const aloud = h("p", { class: "unseen", "aria-live": "polite" }); // the same for screen readers, without the countdown
   const clock = h("p", { class: "clock", role: "timer" });
   const clockSays = h("p", { class: "quiet" });
   const done = h("progress", { "aria-label": "rounds" });

@@ -1,22 +1,22 @@
-// One run: its parts, in the order in which they are looked at.
+// The view of one run: its panels, in the order on the page.
 
-import { Following } from "./following.js";
+import { RunModel } from "./run_model.js";
 import { h, write } from "./dom.js";
 import { makeEpochs } from "./epochs.js";
 import { makeEvents } from "./events.js";
 import { makeFigures } from "./figures.js";
-import { makeJudgements } from "./judgements.js";
 import { makeLosses } from "./losses.js";
 import { makeReason, stateBadge } from "./reason.js";
 import { makeSteering } from "./steering.js";
 import { makeTimeline } from "./timeline.js";
 import { makeTraffic } from "./traffic.js";
+import { makeVerdicts } from "./verdicts.js";
 import { makeWorkers } from "./workers.js";
 
-/** Show a run until the function that is returned is called. */
+/** Show a run until the returned function is called. */
 export function showRun(root, session, ended, name) {
-  const following = new Following(session.api, name, () => soon(), ended);
-  const refresh = () => following.refresh();
+  const model = new RunModel(session.api, name, () => soon(), ended);
+  const refresh = () => model.refresh();
   const steering = makeSteering(session, name, refresh);
   const parts = [
     makeReason(),
@@ -27,7 +27,7 @@ export function showRun(root, session, ended, name) {
     makeWorkers(session, name, refresh),
     makeEpochs(),
     makeEvents(),
-    makeJudgements(),
+    makeVerdicts(),
   ];
   const badge = h("span", {});
   const grid = h(
@@ -35,7 +35,7 @@ export function showRun(root, session, ended, name) {
     { class: "grid", hidden: true },
     parts.map((part) => part.element),
   );
-  const asking = h("p", { class: "quiet", role: "status" }, "Asking for the run …");
+  const asking = h("p", { class: "quiet", role: "status" }, "Loading the run …");
   root.append(h("div", { class: "title" }, h("h1", {}, name), badge, steering.element), asking, grid);
 
   let due = false;
@@ -44,17 +44,17 @@ export function showRun(root, session, ended, name) {
     due = true;
     requestAnimationFrame(() => {
       due = false;
-      if (following.run === null) return write(asking, following.trouble ?? asking.textContent);
+      if (model.run === null) return write(asking, model.trouble ?? asking.textContent);
       asking.remove();
       grid.hidden = false;
-      badge.replaceChildren(stateBadge(following.run, following.trouble));
-      for (const part of [steering, ...parts]) part.update(following);
+      badge.replaceChildren(stateBadge(model.run, model.trouble));
+      for (const part of [steering, ...parts]) part.update(model);
     });
   }
 
-  following.start();
+  model.start();
   return () => {
-    following.stop();
+    model.stop();
     for (const part of parts) part.stop?.();
   };
 }

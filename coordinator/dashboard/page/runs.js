@@ -1,18 +1,18 @@
-// All runs, as cards.
+// The view of all runs, as cards.
 
 import { Unreachable, runPath } from "./api.js";
 import { createRun } from "./create.js";
 import { button, h, sparkline } from "./dom.js";
 import { UNKNOWN, amount, bytes, loss, natural, share } from "./units.js";
-import { goodput } from "./course.js";
+import { goodput } from "./derived.js";
 import { stateBadge } from "./reason.js";
 
 const EVERY_S = 5;
-const AGE_S = 4; // of answers, but for the first: somebody may just have created a run
-const LINES = 12; // cards with a line of losses: each is a request of its own
+const AGE_S = 4; // of responses after the first one: a run may just have been created
+const LINES = 12; // cards with a loss curve: each needs a request
 const POINTS = 60;
 
-/** Show the runs until the function that is returned is called. */
+/** Show the runs until the returned function is called. */
 export function showRuns(root, session, ended) {
   const asking = new AbortController();
   const cards = h("div", { class: "cards" });
@@ -20,7 +20,7 @@ export function showRuns(root, session, ended) {
   const create = session.allows("admin") && button("Create a run", () => createRun(session), "primary");
   root.append(h("div", { class: "title" }, h("h1", {}, "Runs"), create), trouble, cards);
 
-  const losses = new Map(); // by run: the last ones, and of which round
+  const losses = new Map(); // by run: the round, and the losses up to it
   let [shown, runs] = [null, []];
 
   function draw(unreachable = null) {
@@ -94,7 +94,7 @@ function empty(session) {
   return h(
     "p",
     { class: "panel quiet" },
-    "There is no run yet. ",
+    "There are no runs yet. ",
     how,
     h("code", {}, "outerstep run create run.toml"),
     ".",

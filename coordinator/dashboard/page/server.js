@@ -1,4 +1,4 @@
-// How the coordinator itself is: what is wrong and what to do, disks, backups, database, clients, recent errors.
+// The coordinator's status: findings with remedies, disks, backups, database, clients, recent errors.
 
 import { Refused, Unreachable, pause } from "./api.js";
 import { h, panel, write } from "./dom.js";
@@ -6,20 +6,20 @@ import { UNKNOWN, bytes, duration, moment, plural, share } from "./units.js";
 
 const EVERY_S = 5;
 
-/** Show the coordinator until the function that is returned is called. */
+/** Show the coordinator until the returned function is called. */
 export function showServer(root, session, ended) {
   const asking = new AbortController();
   const trouble = h("p", { class: "trouble", role: "status" });
   const findings = h("div", { class: "findings", "aria-live": "polite" });
   const tiles = h("dl", { class: "tiles server" });
   const errors = h("ul", { class: "lines errors" });
-  const said = h("p", { class: "quiet" });
+  const none = h("p", { class: "quiet" });
   root.append(
     h("div", { class: "title" }, h("h1", {}, "Server")),
     trouble,
     findings,
     tiles,
-    panel("Recent warnings and errors", "recent", said, errors),
+    panel("Recent warnings and errors", "recent", none, errors),
   );
 
   let shown = null;
@@ -31,7 +31,7 @@ export function showServer(root, session, ended) {
     if (state === shown) return;
     shown = state;
     findings.replaceChildren(...findingsOf(status.findings));
-    write(said, status.errors.length ? "" : "None since the start.");
+    write(none, status.errors.length ? "" : "None since the start.");
     errors.replaceChildren(...status.errors.map(error));
   }
 
@@ -43,7 +43,7 @@ export function showServer(root, session, ended) {
       } catch (error) {
         if (asking.signal.aborted) return;
         if (!(error instanceof Unreachable)) return ended(error);
-        write(trouble, `${error.message} What is below is how it was.`);
+        write(trouble, `${error.message} The last known status is shown below.`);
       }
       await pause(EVERY_S);
     }
@@ -54,7 +54,7 @@ export function showServer(root, session, ended) {
     ended(
       new Refused(403, {
         title: "Not for this token",
-        detail: "How the coordinator is, is for operators and admins of all runs; sign in with such a token.",
+        detail: "The server's status needs an operator or admin token for all runs; sign in with one.",
       }),
     );
   return () => asking.abort();
@@ -73,7 +73,7 @@ function findingsOf(findings) {
   );
 }
 
-/** Return text whose parts between backticks are code. */
+/** Return the text, with the parts between backticks as code. */
 const coded = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
 function tilesOf(status) {
@@ -110,7 +110,7 @@ function tilesOf(status) {
           "Notifications",
           notifications.pending ? `${notifications.pending} waiting` : "all sent",
           `${notifications.format} at ${notifications.host}; last sent: ${ago(notifications.sent_at)}` +
-            (notifications.dropped ? `; ${notifications.dropped} given up` : ""),
+            (notifications.dropped ? `; ${notifications.dropped} dropped` : ""),
         ),
     tile("Version", status.version, `protocol ${status.protocol}, up for ${duration(status.now - status.started_at)}`),
   ];

@@ -1,11 +1,11 @@
-// A form with a field for each key of the run spec, made from the coordinator's own description of it (OpenAPI), so that
-// it has the keys, defaults and words of this very version. What is left empty is left out of the spec.
+// A form with a field for each key of the run spec, generated from the coordinator's OpenAPI schema, so that it has the
+// keys, defaults and descriptions of this version. Empty fields are omitted from the spec.
 
 import { field, h } from "./dom.js";
 
-const OPENED = ["model", "data", "sync"]; // what nobody can do without
+const OPENED = ["model", "data", "sync"]; // sections that every run needs
 
-/** Return the form's element, and `toml()`, the spec that its fields make. `changed` is called whenever they do. */
+/** Return the form's element, and `toml()`, the spec with its values. `changed` is called whenever a value changes. */
 export function specForm(schemas, changed) {
   const controls = []; // [section, key, control, the value in TOML], in the order of the spec
   const own = [];
@@ -18,7 +18,7 @@ export function specForm(schemas, changed) {
   const fieldsOf = (schema, section, needed) =>
     Object.entries(schema.properties).flatMap(([key, each]) => {
       const inner = referred(schemas, each);
-      const isNeeded = needed && Boolean(schema.required?.includes(key)); // also of a section that may be left out
+      const isNeeded = needed && Boolean(schema.required?.includes(key)); // not in an optional section
       return inner ? fieldsOf(inner, `${section}.${key}`, isNeeded) : [add(section, key, each, isNeeded)];
     });
   for (const [key, schema] of Object.entries(schemas.RunSpec.properties)) {
@@ -34,13 +34,13 @@ export function specForm(schemas, changed) {
   return { element, toml: () => tomlOf(controls) };
 }
 
-/** Return the schema that this one refers to, if it is a section of its own. */
+/** Return the schema of a section that this one refers to, if any. */
 function referred(schemas, schema) {
   const reference = schema.$ref ?? schema.anyOf?.find((each) => each.$ref)?.$ref;
   return reference && schemas[reference.split("/").at(-1)];
 }
 
-/** Return what a value may be: the alternatives but null. */
+/** Return the alternatives for a value, without null. */
 const kinds = (schema) => (schema.anyOf ?? [schema]).filter((each) => each.type !== "null");
 
 function controlOf(schema, required) {
@@ -59,8 +59,8 @@ function hintOf(schema) {
   return words.filter((each) => each).join("; ");
 }
 
-/** Return what was typed as a value in TOML: as it is where it is a number and may be one, or has to be a list or a
- * table; otherwise quoted, so that the coordinator can say of which key it is wrong. */
+/** Return the typed text as a TOML value: unquoted if it is a number and may be one, or must be a list or a table;
+ * otherwise quoted, so that the coordinator's error names the key. */
 function inToml(schema, text) {
   const types = kinds(schema).map((each) => each.type);
   if (types.includes("boolean")) return text;

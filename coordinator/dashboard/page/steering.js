@@ -1,10 +1,10 @@
-// Pause, resume, drain, stop: for whoever may.
+// Buttons to pause, resume, drain and stop a run, for operators.
 
 import { runPath } from "./api.js";
-import { ask, attempt, tell } from "./dialogs.js";
+import { ask, attempt, notify } from "./dialogs.js";
 import { button, h } from "./dom.js";
 
-// What may be asked of a run in each of its states.
+// The changes that are possible in each state of a run.
 const MAY = {
   seeding: ["paused", "draining", "stopped"],
   running: ["paused", "draining", "stopped"],
@@ -12,9 +12,9 @@ const MAY = {
   draining: ["running", "stopped"],
 };
 const ACTS = {
-  running: { label: "Resume", done: "The run goes on." },
-  paused: { label: "Pause", done: "The run is paused: the open round closes as usual, and no other opens." },
-  draining: { label: "Drain", done: "The run is draining: its workers leave once their round is over." },
+  running: { label: "Resume", done: "The run continues." },
+  paused: { label: "Pause", done: "The run is paused: the open round closes as usual, and no new round opens." },
+  draining: { label: "Drain", done: "The run is draining: its workers leave when their round has closed." },
   stopped: { label: "Stop", kind: "danger", done: "The run is stopped." },
 };
 
@@ -35,7 +35,7 @@ export function makeSteering(session, name, refresh) {
 
   async function act(to) {
     const done = to === "stopped" ? await stop() : await attempt(() => change(to));
-    if (done) tell(ACTS[to].done);
+    if (done) notify(ACTS[to].done);
     refresh();
   }
 
@@ -46,7 +46,7 @@ export function makeSteering(session, name, refresh) {
         h(
           "p",
           {},
-          "The run is over then and cannot go on: the open round is given up. A checkpoint of its last state is kept. To have it rest, pause it.",
+          "A stopped run cannot be resumed, and the open round is discarded. A checkpoint of the last state is kept. To interrupt the run, pause it.",
         ),
       ],
       does: "Stop the run",

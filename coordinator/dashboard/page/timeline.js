@@ -1,18 +1,18 @@
-// What each worker did in each of the last rounds, as bars: who trains longest has the longest bar.
+// What each worker did in each of the last rounds, as bars. In a round the worker that took longest has the full width.
 
-import { SHOWN_ROUNDS } from "./following.js";
-import { KINDS, openRound, timeline } from "./course.js";
+import { SHOWN_ROUNDS } from "./run_model.js";
+import { KINDS, openRound, timeline } from "./derived.js";
 import { button, h, panel, write } from "./dom.js";
 import { duration, plural, share } from "./units.js";
 
 const [ROW, BAR, NAME, PHONE_NAME, AXIS] = [22, 12, 132, 84, 20]; // pixels
-const FEW = 16; // rows before the others are asked for
-const SLOW = 1.25; // times the median: worth a word
+const FEW = 16; // rows until all are requested
+const SLOW = 1.25; // times the median: worth mentioning
 
 export function makeTimeline() {
   const canvas = h("canvas", { role: "img" });
   const tip = h("p", { class: "tip", hidden: true });
-  const said = h("p", { class: "verdict" });
+  const summary = h("p", { class: "verdict" });
   const more = button(
     "",
     () => {
@@ -33,7 +33,7 @@ export function makeTimeline() {
   const table = h(
     "details",
     {},
-    h("summary", {}, "The same as a table"),
+    h("summary", {}, "Show as a table"),
     h(
       "div",
       { class: "scrolls" },
@@ -69,7 +69,7 @@ export function makeTimeline() {
     columns = details;
     more.hidden = rows.length <= FEW;
     write(more, all ? `Show the ${FEW} slowest` : `Show all ${rows.length} workers`);
-    write(said, sentence(rows));
+    write(summary, sentence(rows));
     draw(all ? rows : rows.slice(0, FEW));
     if (table.open) tabulate(rows);
   }
@@ -82,7 +82,7 @@ export function makeTimeline() {
     if (canvas.width !== Math.round(width * scale)) canvas.width = Math.round(width * scale);
     if (canvas.height !== Math.round(height * scale)) canvas.height = Math.round(height * scale);
     canvas.style.height = `${height}px`;
-    canvas.setAttribute("aria-label", `Rounds of ${shown.length} workers. ${said.textContent}`);
+    canvas.setAttribute("aria-label", `Rounds of ${shown.length} workers. ${summary.textContent}`);
     const style = getComputedStyle(document.documentElement);
     const colour = (name) => style.getPropertyValue(`--${name}`).trim();
     const pen = canvas.getContext("2d");
@@ -141,7 +141,7 @@ export function makeTimeline() {
       }
     } else if (cell.sent) {
       pen.fillStyle = colour("train");
-      pen.globalAlpha = 0.45; // it has contributed, and not told yet what that took
+      pen.globalAlpha = 0.45; // it has contributed, and not reported its times yet
       pen.fillRect(x, top, width, BAR);
       pen.globalAlpha = 1;
     }
@@ -157,7 +157,7 @@ export function makeTimeline() {
     const cell = row?.cells[Math.floor((event.clientX - box.left - places.left) / places.across)];
     tip.hidden = !cell;
     if (!cell) return;
-    write(tip, inWords(row.worker, cell));
+    write(tip, describe(row.worker, cell));
     tip.style.left = `${Math.min(event.clientX - box.left + 12, box.width - 240)}px`;
     tip.style.top = `${event.clientY - box.top + 16}px`;
   });
@@ -190,19 +190,19 @@ export function makeTimeline() {
   const holder = h("div", { class: "canvas" }, canvas, tip);
   watched.observe(holder);
   return {
-    element: panel("Rounds by worker", "wide", said, legend, holder, more, table),
+    element: panel("Rounds by worker", "wide", summary, legend, holder, more, table),
     update,
     stop: () => watched.disconnect(),
   };
 }
 
-/** Return what the picture shows, in a sentence: who is slow, late or gone. */
+/** Return the picture's message in a sentence: which workers are slow, late or gone. */
 function sentence(rows) {
   const parts = [];
   const slowest = rows.filter((row) => row.slow !== null).sort((a, b) => b.slow - a.slow)[0];
   if (slowest?.slow > SLOW)
-    parts.push(`${slowest.worker} is the slow one: its inner steps take ${slowest.slow.toFixed(2)} times the median`);
-  else if (slowest) parts.push("all train at about the same pace");
+    parts.push(`${slowest.worker} is the slowest: its inner steps take ${slowest.slow.toFixed(2)} times the median`);
+  else if (slowest) parts.push("all workers train at about the same speed");
   const counted = (which, word) => {
     const found = rows.filter(which);
     const who = found.length > 2 ? `${found.length} workers` : found.map((row) => row.worker).join(" and ");
@@ -211,16 +211,16 @@ function sentence(rows) {
   counted((row) => row.cells.some((cell) => cell.late_s !== null), "late");
   counted((row) => row.cells.some((cell) => cell.gone), "gone for a while");
   if (!parts.length)
-    return rows.length ? "Workers report on a round when they ask for the next one." : "No worker has taken part yet.";
+    return rows.length ? "Workers report a round's times when they start the next one." : "No worker has taken part yet.";
   const text = parts.join("; ");
   return `${slowest && text.startsWith(slowest.worker) ? text : text[0].toUpperCase() + text.slice(1)}.`;
 }
 
-function inWords(worker, cell) {
+function describe(worker, cell) {
   const spent = Object.entries(KINDS).filter(([kind]) => cell.stages?.[kind] > 0);
   const parts = spent.map(([kind, name]) => `${name} ${duration(cell.stages[kind])}`);
   if (cell.gone) parts.push("gone");
-  else if (!cell.stages) parts.push(cell.sent ? "it has sent its work" : "not there yet");
+  else if (!cell.stages) parts.push(cell.sent ? "contributed" : "no contribution yet");
   if (cell.late_s !== null) parts.push(`late by ${duration(cell.late_s)}`);
   return `${worker}, round ${cell.round}: ${parts.join(", ")}`;
 }

@@ -1,20 +1,20 @@
-// Tokens: made, listed, revoked. For admins.
+// Tokens: create, list, revoke. For admins.
 
 import { Refused, coordinator, joinCommand } from "./api.js";
-import { ask, tell } from "./dialogs.js";
+import { ask, notify } from "./dialogs.js";
 import { button, field, h, panel } from "./dom.js";
 import { UNKNOWN, moment } from "./units.js";
 
 const DAY_S = 86400;
 const KINDS = {
-  join: "join: boxes exchange it for tokens of their own",
-  viewer: "viewer: reading",
-  operator: "operator: what runs a run",
-  worker: "worker: joining a run",
+  join: "join: boxes exchange it for worker tokens",
+  viewer: "viewer: read",
+  operator: "operator: control runs and workers",
+  worker: "worker: join a run",
   admin: "admin: everything",
 };
 
-/** Show the tokens until the function that is returned is called. */
+/** Show the tokens until the returned function is called. */
 export function showTokens(root, session, ended) {
   const asking = new AbortController();
   const body = h("tbody");
@@ -27,7 +27,7 @@ export function showTokens(root, session, ended) {
       h(
         "tr",
         {},
-        ["Token", "Scope", "Run", "Note", "Made", "Last used", "Ends", "Uses", ""].map((name) =>
+        ["Token", "Scope", "Run", "Note", "Created", "Last used", "Expires", "Uses", ""].map((name) =>
           h("th", { scope: "col" }, name),
         ),
       ),
@@ -40,7 +40,7 @@ export function showTokens(root, session, ended) {
       "div",
       { class: "title" },
       h("h1", {}, "Tokens"),
-      button("Make a token", () => make(), "primary"),
+      button("Create a token", () => make(), "primary"),
     ),
     news,
     panel("All tokens", "", h("div", { class: "scrolls" }, table)),
@@ -65,9 +65,9 @@ export function showTokens(root, session, ended) {
       cell("Scope", token.scope),
       cell("Run", token.run ?? "all"),
       cell("Note", token.note || UNKNOWN),
-      cell("Made", moment(token.created_at)),
+      cell("Created", moment(token.created_at)),
       cell("Last used", token.last_used_at === null ? "never" : moment(token.last_used_at)),
-      cell("Ends", token.expires_at === null ? "never" : moment(token.expires_at)),
+      cell("Expires", token.expires_at === null ? "never" : moment(token.expires_at)),
       cell("Uses", token.uses === null ? UNKNOWN : `${token.used} of ${token.uses}`),
       h(
         "td",
@@ -94,20 +94,20 @@ export function showTokens(root, session, ended) {
     const days = h("input", { name: "days", type: "number", min: 0.01, step: "any", placeholder: "never" });
     const uses = h("input", { name: "uses", type: "number", min: 1, max: 1000000, placeholder: "100" });
     const note = h("input", { name: "note", maxlength: 200 });
-    const usesField = field("Uses", uses, "how often it may be exchanged");
+    const usesField = field("Uses", uses, "how many times it can be exchanged");
     scope.addEventListener("change", () => {
       usesField.hidden = scope.value !== "join";
     });
     const made = await ask({
-      title: "Make a token",
+      title: "Create a token",
       content: [
-        field("What it allows", scope),
-        field("For", run),
+        field("Scope", scope),
+        field("Run", run),
         usesField,
-        field("Ends after, days", days),
-        field("Note", note, "whom it is for"),
+        field("Expires after, days", days),
+        field("Note", note, "for example who uses it"),
       ],
-      does: "Make it",
+      does: "Create it",
       act: () =>
         session.api.ask("POST", "tokens", {
           json: {
@@ -124,21 +124,21 @@ export function showTokens(root, session, ended) {
     refresh();
   }
 
-  /** Return what is shown once: the secret, and what is done with it. */
+  /** Return a panel with the secret, which is shown once, and how to use it. */
   function secret(made) {
     const run = made.run ?? "RUN";
     const link = `${coordinator}/#${new URLSearchParams({ token: made.token, ...(made.run ? { run: made.run } : {}) })}`;
     const how = {
       join: ["On each box:", `OUTERSTEP_TOKEN=${made.token} ${joinCommand(run)}`],
       worker: ["On the box:", `OUTERSTEP_TOKEN=${made.token} ${joinCommand(run)}`],
-    }[made.scope] ?? ["Whoever opens this link sees this page with it:", link];
+    }[made.scope] ?? ["This link opens the dashboard with this token:", link];
     return panel(
       "The new token",
       "fresh",
       h(
         "p",
         {},
-        `Its secret is shown this once, and kept nowhere. Scope ${made.scope}, for ${made.run ?? "all runs"}.`,
+        `The secret is shown only now, and is not stored. Scope ${made.scope}, for ${made.run ?? "all runs"}.`,
       ),
       copied(made.token),
       h("p", {}, how[0]),
@@ -150,8 +150,8 @@ export function showTokens(root, session, ended) {
   function copied(text) {
     const copy = () =>
       navigator.clipboard.writeText(text).then(
-        () => tell("Copied."),
-        () => tell("This browser does not let a page copy: select the text.", true),
+        () => notify("Copied."),
+        () => notify("This browser does not allow copying: select the text.", true),
       );
     return h("div", { class: "copied" }, h("code", { tabindex: "0" }, text), button("Copy", copy, "plain"));
   }
@@ -163,7 +163,7 @@ export function showTokens(root, session, ended) {
         h(
           "p",
           {},
-          `Scope ${token.scope}${token.note ? `, “${token.note}”` : ""}. Workers that joined with it lose their leases at once, and pages that were opened with it end. It cannot be had back.`,
+          `Scope ${token.scope}${token.note ? `, “${token.note}”` : ""}. Workers that joined with it lose their leases at once, and pages that use it are signed out. This cannot be undone.`,
         ),
         token.id === session.own.id && h("p", { class: "trouble" }, "This is the token that you are signed in with."),
       ],
@@ -175,7 +175,7 @@ export function showTokens(root, session, ended) {
       },
     });
     if (!done) return;
-    tell(`Token ${token.id} is revoked.`);
+    notify(`Token ${token.id} is revoked.`);
     refresh();
   }
 
@@ -184,7 +184,7 @@ export function showTokens(root, session, ended) {
     ended(
       new Refused(403, {
         title: "Not for this token",
-        detail: "Tokens are made and listed with an admin token; sign in with one.",
+        detail: "Managing tokens needs an admin token; sign in with one.",
       }),
     );
   return () => asking.abort();

@@ -1,10 +1,9 @@
-// Quantities as people read them, as the commands of `outerstep` write them: decimal prefixes, few digits, a dash for
-// the unknown. Each has its unit.
+// Formats quantities like the commands of `outerstep`: decimal prefixes, few digits, with a unit; a dash if unknown.
 
 export const UNKNOWN = "–";
-export const ASKING = "Asking for it …"; // of the coordinator, which has not answered yet
+export const ASKING = "Loading …"; // until the coordinator has answered
 const PREFIXES = ["", "k", "M", "G", "T", "P"];
-const SPACE = "\u00a0"; // between a number and its unit no line ends
+const SPACE = "\u00a0"; // no line break between a number and its unit
 
 const isKnown = (value) => value !== null && value !== undefined && Number.isFinite(value);
 
@@ -34,7 +33,7 @@ export function plural(value, word) {
   return `${value < 1e5 ? value : count(value)} ${word}${value === 1 ? "" : "s"}`;
 }
 
-/** Compare names as people count: box-4 before box-14. */
+/** Compare names in natural order: box-4 before box-14. */
 export const natural = (a, b) => a.localeCompare(b, undefined, { numeric: true }) || (a < b ? -1 : Number(a > b));
 
 /** Seconds: 75.2 -> "1 min 15 s" */
@@ -59,7 +58,7 @@ export function countdown(seconds) {
 export const loss = (value) => (isKnown(value) ? value.toFixed(4) : UNKNOWN);
 export const share = (value) => (isKnown(value) ? `${(100 * value).toFixed(1)}${SPACE}%` : UNKNOWN);
 
-/** The moment, in seconds since 1970, as a time of day, or with its date where that is not today's. */
+/** A time in seconds since 1970 as the time of day, with the date if it is not today. */
 export function moment(seconds) {
   const then = new Date(1000 * seconds);
   const today = then.toDateString() === new Date().toDateString();

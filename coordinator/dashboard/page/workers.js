@@ -1,18 +1,18 @@
-// The workers as a table that can be sorted; on a phone each is a block of its own.
+// The workers as a sortable table; on a phone, one block per worker.
 
 import { joinCommand, runPath } from "./api.js";
-import { KINDS, goodput, stages } from "./course.js";
-import { ask, attempt, tell } from "./dialogs.js";
+import { KINDS, goodput, stages } from "./derived.js";
+import { ask, attempt, notify } from "./dialogs.js";
 import { button, h, panel, write } from "./dom.js";
 import { ASKING, UNKNOWN, amount, bytes, count, duration, loss, natural, share } from "./units.js";
 
-const FEW = 25; // before the others are asked for: 200 rows are a long way to the events
+const FEW = 25; // rows until all are requested: 200 rows would push the events far down
 
 const fact = (worker, name) => worker.host[name] ?? null;
 const inRound = ({ metrics }) =>
   metrics.round === null ? UNKNOWN : `round ${metrics.round}, step ${metrics.inner_step ?? UNKNOWN}`;
 
-// By column: what it is called, what is shown of a worker, and by what it is sorted.
+// Each column: its name, what it shows of a worker, its sort key, and its kind.
 const COLUMNS = [
   ["Worker", (w) => h("span", { class: "name", title: w.name }, w.name), (w) => w.name],
   ["State", (w) => h("span", { class: `badge ${w.state}` }, w.state), (w) => w.state],
@@ -39,7 +39,7 @@ function doing(worker) {
   return worker.state === "live" ? (worker.metrics.phase ?? UNKNOWN) : UNKNOWN;
 }
 
-/** The share of its time in inner steps, and a bar of what became of the rest. */
+/** The share of the worker's time in inner steps, and a bar with the other shares. */
 function shares(worker) {
   const found = stages(worker.account);
   if (!found) return UNKNOWN;
@@ -48,16 +48,16 @@ function shares(worker) {
     found[kind] / found.all,
     `${name} ${share(found[kind] / found.all)}`,
   ]);
-  const said = parts.map(([, , text]) => text).join(", ");
+  const summary = parts.map(([, , text]) => text).join(", ");
   const bar = h(
     "span",
-    { class: "shares", role: "img", title: said, "aria-label": said },
+    { class: "shares", role: "img", title: summary, "aria-label": summary },
     parts.map(([kind, part]) => h("i", { class: `key ${kind}`, style: `width: ${100 * part}%` })),
   );
   return [share(goodput(worker.account)), bar];
 }
 
-/** What a worker tells of its machine: on one line what tells boxes apart, all of it when it is pointed at. */
+/** What a worker reports about its machine: one line that distinguishes boxes, and all of it as a tooltip. */
 function machine(worker) {
   const facts = Object.entries(worker.host).map(([name, value]) => `${name}: ${value}`);
   if (worker.metrics.peak_memory_bytes !== null) facts.push(`peak memory: ${bytes(worker.metrics.peak_memory_bytes)}`);
@@ -122,7 +122,7 @@ export function makeWorkers(session, name, refresh) {
     table.classList.toggle("stale", model.trouble !== null);
   }
 
-  /** Return the row of a worker. The one that is there keeps its buttons, so that none goes away below a finger. */
+  /** Return a worker's row. An existing row keeps its buttons, so that none disappears while it is pressed. */
   function row(worker, old) {
     const cells = COLUMNS.map(([label, shown, , kind], i) =>
       h(i ? "td" : "th", { "data-label": label, class: kind, scope: i ? null : "row" }, shown(worker)),
@@ -156,20 +156,20 @@ export function makeWorkers(session, name, refresh) {
         h(
           "p",
           {},
-          "Its lease ends at once, and its work units return to the pool. What it has contributed stays. It may join again by itself, unless it is banned.",
+          "Its lease ends at once, and its work units return to the pool. Its contributions stay. It can rejoin by itself, unless it is banned.",
         ),
-        h("label", { class: "check" }, ban, "Ban it, until it is readmitted"),
+        h("label", { class: "check" }, ban, "Ban it until it is readmitted"),
       ],
       does: "Evict",
       kind: "danger",
       act: () => change(worker, ban.checked ? "banned" : "evicted"),
     });
-    if (done) tell(`${worker} is ${done.state}.`);
+    if (done) notify(`${worker} is ${done.state}.`);
     refresh();
   }
 
   async function readmit(worker) {
-    if (await attempt(() => change(worker, "readmitted"))) tell(`${worker} may take part again.`);
+    if (await attempt(() => change(worker, "readmitted"))) notify(`${worker} can take part again.`);
     refresh();
   }
 

@@ -1,0 +1,112 @@
+// Figures derived from the REST responses. Pure functions.
+
+import { median } from "./units.js";
+
+// Stages that follow one another, so that their seconds add up to a worker's whole time; other stages overlap with them.
+const SUCCESSIVE = ["join", "seed", "recover", "wait", "evaluate", "train", "gather", "sync", "leave"];
+const LAST = 20; // rounds that the speed is averaged over
+
+// The kinds of time that are shown.
+export const KINDS = { train: "training", send: "sending", wait: "waiting", other: "joining, evaluating" };
+
+/** The share of the workers' time spent in inner steps; null before the first report. */
+export function goodput(account) {
+  const all = SUCCESSIVE.reduce((sum, stage) => sum + (account.seconds[stage] ?? 0), 0);
+  return all ? (account.seconds.train ?? 0) / all : null;
+}
+
+/** Tokens per second of all workers together over the last rounds, including sync and waiting; null before the first. */
+export function speed(published) {
+  const last = published.slice(-LAST);
+  if (!last.length) return null;
+  const took = last.at(-1).closed_at - last[0].opened_at;
+  return took > 0 ? last.reduce((sum, each) => sum + each.tokens, 0) / took : null;
+}
+
+/** Bytes that each of `workers` sends and receives in `steps` ring all-reduces of fp32 gradients. */
+export function allreduceBytes(workers, elements, steps) {
+  return workers > 1 ? (2 * (workers - 1) * 4 * elements * steps) / workers : 0;
+}
+
+/** Cumulative bytes per worker by round: up, down, and what per-step all-reduce would have moved each way. */
+export function traffic(run, published, workers) {
+  const size = Math.max(1, workers.filter((each) => each.contributions > 0).length);
+  const steps = run.round ? run.step / run.round : 0;
+  let [up, down] = [0, 0];
+  return published.map((each, i) => {
+    up += Math.max(each.upload_bytes, each.account.upload_bytes) / size;
+    down += (each.account.download_bytes || each.delta_bytes * size) / size;
+    return { round: each.round, up, down, allreduce: allreduceBytes(size, run.elements ?? 0, (i + 1) * steps), size };
+  });
+}
+
+/** A worker's time in a round, in seconds: { train, send, wait, other, all }; null if it reported nothing. */
+export function stages(account) {
+  if (!account || !Object.keys(account.seconds).length) return null;
+  const of = (...names) => names.reduce((sum, name) => sum + (account.seconds[name] ?? 0), 0);
+  const send = Math.min(of("sync"), of("upload"));
+  const found = {
+    train: of("train"),
+    send: of("gather") + send,
+    wait: of("wait", "sync") - send,
+    other: of("join", "seed", "recover", "evaluate", "leave"),
+  };
+  return { ...found, all: found.train + found.send + found.wait + found.other };
+}
+
+/**
+ * The rounds of each worker, for the timeline: rows of { worker, live, cells, slow }. A cell has `stages` (null: not
+ * reported), `gone` (the worker was absent), `late_s` (by how much it was late) and `sent` (its contribution counts).
+ * `slow`: the time of its inner steps relative to the median, averaged over the rounds.
+ */
+export function timeline(details, workers) {
+  const columns = details.map((each) => {
+    const sent = new Set(each.fragments.flatMap((fragment) => fragment.contributors));
+    const late = new Map();
+    for (const { worker, late_s } of each.late) late.set(worker, Math.max(late_s, late.get(worker) ?? 0));
+    const usual = median(
+      Object.values(each.accounts)
+        .map((account) => account.seconds.train ?? 0)
+        .filter((s) => s > 0),
+    );
+    return { round: each.round, opened_at: each.opened_at, accounts: each.accounts, sent, late, usual };
+  });
+  return workers.map((worker) => {
+    const times = [];
+    const cells = columns.map((column) => {
+      const found = stages(column.accounts[worker.name]);
+      if (found?.train > 0 && column.usual > 0) times.push(found.train / column.usual);
+      const sent = column.sent.has(worker.name);
+      const late_s = column.late.get(worker.name) ?? null;
+      const before = worker.epoch === 1 && worker.joined_at > column.opened_at;
+      return { round: column.round, stages: found, sent, late_s, gone: !before && !found && !sent && late_s === null };
+    });
+    const slow = times.length ? times.reduce((sum, each) => sum + each, 0) / times.length : null;
+    return { worker: worker.name, live: worker.state === "live", cells, slow };
+  });
+}
+
+/** The contributions that did not count in full, newest first: { round, worker, factor, reason }. */
+export function judged(details) {
+  const found = new Map();
+  for (const each of details) {
+    for (const fragment of each.fragments) {
+      for (const [worker, { factor, reason }] of Object.entries(fragment.verdicts)) {
+        const key = `${each.round} ${worker}`;
+        if (factor !== 1 && !(found.get(key)?.factor <= factor))
+          found.set(key, { round: each.round, worker, factor, reason });
+      }
+    }
+  }
+  return [...found.values()].reverse();
+}
+
+/** The open round: the workers that have sent all fragments, and the seconds from the request to the next deadline. */
+export function openRound(current) {
+  if (!current || current.state === "published") return null;
+  const of = current.fragments.map((fragment) => new Set(fragment.contributors));
+  const [first, ...others] = of;
+  const sent = first ? [...first].filter((worker) => others.every((each) => each.has(worker))) : [];
+  const deadlines = current.fragments.map((each) => each.closes_in_s).filter((each) => each !== null);
+  return { round: current.round, sent: new Set(sent), closes_in_s: deadlines.length ? Math.min(...deadlines) : null };
+}

@@ -1,0 +1,92 @@
+"""How many connections may be open: in all, so that the store's files stay below the limit on open files, and from one
+address.
+
+When the total is reached, the connection that has been idle longest is closed for the next one. So idle connections
+lock nobody out, however many there are.
+"""
+
+import resource
+from collections import Counter
+from ipaddress import ip_address, ip_network
+from typing import Protocol
+
+from coordinator.settings import Settings
+from protocol.errors import OuterstepError
+
+MAX_CONNECTIONS = 4096
+OWN_FILES = 256  # database, logs, threads, files that are being averaged
+FILES_EACH = 2  # a connection may have a file that is being received or sent
+
+
+class Closeable(Protocol):
+    """A connection."""
+
+    def close_idle(self) -> None:
+        """Close it, to admit another one. Called only while no request is in progress on it."""
+
+
+class ConnectionLimit:
+    """The open connections. Those from `proxies` are not counted by address."""
+
+    def __init__(self, limit: int, per_address: int, proxies: str = "") -> None:
+        self.limit, self.per_address = limit, min(per_address, max(1, limit // 2))
+        self._proxies = [ip_network(each.strip()) for each in proxies.split(",") if each.strip()]
+        self.refused: Counter[str] = Counter()  # connections, by the problem's slug
+        self._open: Counter[str] = Counter()  # by address
+        self._addresses: dict[Closeable, str] = {}
+        self._idle: dict[Closeable, None] = {}  # longest idle first
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def admit(self, connection: Closeable, address: str) -> str | None:
+        """Admit a connection, as idle; or return why it is not admitted."""
+        if self._open[address] >= self.per_address and not self._is_proxy(address):
+            return f"{self.per_address} connections from {address} are open, the most that one address may have"
+        if len(self._addresses) >= self.limit:
+            if not self._idle:
+                return f"{self.limit} connections are open, the most that there may be, and all have requests"
+            longest = next(iter(self._idle))
+            self.remove(longest)
+            longest.close_idle()
+        self._addresses[connection] = address
+        self._open[address] += 1
+        self._idle[connection] = None
+        return None
+
+    def remove(self, connection: Closeable) -> None:
+        """Note that a connection is closed. It may not have been admitted, or be removed already."""
+        address = self._addresses.pop(connection, None)
+        self._idle.pop(connection, None)
+        if address is not None:
+            self._open[address] -= 1
+            if not self._open[address]:
+                del self._open[address]
+
+    def busy(self, connection: Closeable) -> None:
+        """Note that a connection has a request in progress."""
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: Closeable) -> None:
+        """Note that a connection has no request in progress any more."""
+        if connection in self._addresses:
+            self._idle[connection] = None
+
+    def _is_proxy(self, address: str) -> bool:
+        return bool(address) and any(ip_address(address) in network for network in self._proxies)
+
+
+def connection_limit(settings: Settings) -> ConnectionLimit:
+    """Return the limit for a server with these settings, given the process's current limit on open files.
+
+    Raises OuterstepError if that is too low for the settings.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    possible = MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(1, (files - OWN_FILES) // FILES_EACH)
+    limit = settings.max_connections or min(MAX_CONNECTIONS, possible)
+    if files != resource.RLIM_INFINITY and limit > possible:
+        raise OuterstepError(
+            f"OUTERSTEP_COORDINATOR_MAX_CONNECTIONS = {limit} needs {limit * FILES_EACH + OWN_FILES} open files, and "
+            f"{files} are allowed: raise the limit (ulimit -n, LimitNOFILE of systemd), or set {possible} at most"
+        )
+    return ConnectionLimit(limit, settings.max_connections_per_address, settings.proxies)

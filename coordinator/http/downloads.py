@@ -1,0 +1,155 @@
+"""Downloads of immutable bytes: ETag, Range, If-None-Match, cached forever.
+
+The bytes come from memory if they were just published, and otherwise from their blob. The blob is opened before the
+response begins, so it may be deleted meanwhile.
+"""
+
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from coordinator.http.middleware import is_head
+from coordinator.http.problems import problem_response
+from coordinator.store.blobs import Blobs, Reader, Stored
+from protocol.digest import Buffer
+from protocol.errors import Problem
+from protocol.wire import MEDIA_TYPE
+
+CHUNK_BYTES = 1 << 18  # how much of a response is in memory at once
+
+
+class _BlobResponse(Response):
+    """Bytes [start, stop) of `source`, chunk by chunk. A reader is closed at the end."""
+
+    def __init__(
+        self, status: int, headers: dict[str, str], source: memoryview | Reader, start: int, stop: int
+    ) -> None:
+        super().__init__(
+            status_code=status, headers={**headers, "Content-Length": str(stop - start)}, media_type=MEDIA_TYPE
+        )
+        self._source, self._start, self._stop = source, start, stop
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with nullcontext() if isinstance(self._source, memoryview) else self._source:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            if not is_head(scope):  # which needs no bytes
+                async for chunk in self._chunks():
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+    async def _chunks(self) -> AsyncIterator[Buffer]:
+        for at in range(self._start, self._stop, CHUNK_BYTES):
+            stop = min(at + CHUNK_BYTES, self._stop)
+            if isinstance(self._source, memoryview):
+                yield self._source[at:stop]
+            else:
+                yield await run_in_threadpool(_read, self._source, at, stop)
+
+
+def _read(reader: Reader, start: int, stop: int) -> memoryview:
+    chunk = memoryview(bytearray(stop - start))
+    if reader.read_into(chunk, start) != len(chunk):
+        raise OSError(f"the blob of {reader.size} bytes ends before byte {stop}")
+    return chunk
+
+
+def blob_response(request: Request, blobs: Blobs, stored: Stored, missing: Callable[[], Problem]) -> Response:
+    """Return the blob, or the requested range of it. Its BLAKE3 digest is its ETag.
+
+    A request for several ranges gets the whole blob, as RFC 9110 allows. Raises the Problem that `missing` returns if
+    the blob does not exist, or has lost some of its bytes.
+    """
+    headers = _headers(stored.digest)
+    if _is_known(request, headers):
+        return Response(status_code=304, headers=headers)
+    try:
+        reader = blobs.open(stored.name)
+    except FileNotFoundError:
+        raise missing() from None
+    if stored.size not in (None, reader.size):
+        reader.close()
+        raise missing()
+    return _response(request, headers, reader, reader.size)
+
+
+def memory_response(request: Request, content: memoryview, digest: bytes) -> Response:
+    """Return `content`, whose BLAKE3 digest is `digest`, or the requested range of it."""
+    headers = _headers(digest)
+    if _is_known(request, headers):
+        return Response(status_code=304, headers=headers)
+    return _response(request, headers, content, len(content))
+
+
+def _response(request: Request, headers: dict[str, str], source: memoryview | Reader, size: int) -> Response:
+    ranges = _ranges(_range_header(request, headers), size)
+    if ranges and all(start >= stop for start, stop in ranges):
+        if not isinstance(source, memoryview):
+            source.close()
+        return _not_satisfiable(request.headers["range"], size)
+    if len(ranges) != 1:
+        return _BlobResponse(200, headers, source, 0, size)
+    ((start, stop),) = ranges
+    headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+    return _BlobResponse(206, headers, source, start, stop)
+
+
+def _not_satisfiable(requested: str, size: int) -> Response:
+    problem = Problem("range-not-satisfiable", f"Range: {requested[:100]} is not within the {size} bytes")
+    response = problem_response(problem)
+    response.headers["Content-Range"] = f"bytes */{size}"
+    return response
+
+
+def _headers(digest: bytes) -> dict[str, str]:
+    return {
+        "ETag": f'"{digest.hex()}"',
+        "Cache-Control": "private, max-age=31536000, immutable",
+        "Accept-Ranges": "bytes",
+    }
+
+
+def _is_known(request: Request, headers: dict[str, str]) -> bool:
+    """True if the client has these bytes, by its If-None-Match."""
+    wanted = request.headers.get("if-none-match", "")
+    return wanted == "*" or headers["ETag"] in (each.strip().removeprefix("W/") for each in wanted.split(","))
+
+
+def _range_header(request: Request, headers: dict[str, str]) -> str | None:
+    """Return the Range header; None if there is none, or if If-Range names other bytes than these."""
+    etag = headers["ETag"]
+    return request.headers.get("range") if request.headers.get("if-range", etag) == etag else None
+
+
+def _ranges(header: str | None, size: int) -> list[tuple[int, int]]:
+    """Return the half-open ranges that a Range header requests; a range beyond the end is empty.
+
+    The list is empty if the header must be ignored (RFC 9110, section 14.2): absent, malformed, or of an unknown unit.
+    """
+    unit, _, listed = (header or "").partition("=")
+    if unit.strip().lower() != "bytes":
+        return []
+    ranges = [_range(part, size) for part in listed.split(",")]
+    return [each for each in ranges if each is not None] if None not in ranges else []
+
+
+def _range(part: str, size: int) -> tuple[int, int] | None:
+    """Return one half-open range within `size` bytes; None if it is malformed."""
+    match = re.fullmatch(r"[ \t]*([0-9]*)-([0-9]*)[ \t]*", part)
+    if match is None or match.groups() == ("", ""):
+        return None
+    first, last = (_number(digits) for digits in match.groups())
+    if not match[1]:
+        return max(0, size - last), size  # the last `last` bytes
+    if match[2] and last < first:
+        return None
+    return min(first, size), min(last + 1, size) if match[2] else size
+
+
+def _number(digits: str) -> int:
+    """Return the number, or one beyond the end of any file if it has too many digits for Python to parse."""
+    return int(digits or "0") if len(digits) <= 18 else 10**18

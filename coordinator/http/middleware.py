@@ -1,0 +1,228 @@
+"""The middleware around every route. A request passes it in this order (`app.py`):
+
+HeadAsGet          HEAD becomes GET without a body
+AssignRequestId    the request gets its id, and so does whatever is logged meanwhile
+RequestMetrics     counts and times the request (`metrics/server.py`)
+ResponseHeaders    adds headers to every response, and answers unexpected exceptions
+CheckProtocol      rejects clients that speak another protocol version
+Authenticate       finds the token's holder, and limits its requests per second
+TraceAttributes    adds run, worker, round and fragment to the request's span; only while tracing is on
+"""
+
+import asyncio
+import re
+import uuid
+from typing import Any
+
+from fastapi import Request
+from fastapi.security.utils import get_authorization_scheme_param
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from coordinator.http.problems import fault_response, reject
+from coordinator.logs import about_request
+from coordinator.quotas import caller_of
+from outerstep.common import tracing
+from protocol.errors import Problem
+from protocol.messages import Scope as TokenScope
+from protocol.versions import OURS, client_version, incompatibility
+
+REJECT_DELAY_S = 1.0  # before a 429, or rejecting would cost as much as serving
+
+# FastAPI's tracing settings. Metrics and logs are our own; a span per operation within a request would be too many.
+TELEMETRY: Any = {
+    "metrics": False,
+    "logs": False,
+    "operation_spans": False,
+    "exclude": lambda scope: not needs_a_token(scope["path"]),
+}
+
+_VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_TRACED = {"run": "run", "worker": "worker", "number": "round", "fragment": "fragment"}  # path parameter: attribute
+
+# Keys of the request's state.
+_HEAD_ONLY, _ID, _HEADERS = "head_only", "request_id", "response_headers"
+
+
+def needs_a_token(path: str) -> bool:
+    """True for every path except health and documentation."""
+    return path.startswith("/v1/") or path == "/metrics"
+
+
+def is_head(scope: Scope) -> bool:
+    """True if the client sent HEAD, and so will not see the response's body."""
+    return bool(scope.get("state", {}).get(_HEAD_ONLY))
+
+
+def request_id(scope: Scope) -> str:
+    """Return the request's id."""
+    found: str = scope["state"][_ID]
+    return found
+
+
+def add_response_header(request: Request, name: str, value: str) -> None:
+    """Add a header to the response to this request, even if the response is a problem."""
+    request.scope.setdefault("state", {}).setdefault(_HEADERS, {})[name] = value
+
+
+class HeadAsGet:
+    """Answers HEAD wherever GET is answered, with the same headers and no body (RFC 9110, section 9.3.2). Range is
+    dropped, as it is defined for GET alone.
+
+    After the headers the application sees a disconnect, which ends a stream of events.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        answered = asyncio.Event()
+
+        async def send_head(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await send(message)
+            elif not answered.is_set():
+                answered.set()
+                await send({"type": "http.response.body", "body": b""})
+
+        async def receive_disconnect() -> Message:
+            await answered.wait()
+            return {"type": "http.disconnect"}
+
+        headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
+        state = {**scope.get("state", {}), _HEAD_ONLY: True}
+        as_get = {**scope, "method": "GET", "headers": headers, "state": state}
+        await self._app(as_get, receive_disconnect, send_head)
+
+
+class AssignRequestId:
+    """Gives each request an id: its own X-Request-Id, from a client or a proxy, if that is valid; otherwise a new
+    one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        found = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})[_ID] = found
+        with about_request(found, scope):
+            await self._app(scope, receive, send)
+
+
+class ResponseHeaders:
+    """Adds X-Request-Id, X-Content-Type-Options, Cache-Control and the headers that a handler has added.
+
+    Unexpected exceptions are answered here. Starlette's response to them lacks the id and drops the connection.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+
+        async def send_with_headers(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id(scope)
+                headers["X-Content-Type-Options"] = "nosniff"
+                if needs_a_token(scope["path"]):  # shared caches must not keep what needs a token
+                    headers.setdefault("Cache-Control", "private, no-store")
+                headers.update(scope.get("state", {}).get(_HEADERS, {}))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_headers)
+        except Exception as error:  # the client gets a problem, whatever the exception is
+            if started:
+                raise
+            await fault_response(scope, request_id(scope), error)(scope, receive, send_with_headers)
+
+
+class CheckProtocol:
+    """Rejects a client that speaks another protocol, before its token is looked at: token formats may differ too.
+
+    Health and documentation stay open, so that a client of another version can find out which version this is.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and needs_a_token(scope["path"]):
+            difference = incompatibility(client_version(Headers(scope=scope)), OURS)
+            if difference is not None:
+                await reject(Problem("protocol-mismatch", difference), scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class Authenticate:
+    """Puts the bearer token's holder into `request.state.identity`, or answers 401; 429 above its rate limit.
+
+    Runs before the body is read. Health and documentation need no token.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not needs_a_token(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        scheme, secret = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
+        if scheme.lower() != "bearer" or not secret:
+            await reject(Problem("unauthorized", "send a token: Authorization: Bearer TOKEN"), scope, receive, send)
+            return
+        coordinator = scope["app"].state.coordinator
+        identity = coordinator.identify(secret)
+        if identity is None:
+            detail = "this token is unknown, was revoked, has expired, or belongs to a lease that has ended"
+            await reject(Problem("unauthorized", detail), scope, receive, send)
+            return
+        caller = caller_of(identity)
+        if not identity.allows(TokenScope.ADMIN):
+            try:
+                coordinator.quotas.rates.take(caller)
+            except Problem as problem:
+                await asyncio.sleep(REJECT_DELAY_S)
+                await reject(problem, scope, receive, send)
+                return
+        scope.setdefault("state", {}).update(identity=identity, caller=caller)
+        await self._app(scope, receive, send)
+
+
+class TraceAttributes:
+    """Adds run, worker, round and fragment, as far as the request's path names them, to the request's span."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_trace(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                tracing.tell(_attributes(scope.get("path_params", {})))
+            await send(message)
+
+        await self._app(scope, receive, send_and_trace)
+
+
+def _attributes(path_params: dict[str, Any]) -> dict[str, str | int]:
+    """Return the span's attributes. A round stays text where the path has a word for it ("current")."""
+    texts = {name: str(path_params[key]) for key, name in _TRACED.items() if key in path_params}
+    return {
+        f"outerstep.{name}": int(text) if name in ("round", "fragment") and text.isdecimal() else text
+        for name, text in texts.items()
+    }

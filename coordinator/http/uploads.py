@@ -1,0 +1,284 @@
+"""Uploads: receive payloads of any size in bounded memory, into memory if the budget allows and otherwise into a file.
+
+A body is a payload, or with Content-Range one part of it.
+"""
+
+import asyncio
+import re
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import BinaryIO
+
+from blake3 import blake3
+from fastapi import Request, Response
+from fastapi.concurrency import run_in_threadpool
+
+from coordinator.http.bodies import chunks
+from coordinator.service import Coordinator
+from coordinator.settings import Settings
+from coordinator.store.assembling import Whole
+from coordinator.store.data_directory import DataDirectory
+from coordinator.store.payloads import Body, MemoryBudget
+from protocol.digest import parse_content_digest
+from protocol.errors import Problem, Remedy
+from protocol.messages import PartReply
+
+CHUNK_BYTES = 1 << 18  # how much of a body that goes into a file is in memory at once
+POLL_S = 0.01  # between attempts to get memory
+ROUNDS = 4  # a member may send the payloads of 4 rounds at once: a broken connection holds its payload for a while
+MAX_MISSING = 100  # missing ranges in one response
+
+
+@dataclass(frozen=True)
+class Part:
+    """The place of a body in its payload, and that payload's BLAKE3 digest."""
+
+    start: int
+    total: int
+    digest: bytes
+
+
+class Sink(ABC):
+    """Where a body goes while it is received. `size` and `digest` are the announced ones."""
+
+    def __init__(self, size: int, digest: bytes) -> None:
+        self._size, self._digest = size, digest
+
+    async def receive(self, request: Request, settings: Settings) -> None:
+        """Receive the whole body. Raises Problem: request-timeout, digest-mismatch (also if the length differs)."""
+        received_bytes = 0
+        async for chunk in chunks(request, settings):
+            received_bytes += len(chunk)
+            if received_bytes > self._size:
+                break
+            await self._add(chunk)
+        if received_bytes != self._size:
+            raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, but {self._size} were announced")
+
+    def complete(self) -> Body:
+        """Return the body. Raises Problem: digest-mismatch.
+
+        Call it on the thread that processes the body, which saves a switch of threads.
+        """
+        source, digest = self._end()
+        if digest != self._digest:
+            detail = f"the body's digest is {digest.hex()}, but {self._digest.hex()} was announced"
+            raise Problem("digest-mismatch", detail)
+        return Body(source, self._size, digest)
+
+    @abstractmethod
+    async def _add(self, chunk: bytes) -> None:
+        """Add the next bytes of the body."""
+
+    @abstractmethod
+    def _end(self) -> tuple[memoryview | Path, bytes]:
+        """Return the bytes that arrived, and their BLAKE3 digest."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Free its memory or file; always called at the end."""
+
+
+class MemorySink(Sink):
+    """Receives a body into `content`, which has room for all of it."""
+
+    def __init__(self, size: int, digest: bytes, content: memoryview) -> None:
+        super().__init__(size, digest)
+        self._content = content
+        self._received_bytes = 0
+
+    async def _add(self, chunk: bytes) -> None:
+        start, self._received_bytes = self._received_bytes, self._received_bytes + len(chunk)
+        self._content[start : self._received_bytes] = chunk
+
+    def _end(self) -> tuple[memoryview, bytes]:
+        return self._content, blake3(self._content).digest()
+
+    def discard(self) -> None:
+        """Do nothing: the memory is free as soon as nothing refers to it."""
+
+
+class FileSink(Sink):
+    """Writes a body to a new file in the data directory, and hashes it, chunk by chunk.
+
+    Both happen on threads: a busy disk takes its time, and the event loop has heartbeats to answer.
+    """
+
+    def __init__(self, size: int, digest: bytes, data: DataDirectory) -> None:
+        super().__init__(size, digest)
+        self._path, self._check_room = data.scratch(), data.check_room
+        self._hasher = blake3()
+        self._file: BinaryIO | None = None
+        self._arrived = bytearray()  # not a list: as objects, chunks of two bytes would take 28 times the memory
+
+    async def _add(self, chunk: bytes) -> None:
+        self._arrived += chunk
+        if len(self._arrived) >= CHUNK_BYTES:
+            await run_in_threadpool(self._write)
+
+    def _write(self) -> None:
+        self._check_room(len(self._arrived))
+        if self._file is None:
+            self._file = self._path.open("xb")
+        self._file.write(self._arrived)
+        self._hasher.update(self._arrived)
+        self._arrived = bytearray()
+
+    def _end(self) -> tuple[Path, bytes]:
+        self._write()
+        assert self._file is not None
+        self._file.close()
+        return self._path, self._hasher.digest()
+
+    def discard(self) -> None:
+        try:
+            if self._file is not None:
+                self._file.close()
+        finally:
+            self._path.unlink(missing_ok=True)
+
+
+class ReceivedUpload:
+    """The received body of a request. `part` is None if it is a whole payload. Set `finished` if no other part of the
+    payload is needed."""
+
+    def __init__(self, sink: Sink, data: DataDirectory, part: Part | None = None, whole: Whole | None = None) -> None:
+        self._sink, self._data, self._whole, self.part = sink, data, whole, part
+        self.finished = False
+
+    def complete(self) -> Body | PartReply:
+        """Return the payload, or the ranges that are still missing. Raises Problem: digest-mismatch, invalid-message.
+
+        Call it on the thread that processes the payload, which saves a switch of threads.
+        """
+        body = self._sink.complete()
+        if self.part is None or self._whole is None:
+            return body
+        if self._whole.in_file:
+            self._data.check_room(body.size)
+        missing = self._whole.add(self.part.start, body)
+        self.finished = not missing
+        return PartReply(missing=missing[:MAX_MISSING]) if missing else self._whole.body()
+
+
+@asynccontextmanager
+async def receive_upload(
+    request: Request, service: Coordinator, max_bytes: int, round_bytes: int, budget: MemoryBudget | None = None
+) -> AsyncIterator[ReceivedUpload]:
+    """Receive the request's body, into memory if `budget` allows it; the block then gets it, and calls `complete`.
+
+    `round_bytes`: the size of all payloads that the member sends in a round. At most ROUNDS times as many bytes may
+    arrive at once, and as many may be stored of payloads with missing parts.
+
+    A file is deleted at the end of the block. Raises Problem: length-required, payload-too-large, invalid-message (no
+    digest), digest-mismatch, request-timeout, too-many-requests.
+    """
+    size, announced, part = _announced(request, max_bytes)
+    with service.quotas.upload(_owner(request), size, ROUNDS * round_bytes):
+        async with _received(request, service, size, announced, part, round_bytes, budget) as upload:
+            yield upload
+
+
+def _owner(request: Request) -> str:
+    identity = request.state.identity
+    return f"{identity.run} {identity.worker}"
+
+
+@asynccontextmanager
+async def _received(
+    request: Request,
+    service: Coordinator,
+    size: int,
+    announced: bytes,
+    part: Part | None,
+    round_bytes: int,
+    budget: MemoryBudget | None,
+) -> AsyncIterator[ReceivedUpload]:
+    content = None if budget is None else await _take(budget, size)
+    sink: Sink = FileSink(size, announced, service.data) if content is None else MemorySink(size, announced, content)
+    try:
+        await sink.receive(request, service.settings)
+        if part is None:
+            yield ReceivedUpload(sink, service.data)
+        else:
+            with _part_of_whole(request, service, sink, part, round_bytes, budget) as upload:
+                yield upload
+    finally:
+        sink.discard()
+
+
+@contextmanager
+def _part_of_whole(
+    request: Request, service: Coordinator, sink: Sink, part: Part, round_bytes: int, budget: MemoryBudget | None
+) -> Iterator[ReceivedUpload]:
+    """Give the block a part of a payload; forget that payload once it is accepted, or rejected for good."""
+
+    def target() -> memoryview | Path:
+        memory = None if budget is None else budget.take(part.total)
+        return service.data.scratch() if memory is None else memory
+
+    key = _owner(request), request.url.path
+    whole = service.wholes.get(key, part.total, part.digest, target, ROUNDS * round_bytes)
+    upload = ReceivedUpload(sink, service.data, part, whole)
+    try:
+        with whole.used():
+            yield upload
+    except Problem as problem:
+        upload.finished = whole.spoilt or problem.remedy is not Remedy.RETRY
+        raise
+    finally:
+        if upload.finished:
+            service.wholes.drop(key, whole)
+
+
+def part_response(reply: PartReply) -> Response:
+    """Return the response to a part of a payload with missing parts."""
+    return Response(reply.model_dump_json(), HTTPStatus.ACCEPTED, media_type="application/json")
+
+
+async def _take(budget: MemoryBudget, size: int) -> memoryview | None:
+    """Return memory for a body, or None. While other uploads free theirs, waiting costs less than going through a
+    file."""
+    content = budget.take(size)
+    while content is None and budget.frees_up(size):
+        await asyncio.sleep(POLL_S)
+        content = budget.take(size)
+    return content
+
+
+def _announced(request: Request, max_bytes: int) -> tuple[int, bytes, Part | None]:
+    """Return the body's announced size and digest, and which part of its payload it is."""
+    length = request.headers.get("content-length")
+    if length is None or not length.isdigit():
+        raise Problem("length-required", "an upload needs a Content-Length")
+    if int(length) > max_bytes:
+        raise Problem("payload-too-large", f"the body has {length} bytes; at most {max_bytes} are accepted here")
+    digest, place = _digest(request, "Content-Digest"), request.headers.get("content-range")
+    return int(length), digest, None if place is None else _part(request, place, int(length), max_bytes)
+
+
+def _part(request: Request, place: str, length: int, max_bytes: int) -> Part:
+    match = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})", place.strip())
+    if match is None:
+        raise Problem("invalid-message", f"Content-Range: {place[:100]} is not bytes FIRST-LAST/SIZE")
+    first, last, total = (int(digits) for digits in match.groups())
+    if not (first <= last < total and last - first + 1 == length):
+        raise Problem("invalid-message", f"Content-Range: {place} does not fit a body of {length} bytes")
+    if total > max_bytes:
+        raise Problem("payload-too-large", f"the payload has {total} bytes; at most {max_bytes} are accepted here")
+    return Part(first, total, _digest(request, "Repr-Digest"))
+
+
+def _digest(request: Request, name: str) -> bytes:
+    try:
+        digest = parse_content_digest(request.headers.get(name, ""))
+    except ValueError as error:
+        raise Problem("invalid-message", f"{name}: {error}") from error
+    if digest is None:
+        what = "an upload" if name == "Content-Digest" else "a part"
+        raise Problem("invalid-message", f"{what} needs a {name} header: blake3=:BASE64:")
+    return digest

@@ -1,0 +1,184 @@
+"""Alerts that begin and end, checked every few seconds: a stalled run, a disk that fills up, failing backups.
+
+The thresholds are the same as in `deploy/prometheus/alerts.yml`.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import select
+
+from coordinator.backup.scheduled import Scheduled
+from coordinator.logs import scrubbed
+from coordinator.notifications.outbox import Key, Outbox
+from coordinator.round_reports import reason_of
+from coordinator.run.live_run import LiveRun
+from coordinator.store.tables import RoundRow
+from protocol.messages import RunState
+
+CHECK_S = 5.0
+ROUND_S = 3600.0  # a run is stalled if its round is open for longer than this and than three times the last round
+NO_ROUND_S = 1800.0  # and if no round opens for this long
+FILLING, ROOM = 0.10, 0.12  # free share of a disk: the alert begins below 10 % and ends at 12 %
+MISSED_BACKUPS = 3
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A file system that the coordinator uses. `places`: the names of its folders there."""
+
+    places: tuple[str, ...]
+    free_bytes: int
+    size_bytes: int
+
+    @property
+    def free(self) -> float:
+        """The free share."""
+        return self.free_bytes / self.size_bytes if self.size_bytes else 0.0
+
+
+def disks(places: Mapping[str, Path]) -> list[Disk]:
+    """Return the file systems of these folders."""
+    on: dict[int, list[str]] = {}
+    for place, folder in places.items():
+        on.setdefault(os.stat(folder).st_dev, []).append(place)
+    found = [(names, shutil.disk_usage(places[names[0]])) for names in on.values()]
+    return [Disk(tuple(names), usage.free, usage.total) for names, usage in found]
+
+
+@dataclass(frozen=True)
+class _Progress:
+    """A run's round and whether it is open; since when, by the monotonic clock."""
+
+    round: int
+    open: bool
+    since: float
+
+
+class Alerts:
+    """The current alerts: `conditions` has a sentence by kind and run (None: the server). Sends notifications if there
+    is an outbox."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        outbox: Outbox | None,
+        disks: Callable[[Mapping[str, Path]], list[Disk]] = disks,
+    ) -> None:
+        self._clock, self._outbox, self.disks = clock, outbox, disks
+        self.conditions: dict[Key, str] = {}
+        self._progress: dict[str, _Progress] = {}
+        self._check_at = -float("inf")
+
+    def check(
+        self, runs: Sequence[LiveRun], places: Mapping[str, Path], backups: Scheduled | None, *, disk_is_full: bool
+    ) -> None:
+        """Check everything, unless the last check was less than CHECK_S ago."""
+        if self._clock() < self._check_at:
+            return
+        self._check_at = self._clock() + CHECK_S
+        found: dict[Key, str | None] = {("run-stalled", run.name): self._stalled(run) for run in runs}
+        found["disk-filling", None] = self._filling(places, disk_is_full=disk_is_full)
+        found["backup-failed", None] = self._backup_failed(backups)
+        self.conditions = {key: message for key, message in found.items() if message is not None}
+        self._progress = {run.name: self._progress[run.name] for run in runs if run.name in self._progress}
+        if self._outbox is not None:
+            self._notify(self._outbox, {run.name: run for run in runs})
+
+    def _notify(self, outbox: Outbox, runs: Mapping[str, LiveRun]) -> None:
+        for (kind, name), message in self.conditions.items():
+            outbox.begin(kind, message, name, None if name is None else runs[name].round)
+        for each in outbox.open_alerts("run-stalled"):
+            if each.run is None or each.run not in runs:
+                outbox.forget_run(each.run or "")
+            elif ("run-stalled", each.run) not in self.conditions:
+                run = runs[each.run]
+                outbox.end("run-stalled", reason_of(run), each.run, run.round)
+        for kind, message in (
+            ("disk-filling", f"each disk has more than {ROOM:.0%} free space"),
+            ("backup-failed", "the last backup was successful"),
+        ):
+            if (kind, None) not in self.conditions:
+                outbox.end(kind, message)
+        outbox.flush()
+
+    def _has_begun(self, kind: str, run: str | None = None) -> bool:
+        began = self._outbox is not None and self._outbox.is_open(kind, run) is not None
+        return began or (kind, run) in self.conditions
+
+    def _stalled(self, run: LiveRun) -> str | None:
+        with run.lock:
+            now, opening, round_ = self._clock(), run.open, run.round
+            if run.ended or (opening is None and run.state is not RunState.RUNNING):
+                self._progress.pop(run.name, None)
+                return None
+            since = opening.opened_at if opening is not None else now
+            seen = self._progress.get(run.name)
+            if seen is None or (seen.round, seen.open) != (round_, opening is not None):
+                seen = self._progress[run.name] = _Progress(round_, opening is not None, since)
+            reason = reason_of(run)
+        open_s = now - seen.since
+        if opening is None:
+            stalled, what = open_s > NO_ROUND_S, f"no round has been open for {_time(open_s)}: {reason}"
+        else:
+            stalled = open_s > ROUND_S and open_s > 3 * _last_round_s(run)
+            what = f"the round has been open for {_time(open_s)}: {reason}"
+        begun = self._outbox and self._outbox.is_open("run-stalled", run.name)
+        if not stalled and begun and begun.round == round_:  # neither a restart nor an opened round is progress
+            return begun.message
+        return what if stalled else None
+
+    def _filling(self, places: Mapping[str, Path], *, disk_is_full: bool) -> str | None:
+        if disk_is_full:
+            return "the disk is full: uploads are rejected until there is free space"
+        below = ROOM if self._has_begun("disk-filling") else FILLING
+        full = [each for each in self.disks(places) if each.free < below]
+        if not full:
+            return None
+        return "; ".join(
+            f"{each.free:.1%} of the disk with {' and '.join(each.places)} is free ({each.free_bytes / 1e9:.1f} GB)"
+            for each in full
+        )
+
+    def _backup_failed(self, backups: Scheduled | None) -> str | None:
+        if backups is None:
+            return None
+        if backups.fault:
+            age_s = 0.0 if backups.failed_at is None else backups.age_s(backups.failed_at)
+            when = "just now" if age_s < 60 else f"{_time(age_s)} ago"
+            return f"backup failed {when}: {scrubbed(backups.fault)}; {_last_backup(backups)}"
+        begun = self._outbox and self._outbox.is_open("backup-failed")
+        if begun and not backups.has_made and (backups.last_at is None or backups.last_at < begun.at):
+            return begun.message  # it began before a restart, and no backup was made since
+        late_s = MISSED_BACKUPS * backups.schedule.every_s
+        if (last_age_s := backups.last_age_s) is not None and last_age_s > late_s:
+            return f"no backup has finished for a long time; {_last_backup(backups)}"
+        return None
+
+
+def _last_backup(backups: Scheduled) -> str:
+    if (age_s := backups.last_age_s) is None:
+        return "there is no successful backup yet"
+    return f"the last successful backup is {_time(age_s)} old"
+
+
+def _last_round_s(run: LiveRun) -> float:
+    """Return how long the last published round was open; 0 if there is none."""
+    with run.context.database.read() as session:
+        row = session.execute(
+            select(RoundRow.opened_at, RoundRow.closed_at)
+            .where(RoundRow.run_id == run.id, RoundRow.closed_at.is_not(None))
+            .order_by(RoundRow.round.desc())
+            .limit(1)
+        ).first()
+    return 0.0 if row is None else row.closed_at - row.opened_at
+
+
+def _time(seconds: float) -> str:
+    minutes = int(seconds // 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes // 1440} days"
