@@ -11,7 +11,7 @@ from coordinator.run import step_rates
 from coordinator.screening import judging
 from coordinator.settings import Settings
 from coordinator.store import assembling, data_directory
-from coordinator.sync import checking
+from coordinator.sync import admission
 from coordinator.trust import evaluating, guard, quarantine, verdicts
 from protocol import messages
 from protocol.messages import Scope
@@ -24,7 +24,7 @@ LINKS_OF = ["docs/security.md", "SECURITY.md"]
 # A limit on the page is a default of one of these models, or a constant of one of these modules.
 MODELS = (Settings, SyncSpec, GuardSpec, RetentionSpec)
 MODULES = (
-    *(judging, evaluating, quarantine, checking, guard, step_rates, verdicts, messages),
+    *(judging, evaluating, quarantine, admission, guard, step_rates, verdicts, messages),
     *(uploads, assembling, data_directory),
 )
 # Values in attacks, which are no limits.

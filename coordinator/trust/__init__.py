@@ -7,6 +7,6 @@ evaluating.py  which workers measure the held-out loss, and whose measurement is
 held_out.py    the held-out loss of a state
 guard.py       what happens if the model looks spoilt anyway
 
-`screening/` is the pure part below: it measures contributions and judges them. `sync/checking.py` refuses those that
+`screening/` is the pure part below: it measures contributions and judges them. `sync/admission.py` refuses those that
 claim more work than was assigned; `run/step_rates.py` bounds what a worker says of its speed.
 """

@@ -219,7 +219,7 @@ def note_roll_back(change: Change, to: int, *, by_guard: bool) -> None:
 def drop_order(change: Change, why: str) -> None:
     """Drop the roll-back that was ordered, because it is not possible, and report why. The run stays paused."""
     record = record_of(change.row)
-    message = f"the run cannot go back to state {record.to}: {why}; it stays paused"
+    message = f"the run cannot be rolled back to state {record.to}: {why}; it stays paused"
     change.record("spoilt", message, state=record.judged, good=record.good, to=None, without=list(record.without))
     _set(change, replace(record, to=None, without=()))
 

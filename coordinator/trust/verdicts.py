@@ -1,7 +1,7 @@
 """How much each contribution to a fragment counts: its weight when the fragment closes, and the verdict on it before it
 is averaged.
 
-**Weights.** A contribution weighs the tokens of its work, at most one assigned round (`sync/checking.py`). If each
+**Weights.** A contribution weighs the tokens of its work, at most one assigned round (`sync/admission.py`). If each
 worker has its own H, a worker that was assigned far more than the others could still be nearly the whole mean; and a
 worker that answers at once looks like a fast machine. So a weight is at most MOST times the median of the others'.
 
@@ -65,17 +65,17 @@ def _most(ascending: Sequence[int], own: int) -> int:
     return MOST * (ascending[low] + ascending[high]) // 2
 
 
-def found_in(run: LiveRun, header: ContributionHeader, payload: Payload) -> Found:
-    """Check a contribution and return the evidence found in it. Raises WireError unless all values are finite, and
-    Problem if it claims to carry work that it cannot have."""
+def measure(run: LiveRun, header: ContributionHeader, payload: Payload) -> Found:
+    """Measure a contribution and return what it will be judged by. Raises WireError if a value is not finite, and
+    Problem if the contribution claims to carry work that it cannot have."""
     late, all_late = late_work(run, header)
     key = digest(run.context.secret + f"{run.name}/{header.round}/{header.fragment}".encode())
     return Found(find(payload, key), late, all_late)
 
 
-def in_room(run: LiveRun, found: Found) -> Found | None:
-    """Return a copy in memory that is accounted for like a payload's; None if there is no room: then the evidence is
-    computed again when it is needed."""
+def keep_in_memory(run: LiveRun, found: Found) -> Found | None:
+    """Return `found` in memory that counts towards the budget for payloads; None if the budget does not allow it: then
+    the blob is measured again when needed."""
     memory = run.context.memory.take(found.measure.direction.nbytes)
     if memory is None:
         return None
@@ -84,7 +84,7 @@ def in_room(run: LiveRun, found: Found) -> Found | None:
     return replace(found, measure=replace(found.measure, direction=direction))
 
 
-def judge_contributions(
+def judge_fragment(
     run: LiveRun,
     round_: int,
     fragment: int,
@@ -95,8 +95,10 @@ def judge_contributions(
 
     Raises OSError, WireError, ValueError or LookupError if a blob that is read again is not what was acknowledged.
     """
-    found = {worker: each.found or _found(run, round_, fragment, worker, each) for worker, each in contributed.items()}
-    reference = _usual(run, round_, fragment)
+    found = {
+        worker: each.found or _measure_blob(run, round_, fragment, worker, each) for worker, each in contributed.items()
+    }
+    reference = _median_reference(run, round_, fragment)
     total = sum(each.tokens for each in contributed.values())
     evidence = {
         worker: Evidence(
@@ -114,28 +116,28 @@ def judge_contributions(
     return judge(
         evidence,
         reference,
-        _plausible(theta_norm()) if first_of_few else math.inf,
+        _plausible_norm(theta_norm()) if first_of_few else math.inf,
         rule=spec.sync.aggregation,
-        clipped=clipped(run),
+        clipped=clip_limit(run),
         least_agreement=LEAST_AGREEMENT if run.trains_on_the_same else 0.0,
     )
 
 
-def clipped(run: LiveRun) -> float:
-    """Return the longest honest contribution of the run, as a multiple of the reference."""
+def clip_limit(run: LiveRun) -> float:
+    """Return the norm that honest contributions of this run stay below, as a multiple of the reference."""
     if not run.trains_on_the_same:
         return CLIPPED_OF_OTHER_DATA
     return CLIPPED_WITH_FEEDBACK if CODECS[run.spec.sync.upload_codec].error_feedback else CLIPPED
 
 
-def _found(run: LiveRun, round_: int, fragment: int, worker: str, each: AcceptedContribution) -> Found:
+def _measure_blob(run: LiveRun, round_: int, fragment: int, worker: str, each: AcceptedContribution) -> Found:
     name = run.names.contribution(round_, fragment, worker, each.digest)
     with StoredPayload(run.blobs.open(name)) as payload:
         assert isinstance(payload.header, ContributionHeader)
-        return found_in(run, payload.header, payload)
+        return measure(run, payload.header, payload)
 
 
-def _usual(run: LiveRun, round_: int, fragment: int) -> float | None:
+def _median_reference(run: LiveRun, round_: int, fragment: int) -> float | None:
     """Return the median reference norm of the fragment's last EARLIER_ROUNDS rounds; None if there are none."""
     earlier = (
         select(FragmentRow.reference)
@@ -148,7 +150,7 @@ def _usual(run: LiveRun, round_: int, fragment: int) -> float | None:
     return statistics.median(references) if references else None
 
 
-def _plausible(theta_norm: float) -> float:
+def _plausible_norm(theta_norm: float) -> float:
     """Return a norm that no honest first round exceeds. Unlimited for a θ of zeros, which says nothing about norms."""
     return PLAUSIBLE * theta_norm if theta_norm > 0 else math.inf
 

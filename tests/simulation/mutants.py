@@ -24,7 +24,7 @@ from coordinator.screening import judging
 from coordinator.store.blobs import Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import UnitRangeRow, WorkerRow
-from coordinator.sync import checking, contributing, deltas, outer_state, publishing
+from coordinator.sync import admission, contributing, deltas, outer_state, publishing
 from coordinator.trust import verdicts
 from coordinator.units import pools
 from coordinator.workers import assigning, leases, membership
@@ -259,7 +259,7 @@ def _counts_short_rounds_as_whole() -> list[Replacement]:
 
 
 def _takes_any_weight() -> list[Replacement]:
-    return [(checking, "_check_weight", _nothing)]
+    return [(admission, "_check_weight", _nothing)]
 
 
 def _outweighed_by_one() -> list[Replacement]:
