@@ -12,7 +12,7 @@ from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenFragment, OpenRound
 from coordinator.run.steps import round_steps
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
-from coordinator.sync import outer_state
+from coordinator.sync import outer_state, retention
 from coordinator.trust import quarantine
 from coordinator.upkeep import setting_aside, sweeping
 from protocol.messages import FragmentState, Metrics, WorkerState
@@ -25,6 +25,7 @@ def restore(run: LiveRun) -> None:
         setting_aside.begin_again_if_restored(run)
         _restore_workers(run)
         opening = _open_round(run)
+        retention.forget(run)  # or rows would name blobs that are swept next
         sweeping.sweep(run)
         if run.model is not None:
             outer_state.restore(run)
