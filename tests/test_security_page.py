@@ -11,7 +11,7 @@ from coordinator.run import pacing
 from coordinator.screening import agreeing, judging, spoilt, standing
 from coordinator.settings import Settings
 from coordinator.store import assembling, data_directory
-from coordinator.sync import checking
+from coordinator.sync import admission
 from coordinator.trust import guard as guarding
 from coordinator.trust import weights
 from protocol import messages
@@ -25,7 +25,7 @@ LINKS_OF = ["docs/security.md", "SECURITY.md"]
 # A limit on the page is a default of one of these models, or a constant of one of these modules.
 MODELS = (Settings, SyncSpec, GuardSpec, RetentionSpec)
 MODULES = (
-    *(judging, agreeing, spoilt, standing, checking, guarding, pacing, weights, messages),
+    *(judging, agreeing, spoilt, standing, admission, guarding, pacing, weights, messages),
     *(uploads, assembling, data_directory),
 )
 # Values in attacks, which are no limits.

@@ -37,7 +37,7 @@ from coordinator.http.response_cache import cached_response
 from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
 from coordinator.run.bell import delta_of
 from coordinator.run.live_run import LiveRun
-from coordinator.sync import contributing, delta_status
+from coordinator.sync import contributing, deltas
 from coordinator.workers import evaluating, membership
 from protocol.errors import Problem
 from protocol.fragments import Layout
@@ -155,7 +155,7 @@ async def get_delta(
     layout_with(run, fragment)
 
     query = run, number, fragment, caller.member, early
-    from_memory, under_lock = partial(delta_status.from_memory, *query), partial(delta_status.under_lock, *query)
+    from_memory, under_lock = partial(deltas.status_from_memory, *query), partial(deltas.status_under_lock, *query)
     wait_s = preferred_wait_s(http)
     found = await poll(service, caller, run.name, delta_of(fragment), wait_s, from_memory, under_lock)
     if isinstance(found, str):

@@ -1,6 +1,6 @@
 """What each contribution to a fragment weighs in its mean: the work that is in it, but nobody outweighs. Pure.
 
-No contribution weighs more than one assigned round (`sync/checking.py`). Where each worker has an H of its own, one
+No contribution weighs more than one assigned round (`sync/admission.py`). Where each worker has an H of its own, one
 that was assigned far more than the others would still be nearly all of the mean; and whoever answers at once has shown
 the pace of a fast machine. So its weight ends at MOST times the median of the others'.
 """

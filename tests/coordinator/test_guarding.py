@@ -183,7 +183,7 @@ def test_the_run_goes_back_without_who_stands_out_and_goes_on(shared: InThread, 
     (spoilt,) = events(shared, run, "spoilt")
     assert "The run is to go back to state 3, without: m" in spoilt["message"]
     (event,) = events(shared, run, "rolled-back")
-    assert "the guard rolled the run back from state 5 to state 3; m may not take part any more" in event["message"]
+    assert "the guard rolled the run back from state 5 to state 3; m may not take part" in event["message"]
     assert info(shared, run)["state"] == "running"
     assert info(shared, run, "/workers/m")["state"] == "banned"
 

@@ -37,7 +37,7 @@ def test_the_crew_goes_on_from_the_backup_and_ends_with_one_model(tmp_path: Path
     with coordinator_thread(tmp_path / "new") as running:
         (event,) = events(running, "r", "restored-from-backup")
         assert event["message"].startswith("backup 1 of 20")
-        assert "goes on from round 2, and every worker joins again" in event["message"]
+        assert "from round 2, and every worker joins again" in event["message"]
         running.admin_token = old_token  # tokens of then are good, and names are theirs
         with httpx.Client(base_url=running.url, headers=a.http.headers) as waiting:
             problem(waiting.put(a.path("/lease"), json={}), "unauthorized")

@@ -12,7 +12,7 @@ from sqlalchemy import delete
 from coordinator.run.live_run import LiveRun
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import FragmentRow, UnitRangeRow
-from coordinator.sync.deltas import mend_delta
+from coordinator.sync.deltas import rebuild_delta_if_damaged
 from coordinator.upkeep.verifying import verify
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import Member
@@ -155,7 +155,7 @@ def test_a_delta_that_cannot_be_made_again_is_gone_and_told_once(shared: InThrea
     live = verified(shared, run)
     spoil(live.blobs, the(live, "deltas", 0, 0))
     for _ in range(2):
-        assert not mend_delta(live, 0, 0)
+        assert not rebuild_delta_if_damaged(live, 0, 0)
     assert len(events(shared, run, "corrupt")) == 1
     problem(a.delta(0, 0), "gone")
     play_round([a], 2)

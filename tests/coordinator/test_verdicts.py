@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.sync.deltas import mend_delta
+from coordinator.sync.deltas import rebuild_delta_if_damaged
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import F32, Member
 from harness.stores import read, spoil, the
@@ -175,7 +175,7 @@ def test_after_a_restart_the_same_is_left_out_and_a_spoilt_delta_is_made_again(t
         assert [each.worker for each in header.contributors] == ["a", "b", "d"]
         run = running.live("r")
         spoil(run.blobs, the(run, "deltas", 0, 0))
-        assert mend_delta(run, 0, 0)
+        assert rebuild_delta_if_damaged(run, 0, 0)
         assert read(run.blobs, the(run, "deltas", 0, 0)) == before
 
 

@@ -24,7 +24,7 @@ from coordinator.screening import judging
 from coordinator.store.blobs import Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import UnitRangeRow, WorkerRow
-from coordinator.sync import checking, contributing, deltas, outer_state, publishing, screened
+from coordinator.sync import admission, contributing, deltas, judgement, outer_state, publishing
 from coordinator.units import pools
 from coordinator.workers import assigning, ending, membership
 from outerstep.common import files
@@ -258,7 +258,7 @@ def _counts_short_rounds_as_whole() -> list[Replacement]:
 
 
 def _takes_any_weight() -> list[Replacement]:
-    return [(checking, "_check_weight", _nothing)]
+    return [(admission, "_check_weight", _nothing)]
 
 
 def _outweighed_by_one() -> list[Replacement]:
@@ -269,7 +269,7 @@ def _believes_every_contribution() -> list[Replacement]:
     def judge(evidence: Mapping[str, Any], *_: Any, **__: Any) -> judging.Judgement:
         return judging.Judgement(None, {worker: judging.Verdict(1.0) for worker in evidence})
 
-    return [(screened, "judge", judge)]
+    return [(judgement, "judge", judge)]
 
 
 # An honest worker ends for good: here, as its contribution weighs more than the units that it still holds.

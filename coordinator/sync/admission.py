@@ -1,4 +1,4 @@
-"""The checks of a contribution. Each refuses it with a Problem that says what is wrong."""
+"""The checks of a contribution. Each rejects it by raising a Problem that says what is wrong."""
 
 from collections import Counter
 from functools import partial
@@ -18,13 +18,13 @@ from protocol.messages import FragmentState
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader
 
 STEP_WAIT_S = 30.0
-WEIGHED_ROUNDS = 8  # over which a worker's contributions weigh no more than what it was assigned
+WEIGHED_ROUNDS = 8  # within these, a worker's contributions weigh no more than it was assigned
 
 
 def check_header(
     run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, header: ContributionHeader
 ) -> None:
-    """Refuse it unless its header agrees with the address that it was sent to, the layout and the run spec."""
+    """Raise Problem unless the header agrees with the URL that it was sent to, the layout and the run spec."""
     expected = {
         "run": run.name,
         "round": round_,
@@ -49,7 +49,8 @@ def check_header(
 
 
 def admit(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
-    """Return True if the contribution may be accepted, False if it is already; Problem if it is refused. May wait."""
+    """Return True if the contribution may be accepted, False if it already was. May wait for an outer step. Raises
+    Problem if it is rejected."""
     address = header.worker, header.round, header.fragment
     with run.lock:
         if open_for(run, *address, digest) is None:
@@ -57,7 +58,7 @@ def admit(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
         if not run.outer.await_round(header.fragment, header.round, STEP_WAIT_S):
             detail = f"the coordinator is still stepping fragment {header.fragment}"
             raise Problem("not-ready", detail, retry_after_s=1)
-        opening = open_for(run, *address, digest)  # others had the lock meanwhile
+        opening = open_for(run, *address, digest)  # other threads had the lock in the meantime
         if opening is None:
             return False
         _check_base(run, opening, header)
@@ -66,7 +67,8 @@ def admit(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
 
 
 def open_for(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> OpenRound | None:
-    """Return the open round that is to take the worker's contribution; None if it has. Problem if it is refused."""
+    """Return the open round if it still expects the worker's contribution; None if it has accepted it. Raises Problem
+    if it rejects it."""
     with run.lock:
         known, opening = accepted_digest(run, worker, round_, fragment), run.open
         if known is not None:
@@ -88,8 +90,8 @@ def open_for(run: LiveRun, worker: str, round_: int, fragment: int, digest: byte
 
 
 def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> None:
-    """Refuse it unless it was computed against the run's outer state; count that once per worker and round, however
-    many fragments differ."""
+    """Raise Problem unless the contribution was computed against the run's outer state. Count a divergence once per
+    worker and round, however many fragments differ."""
     worker, round_, fragment = header.worker, header.round, header.fragment
     base = run.outer.states[fragment].digest
     if header.base == base:
@@ -98,7 +100,7 @@ def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) ->
         with run.change() as change:
             change.row.divergences += 1
             change.worker_row(worker).divergences += 1
-            message = f"{worker} holds another state {round_} of fragment {fragment} than the run; it resyncs"
+            message = f"{worker} holds another state {round_} of fragment {fragment} than the run; it must recover"
             change.record("diverged", message, worker=worker, round=round_, fragment=fragment)
             change.then(partial(opening.diverged.add, worker))
     detail = f"computed against the state {header.base.hex()} of fragment {fragment}; state {round_} is {base.hex()}"
@@ -106,11 +108,13 @@ def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) ->
 
 
 def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> None:
-    """Reject it unless its weight is one round's work by the coordinator's own record: the units of its own round or,
-    if all of it is carried, at most as many as it names of the last carried round and as it was ever assigned at once.
+    """Raise Problem unless the weight is one round's work by the coordinator's own record.
 
-    Where fragments are sent in the middle of a round, each has been trained on a whole round's units since it was last
-    sent, of this round and the one before; but the contribution names only those that no earlier one has named.
+    That is the number of units of its own round. If all its work is carried, it is at most the number of units that it
+    names of the last carried round, and at most the largest assignment that the worker had.
+
+    If fragments are sent in the middle of a round, each has been trained on a whole round's units since it was last
+    sent, from this round and the one before. But the contribution names only units that no earlier one has named.
     """
     weight, units = header.tokens // run.spec.unit_tokens, sum(stop - start for start, stop in header.units)
     by_round, inner_steps = _named(run, opening, header)
@@ -134,9 +138,10 @@ def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) 
 
 
 def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:
-    """Return the most units that a contribution may still weigh: what its worker was assigned in the last
-    WEIGHED_ROUNDS rounds, less what its contributions to the fragment weighed in them. One more assignment is allowed
-    for, as a fragment may contain work from just before these rounds. All carried, it weighs one assignment at most."""
+    """Return the largest weight that a contribution may have, in units: what its worker was assigned in the last
+    WEIGHED_ROUNDS rounds, minus what its contributions to the fragment weighed in them. One more assignment is added,
+    because a fragment may contain work from just before these rounds. If all the work is carried, the limit is one
+    assignment."""
     worker, rounds = header.worker, range(max(header.round - WEIGHED_ROUNDS + 1, 0), header.round + 1)
     with run.world.database.read() as session:
         assigned = carrying.assigned_steps(session, run, worker, rounds)
@@ -147,9 +152,8 @@ def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:
 
 
 def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, bool]:
-    """Return, from the coordinator's own record, how many missed rounds' work the contribution may contain, and whether
-    it contains none of its own round. Raises Problem `units-not-held` if `carried` names a round that the record
-    contradicts."""
+    """Return how many missed rounds' work the contribution may contain, by the coordinator's own record, and whether it
+    contains no work of its own round. Raises Problem `units-not-held` if the record contradicts `carried`."""
     if not header.carried:
         return 0, False
     worker, since = header.worker, range(header.carried[0], header.round)
@@ -158,21 +162,21 @@ def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, bool]:
         assigned = carrying.assigned_steps(session, run, worker, since)
         known = carrying.known(session, run, header.carried, header.round)
         own = count_by_round(session, run.id, worker, header.round, header.units)[header.round]
-    told = f"header field carried is {header.carried[:5]}: fragment {header.fragment} cannot carry work of round"
+    claim = f"header field carried is {header.carried[:5]}: fragment {header.fragment} cannot carry work of round"
     if contributed is not None:
-        detail = f"{told} {since.start}, as {worker} has contributed to round {contributed} since"
+        detail = f"{claim} {since.start}, as {worker} has contributed to round {contributed} since"
         raise Problem("units-not-held", f"{detail}; drop that work")
     for round_ in known:
         if round_ not in assigned:
-            raise Problem("units-not-held", f"{told} {round_}, in which {worker} had no assignment; drop that work")
+            raise Problem("units-not-held", f"{claim} {round_}, in which {worker} had no assignment; drop that work")
     return len(known), own == 0
 
 
 def _named(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> tuple[Counter[int], int]:
-    """Count the units that the contribution names and that its worker may name, by the round that they were assigned
-    for; and return with them the inner steps of its worker's own assignment."""
+    """Return how many of the units that the contribution names its worker holds, by the round that they were assigned
+    for; and the inner steps of the worker's assignment in this round."""
     assignment = opening.assignments.get(header.worker)
-    # Most name just the units that were assigned to them: no query is needed.
+    # Most name exactly the units that they were assigned: no query is needed.
     if assignment is not None and [list(each) for each in assignment.units] == header.units:
         return Counter({header.round: sum(stop - start for start, stop in header.units)}), assignment.inner_steps
     with run.world.database.read() as session:
@@ -184,7 +188,7 @@ def _named(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> tupl
 def conflict(worker: str, round_: int, fragment: int, known: bytes, units: list[list[int]] | None) -> Problem:
     """Return the Problem for a contribution that differs from the accepted one, whose digest is `known`.
 
-    `units`: those of the accepted one. A worker that has lost its state since may have trained on others.
+    `units`: those of the accepted one. A worker that has lost its state in the meantime may have trained on others.
     """
     detail = f"{worker} has already contributed to round {round_}, fragment {fragment}: digest {known.hex()}"
     return Problem("contribution-conflict", detail, units=units)
@@ -211,7 +215,7 @@ def accepted_digest(run: LiveRun, worker: str, round_: int, fragment: int) -> by
 
 
 def record_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
-    """Record that the worker's contribution came late, and by how many seconds."""
+    """Record that the worker's contribution was late, and by how many seconds."""
     key = (run.id, round_, fragment, worker)
     with run.world.database.read() as session:
         row = session.get(FragmentRow, key[:3])
@@ -227,7 +231,7 @@ def record_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
 
 
 def _share(run: LiveRun, round_: int, fragment: int) -> float:
-    """Return the share of a past round's workers that contributed to the fragment; 1 if its rows are deleted."""
+    """Return the share of a past round's workers that contributed to the fragment; 1 if the rows are deleted."""
     with run.world.database.read() as session:
         row = session.get(FragmentRow, (run.id, round_, fragment))
         assigned = session.scalar(

@@ -1,7 +1,7 @@
-"""What the contributions of a fragment are judged by, and what follows for those that are left out.
+"""Judging the contributions of a fragment, and what follows for those that are left out.
 
-The judging itself is pure (`screening/judging.py`). Here is what it needs of the run: what was found in each
-contribution as it came, or again in its blob after a restart, and what was usual in the rounds before.
+The decision itself is pure (`screening/judging.py`). This module gathers what it needs from the run: what was measured
+in each contribution when it arrived (or in its blob, after a restart), and the norms of earlier rounds.
 """
 
 import logging
@@ -28,7 +28,7 @@ from coordinator.screening.measuring import Found, find
 from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import EventRow, FragmentRow
-from coordinator.sync.checking import late_work
+from coordinator.sync.admission import late_work
 from coordinator.sync.state_file import StateReader
 from coordinator.trust.quarantine import judge_round
 from coordinator.units.ledger import unconsume_units
@@ -42,17 +42,17 @@ PLAUSIBLE = 2.0  # times the norm of θ
 logger = logging.getLogger(__name__)
 
 
-def found_in(run: LiveRun, header: ContributionHeader, payload: Payload) -> Found:
-    """Check a contribution and return what it is judged by. Raises WireError unless all of it is finite, and Problem if
-    it claims to carry work that it cannot have."""
+def measure(run: LiveRun, header: ContributionHeader, payload: Payload) -> Found:
+    """Measure a contribution and return what it will be judged by. Raises WireError if a value is not finite, and
+    Problem if the contribution claims to carry work that it cannot have."""
     late, all_late = late_work(run, header)
     key = digest(run.world.secret + f"{run.name}/{header.round}/{header.fragment}".encode())
     return Found(find(payload, key), late, all_late)
 
 
-def kept(run: LiveRun, found: Found) -> Found | None:
-    """Return the same in memory that counts as a payload's does; None where there is no room for it: then it is looked
-    for again once it is needed."""
+def keep_in_memory(run: LiveRun, found: Found) -> Found | None:
+    """Return `found` in memory that counts towards the budget for payloads; None if the budget does not allow it: then
+    the blob is measured again when needed."""
     memory = run.world.memory.take(found.measure.direction.nbytes)
     if memory is None:
         return None
@@ -61,11 +61,15 @@ def kept(run: LiveRun, found: Found) -> Found | None:
     return replace(found, measure=replace(found.measure, direction=direction))
 
 
-def judged(run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution]) -> Judgement:
-    """Judge the contributions that closed the fragment. Raises OSError, WireError, ValueError or LookupError if a blob
-    that is read again is not what was acknowledged."""
-    found = {worker: each.found or _found(run, round_, fragment, worker, each) for worker, each in contributed.items()}
-    reference = _usual(run, round_, fragment)
+def judge_fragment(
+    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution]
+) -> Judgement:
+    """Judge the contributions with which the fragment closed. Raises OSError, WireError, ValueError or LookupError if a
+    blob that has to be read again is not what was acknowledged."""
+    found = {
+        worker: each.found or _measure_blob(run, round_, fragment, worker, each) for worker, each in contributed.items()
+    }
+    reference = _median_reference(run, round_, fragment)
     total = sum(each.tokens for each in contributed.values())
     evidence = {
         worker: Evidence(
@@ -78,34 +82,36 @@ def judged(run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, A
         for worker, each in sorted(contributed.items())
     }
     spec = run.spec
-    noisy = spec.privacy is not None and spec.privacy.noise > 0  # longer than any model, and chance in direction
+    noisy = (
+        spec.privacy is not None and spec.privacy.noise > 0
+    )  # noise is longer than any model's pseudo-gradient, and random in direction
     first_of_few = reference is None and len(contributed) <= 2 and not noisy
     return judge(
         evidence,
         reference,
-        _plausible(run, round_, fragment) if first_of_few else math.inf,
+        _plausible_norm(run, round_, fragment) if first_of_few else math.inf,
         rule=spec.sync.aggregation,
-        clipped=clipped(run),
+        clipped=clip_limit(run),
         alike=ALIKE if run.trains_on_the_same else 0.0,
     )
 
 
-def clipped(run: LiveRun) -> float:
-    """Return the longest honest contribution of the run, as a multiple of the reference."""
+def clip_limit(run: LiveRun) -> float:
+    """Return the norm that honest contributions of this run stay below, as a multiple of the reference."""
     if not run.trains_on_the_same:
         return CLIPPED_OF_OTHER_DATA
     return CLIPPED_WITH_FEEDBACK if CODECS[run.spec.sync.upload_codec].error_feedback else CLIPPED
 
 
-def _found(run: LiveRun, round_: int, fragment: int, worker: str, each: AcceptedContribution) -> Found:
+def _measure_blob(run: LiveRun, round_: int, fragment: int, worker: str, each: AcceptedContribution) -> Found:
     name = run.names.contribution(round_, fragment, worker, each.digest)
     with StoredPayload(run.blobs.open(name)) as payload:
         assert isinstance(payload.header, ContributionHeader)
-        return found_in(run, payload.header, payload)
+        return measure(run, payload.header, payload)
 
 
-def _usual(run: LiveRun, round_: int, fragment: int) -> float | None:
-    """Return the median reference of the fragment's last rounds; None if there are none."""
+def _median_reference(run: LiveRun, round_: int, fragment: int) -> float | None:
+    """Return the median reference norm of the fragment's last EARLIER_ROUNDS rounds; None if there are none."""
     earlier = (
         select(FragmentRow.reference)
         .where(FragmentRow.run_id == run.id, FragmentRow.fragment == fragment)
@@ -117,8 +123,8 @@ def _usual(run: LiveRun, round_: int, fragment: int) -> float | None:
     return statistics.median(references) if references else None
 
 
-def _plausible(run: LiveRun, round_: int, fragment: int) -> float:
-    """Return a norm that no honest first round goes beyond: as long as θ, twice; of a θ of zeros nothing is known."""
+def _plausible_norm(run: LiveRun, round_: int, fragment: int) -> float:
+    """Return a norm that no honest contribution to a first round exceeds: twice the norm of θ; infinity if θ is 0."""
     squares = 0.0
     with StateReader(FileReader(run.outer.files.path(fragment, round_))) as state:
         for theta, _ in state.read_chunks():
@@ -126,11 +132,11 @@ def _plausible(run: LiveRun, round_: int, fragment: int) -> float:
     return PLAUSIBLE * math.sqrt(squares) if squares > 0 else math.inf
 
 
-def tell(change: Change, round_: int, fragment: int, judgement: Judgement) -> None:
-    """Record an event for each worker that is left out, or shortened, once per round."""
-    told = _told(change, round_) if any(each.reason for each in judgement.verdicts.values()) else set()
+def record_events(change: Change, round_: int, fragment: int, judgement: Judgement) -> None:
+    """Record an event for each worker whose contribution is left out or clipped, once per round."""
+    recorded = _workers_recorded(change, round_) if any(each.reason for each in judgement.verdicts.values()) else set()
     for worker, verdict in judgement.verdicts.items():
-        if verdict.reason and worker not in told:
+        if verdict.reason and worker not in recorded:
             what = "is left out" if verdict.factor == 0 else f"counts {verdict.factor:.3g} times"
             message = (
                 f"round {round_}, first in fragment {fragment}: the contribution of {worker} {what}: {verdict.reason}"
@@ -138,18 +144,18 @@ def tell(change: Change, round_: int, fragment: int, judgement: Judgement) -> No
             change.record("screened", message, round=round_, fragment=fragment, worker=worker, factor=verdict.factor)
 
 
-def _told(change: Change, round_: int) -> set[str]:
-    recorded = change.session.scalars(
+def _workers_recorded(change: Change, round_: int) -> set[str]:
+    found = change.session.scalars(
         select(EventRow.data).where(
             EventRow.run_id == change.run.id, EventRow.kind == "screened", EventRow.data["round"].as_integer() == round_
         )
     )
-    return {data["worker"] for data in recorded}
+    return {data["worker"] for data in found}
 
 
-def conclude(change: Change, opening: OpenRound) -> None:
-    """At the end of a round, of which all fragments are judged: return to the pool the units of workers that are left
-    out of every one, for nobody's model has seen them, and note what the round says of each worker."""
+def conclude_round(change: Change, opening: OpenRound) -> None:
+    """At the end of a round, with all fragments judged: return to the pool the units of workers that were left out of
+    every fragment, because no model has seen them, and update each worker's standing."""
     run, session = change.run, change.session
     rows = session.scalars(
         select(FragmentRow.verdicts).where(FragmentRow.run_id == run.id, FragmentRow.round == opening.number)
