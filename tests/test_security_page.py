@@ -10,7 +10,7 @@ from coordinator.http import uploads
 from coordinator.run import pacing
 from coordinator.screening import agreeing, judging, spoilt, standing
 from coordinator.settings import Settings
-from coordinator.store import assembling, data_directory
+from coordinator.store import data_directory, partial_uploads
 from coordinator.sync import admission
 from coordinator.trust import guard as guarding
 from coordinator.trust import weights
@@ -26,7 +26,7 @@ LINKS_OF = ["docs/security.md", "SECURITY.md"]
 MODELS = (Settings, SyncSpec, GuardSpec, RetentionSpec)
 MODULES = (
     *(judging, agreeing, spoilt, standing, admission, guarding, pacing, weights, messages),
-    *(uploads, assembling, data_directory),
+    *(uploads, partial_uploads, data_directory),
 )
 # Values in attacks, which are no limits.
 CLAIMED = {"inner_steps_per_second", "carried", "factory", "aggregation", "weights_only"}

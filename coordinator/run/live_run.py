@@ -158,7 +158,7 @@ class LiveRun:
 
     def traced(self, name: str, number: int, fragment: int) -> AbstractContextManager[None]:
         """Trace the block, where there are traces, as a part of round `number`."""
-        return tracing.in_round(name, self.name, self.created_at, number, fragment=fragment)
+        return tracing.round_span(name, self.name, self.created_at, number, fragment=fragment)
 
     @contextmanager
     def looked_at(self) -> Iterator[None]:
