@@ -30,12 +30,12 @@ from coordinator.run.waiters import READS_AT_ONCE, Waiters
 from coordinator.settings import Settings
 from coordinator.settling import settle
 from coordinator.store import audit
-from coordinator.store.assembling import Wholes
 from coordinator.store.blobs import Store
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, url_of
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.identity import Actor, Identity
+from coordinator.store.partial_uploads import PartialUploads
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Tokens, secret_hash
@@ -67,7 +67,7 @@ class Coordinator:
         self.settings, self.clock, self.now = settings, clock, now
         self.waiters = Waiters()
         self.memory = MemoryBudget()
-        self.wholes = Wholes(clock, settings.parts_bytes_per_member)
+        self.partial_uploads = PartialUploads(clock, settings.parts_bytes_per_member)
         self.quotas = Quotas(settings, clock)
         if settings.backup_dir is not None:
             locations.check(settings.backup_dir, settings.data_dir)
@@ -148,7 +148,7 @@ class Coordinator:
     def tick(self) -> None:
         """Do what depends on time alone, such as deadlines and leases. Called a few times a second."""
         self._guarded("storage", self.storage.check)
-        self._guarded("uploads", self.wholes.sweep)
+        self._guarded("uploads", self.partial_uploads.sweep)
         self._guarded("tokens", self._tick_tokens)
         self._guarded("alerts", self._tick_alerts)
         if self.backups is not None:

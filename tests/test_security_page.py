@@ -10,7 +10,7 @@ from coordinator.http import uploads
 from coordinator.run import step_rates
 from coordinator.screening import judging
 from coordinator.settings import Settings
-from coordinator.store import assembling, data_directory
+from coordinator.store import data_directory, partial_uploads
 from coordinator.sync import admission
 from coordinator.trust import evaluating, guard, quarantine, verdicts
 from protocol import messages
@@ -25,7 +25,7 @@ LINKS_OF = ["docs/security.md", "SECURITY.md"]
 MODELS = (Settings, SyncSpec, GuardSpec, RetentionSpec)
 MODULES = (
     *(judging, evaluating, quarantine, admission, guard, step_rates, verdicts, messages),
-    *(uploads, assembling, data_directory),
+    *(uploads, partial_uploads, data_directory),
 )
 # Values in attacks, which are no limits.
 CLAIMED = {"inner_steps_per_second", "carried", "factory", "aggregation", "weights_only"}

@@ -179,8 +179,8 @@ def _give_history(data_dir: Path, rounds: int) -> None:
         numbers = range(BEYOND, BEYOND + rounds)
         database.executemany(
             "INSERT INTO rounds "
-            "(run_id, round, opened_at, closed_at, tokens, loss, upload_bytes, delta_bytes, account) "
-            "VALUES (?, ?, 1, 2, 3, 4, 5, 6, ?)",
+            "(run_id, round, step, opened_at, closed_at, tokens, loss, upload_bytes, delta_bytes, account) "
+            "VALUES (?, ?, 0, 1, 2, 3, 4, 5, 6, ?)",
             [(run_id, number, account) for number in numbers],
         )
         database.executemany(

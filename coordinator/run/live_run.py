@@ -186,7 +186,7 @@ class LiveRun:
 
     def traced(self, name: str, number: int, fragment: int) -> AbstractContextManager[None]:
         """Trace the block as a part of round `number`, if tracing is on."""
-        return tracing.in_round(name, self.name, self.created_at, number, fragment=fragment)
+        return tracing.round_span(name, self.name, self.created_at, number, fragment=fragment)
 
     @contextmanager
     def briefly_locked(self) -> Iterator[None]:
