@@ -38,6 +38,7 @@ def restore(run: LiveRun) -> None:
         rolling_back.begin_again_if_restored(run)
         _restore_workers(run)
         opening = _open_round(run)
+        retention.forget(run)  # or rows would name blobs that are swept next
         sweep(run)
         if run.model is not None:
             outer_state.restore(run)
