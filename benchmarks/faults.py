@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from coordinator.run import pacing
+from coordinator.run import step_rates
 from coordinator.sync.aggregating import aggregate
 from harness.screening import Screening
 from protocol.fragments import plan_fragments
@@ -155,7 +155,7 @@ class Scenario:
             nominal = sync.inner_steps
             auto = {"inner_steps": "auto", "round_s": nominal, "nominal_inner_steps": nominal, "min_inner_steps": 1}
             sync = SyncSpec.model_validate(sync.model_dump() | auto)
-        return [pacing.inner_steps(sync, speed) for speed in SPEEDS.tolist()]
+        return [step_rates.inner_steps(sync, speed) for speed in SPEEDS.tolist()]
 
 
 CLEAN = "clean"

@@ -100,7 +100,7 @@ def measure(case: Case, name: str) -> dict[str, Any]:
                 for number in range(1, ROUNDS)
             ]
     accounts = [account for each in rounds for account in each.accounts.values()]
-    exchange = plan.exchange(workload, case.up_codec, case.down_codec, fragment=case.fragment)
+    exchange = plan.sync_cost(workload, case.up_codec, case.down_codec, fragment=case.fragment)
     measured = {
         "upload_bytes": statistics.median(account.upload_bytes for account in accounts),
         "download_bytes": statistics.median(account.download_bytes for account in accounts),

@@ -23,9 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outerstep.demo import Plan, run_demo
+from outerstep.demo import DemoPlan, run_demo
 from outerstep.demo.spec import ROUNDS, demo_spec
-from outerstep.picture import display_for
+from outerstep.live_view import display_for
 
 WORKERS = 4
 QUICK = ("int8", "eager")
@@ -93,7 +93,7 @@ def spec_of(keys: dict[str, Any], *, rounds: int, seed: int) -> str:
 def measure(name: str, *, rounds: int, seed: int) -> Result:
     with tempfile.TemporaryDirectory(prefix="outerstep-quality-") as folder:
         spec = spec_of(SETTINGS[name], rounds=rounds, seed=seed)
-        summary, _ = run_demo(Plan(WORKERS, spec, Path(folder)), display_for(Console(file=sys.stderr)))
+        summary, _ = run_demo(DemoPlan(WORKERS, spec, Path(folder)), display_for(Console(file=sys.stderr)))
     assert summary.final_loss is not None
     stages = summary.stage_seconds
     waited = stages.get("sync", 0.0) / max(stages.get("sync", 0.0) + stages["train"], 1e-9)

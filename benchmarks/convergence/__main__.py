@@ -18,10 +18,10 @@ from benchmarks.convergence.completion import completion, held_out
 from benchmarks.convergence.results import RESULTS, Result, append, read, spec_digest
 from benchmarks.convergence.rows import QUICK, QUICK_STEPS, ROWS, STEPS, Row
 from benchmarks.convergence.table import table
-from outerstep.demo import Plan, trained
+from outerstep.demo import DemoPlan, trained
 from outerstep.demo.spec import RUN
 from outerstep.demo.summary import replicas_identical
-from outerstep.picture import display_for
+from outerstep.live_view import display_for
 from worker.export import load_checkpoint
 from worker.link.client import Client
 
@@ -69,7 +69,7 @@ def measure(name: str, row: Row, *, steps: int, seed: int) -> Result:
     spec = row.spec(steps, seed)
     with (
         tempfile.TemporaryDirectory(prefix="outerstep-convergence-") as folder,
-        trained(Plan(row.processes, spec, Path(folder)), display_for(Console(file=sys.stderr))) as it,
+        trained(DemoPlan(row.processes, spec, Path(folder)), display_for(Console(file=sys.stderr))) as it,
     ):
         model = load_checkpoint(Client(it.client.http, RUN, it.admin_token))
         torch.set_num_threads(1)  # so small a model is slower with more threads

@@ -146,7 +146,7 @@ def planned_s(row: Row, workers: int) -> float:
     up, down = (mbit * 1e6 / on_the_wire(1) for mbit in (row.shape.up_mbit, row.shape.down_mbit))
     line = {"up": up, "down": down, "latency_s": row.shape.round_trip_s, "loss": row.shape.loss}
     workload = plan.Workload(parameters=row.parameters, workers=workers, step_s=1.0, steps=1000, **line)
-    return plan.exchange(workload, row.upload, row.download).sync_s
+    return plan.sync_cost(workload, row.upload, row.download).sync_s
 
 
 def _syncs(made: Bench, row: Row, effort: Effort) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from outerstep.cli import app
 from outerstep.cli.printing import PrintableConsole
 from outerstep.follow import Look
-from outerstep.picture import LiveDisplay
+from outerstep.live_view import LiveDisplay
 from protocol.errors import Problem
 from protocol.messages import Event, RunInfo, WorkerInfo
 from tests.outerstep.examples import event_document, page, round_document, run_document, worker_document

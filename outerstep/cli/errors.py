@@ -1,4 +1,4 @@
-"""The end of a command that fails: one line on stderr, and an exit code (outerstep/common/exit_codes.py)."""
+"""Errors of commands: usage errors, exit codes (outerstep/common/exit_codes.py), and missing extras."""
 
 import importlib
 from types import ModuleType
@@ -17,7 +17,7 @@ OUR_PACKAGES = frozenset({"coordinator", "migrations", "outerstep", "protocol", 
 
 
 class UsageError(OuterstepError):
-    """A flag, a variable or a file whose value is wrong."""
+    """A flag, a variable or a file has a wrong value."""
 
 
 def exit_code(error: OuterstepError) -> Exit:
@@ -34,21 +34,21 @@ def exit_code(error: OuterstepError) -> Exit:
 
 
 def validated(model: type[Model], given: dict[str, Any], flags: dict[str, str]) -> Model:
-    """Return a `model` of the values given on the command line; `flags` names the flag of each key.
+    """Return a `model` with the values given on the command line; `flags` has the flag of each key.
 
-    A key that was not given (None) has its value from the environment, if `model` has settings, or its default.
-    Raises UsageError naming the flag or variable, its value, and what is allowed.
+    A key that was not given (None) gets its value from the environment, if `model` is a settings class, or its default.
+    Raises UsageError that names the flag or variable, its value, and what is allowed.
     """
     try:
         return model(**{key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
-        raise UsageError(explain_all(error.errors(), one=lambda fault: _explain(fault, model, given, flags))) from error
+        raise UsageError(explain_all(error.errors(), one=lambda each: _explain(each, model, given, flags))) from error
 
 
-def _explain(fault: Any, model: type[BaseModel], given: dict[str, Any], flags: dict[str, str]) -> str:
-    key = str(fault["loc"][0]) if fault["loc"] else ""
+def _explain(error: Any, model: type[BaseModel], given: dict[str, Any], flags: dict[str, str]) -> str:
+    key = str(error["loc"][0]) if error["loc"] else ""
     is_secret = key in model.model_fields and not model.model_fields[key].repr
-    text = explain(fault, echo=not is_secret)
+    text = explain(error, echo=not is_secret)
     if given.get(key) is not None:
         return flags[key] + text.removeprefix(key)
     if key in model.model_fields:
@@ -57,7 +57,7 @@ def _explain(fault: Any, model: type[BaseModel], given: dict[str, Any], flags: d
 
 
 def check_not_hidden(package: str) -> None:
-    """Raise UsageError if a file of the user's hides our `package`."""
+    """Raise UsageError if one of the user's files shadows our `package`."""
     try:
         refuse_shadow(package)
     except ImportError as error:
@@ -65,9 +65,8 @@ def check_not_hidden(package: str) -> None:
 
 
 def import_extra(module: str, *, extra: str, command: str) -> ModuleType:
-    """Import `module`, which needs the libraries of pip's `outerstep[extra]` and, if there is one of this name, our
-    package `extra`. Raises UsageError if the libraries are not installed, or if a file of the user's hides the
-    package."""
+    """Import `module`, which needs the libraries of pip's `outerstep[extra]` and our package `extra`, if there is one.
+    Raises UsageError if the libraries are not installed, or if one of the user's files shadows the package."""
     if extra in OUR_PACKAGES:
         check_not_hidden(extra)
     try:

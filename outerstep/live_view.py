@@ -1,4 +1,4 @@
-"""The picture of a run that is followed: drawn on a terminal, in place, and never larger than that is."""
+"""The live view of a run on a terminal: redrawn in place, and never larger than the terminal."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,14 +26,14 @@ from outerstep.common.quantities import (
 )
 from outerstep.display import (
     GAP,
-    Course,
     Display,
     LineDisplay,
-    beside_rounds,
+    RoundHistory,
     event_line,
+    events_besides_rounds,
     round_columns,
     table,
-    with_what_is_told,
+    with_reported_columns,
 )
 from outerstep.follow import ENDED, Look
 from protocol.messages import Event, RoundInfo, RunInfo, Stage, WorkerInfo, WorkerState
@@ -41,19 +41,19 @@ from protocol.text import printable
 
 SHOWN_ROUNDS = 8
 SHOWN_EVENTS = 4
-NAME_WIDTH = 24  # columns of the terminal that a worker's name may take
+NAME_WIDTH = 24  # maximum columns for a worker's name
 BAR_WIDTH = 30
 
 
 def display_for(console: Console) -> Display:
-    """Return the display that suits `console`."""
+    """Return the display for `console`: the live view on a terminal, otherwise lines."""
     return LiveDisplay(console) if console.is_terminal else LineDisplay(console)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What there is to be drawn: by one thread, while another makes the next one. `deadline`: when the open round
-    closes, by this machine's clock."""
+    """What the live view shows. One thread draws it while another prepares the next one. `deadline`: when the open
+    round closes, by this machine's clock."""
 
     look: Look
     rounds: tuple[RoundInfo, ...]
@@ -65,12 +65,12 @@ class Scene:
 
 
 class LiveDisplay:
-    """A display that draws the picture anew with each look, and as soon as the terminal has another size."""
+    """A display that redraws the view after each look, and when the terminal is resized."""
 
     def __init__(self, console: Console, now: Callable[[], float] = time.time) -> None:
         self.console, self._now = console, now
         self._size = console.size
-        self._course = Course()
+        self._history = RoundHistory()
         self._scene: Scene | None = None
         self._live = Live(console=console, get_renderable=self._draw, refresh_per_second=4, vertical_overflow="crop")
 
@@ -92,41 +92,41 @@ class LiveDisplay:
         rounds = {item.round: item for item in before.rounds} if before else {}
         if look.rolled_back_to is not None:
             rounds = {number: item for number, item in rounds.items() if number < look.rolled_back_to}
-            self._course.go_back(look.rolled_back_to)
+            self._history.go_back(look.rolled_back_to)
         rounds |= {item.round: item for item in look.rounds}
-        events = (*(before.events if before else ()), *beside_rounds(look.events))
+        events = (*(before.events if before else ()), *events_besides_rounds(look.events))
         for item in look.rounds:
-            self._course.add(item)
+            self._history.add(item)
         deadline = before.deadline if before else None
-        if look.trouble is None:  # else this look knows no more than the one before
+        if look.trouble is None:  # otherwise this look has no new information
             closes_in_s = next((item.closes_in_s for item in look.rounds if item.closes_in_s is not None), None)
             deadline = None if closes_in_s is None else self._now() + closes_in_s
         return Scene(
             look=look,
             rounds=tuple(rounds[number] for number in sorted(rounds)[-SHOWN_ROUNDS:]),
             events=events[-SHOWN_EVENTS:],
-            losses=tuple(self._course.losses),
-            held_out_losses=tuple(self._course.held_out_losses),
-            elapsed_s=self._course.elapsed_s(look.run),
+            losses=tuple(self._history.losses),
+            held_out_losses=tuple(self._history.held_out_losses),
+            elapsed_s=self._history.elapsed_s(look.run),
             deadline=deadline,
         )
 
     def _draw(self) -> RenderableType:
-        if self.console.size != self._size:  # the terminal has broken the lines of the last picture
+        if self.console.size != self._size:  # the terminal has wrapped the lines of the last view
             self._size = self.console.size
             self.console.clear()
-        return Text("") if self._scene is None else picture(self._scene, self.console)
+        return Text("") if self._scene is None else live_view(self._scene, self.console)
 
 
-def picture(scene: Scene, console: Console) -> RenderableType:
-    """Return the picture, as wide and as high as `console` at most: its head, then of workers, rounds and events as
-    many as there is room for."""
+def live_view(scene: Scene, console: Console) -> RenderableType:
+    """Return the view, at most as wide and as high as `console`: its head, then as many workers, rounds and events as
+    fit."""
     width, height = console.size
     head = _head(scene, width)
-    workers = sorted(scene.look.workers, key=lambda each: _place(each, scene.look.run))
-    # A line stays for the cursor.
+    workers = sorted(scene.look.workers, key=lambda each: _sort_key(each, scene.look.run))
+    # One line is left for the cursor.
     room = height - 1 - len(console.render_lines(head, console.options.update(height=None)))
-    shown, rounds, events = fitted(room, len(workers), len(scene.rounds), len(scene.events))
+    shown, rounds, events = rows_that_fit(room, len(workers), len(scene.rounds), len(scene.events))
     parts: list[RenderableType] = [head]
     if shown:
         parts += [Text(""), _worker_table(workers[:shown], scene.look.run, width)]
@@ -141,7 +141,7 @@ def picture(scene: Scene, console: Console) -> RenderableType:
 
 
 def _cut(text: str, style: str = "") -> Text:
-    """Return one line, which ends with … where the terminal does."""
+    """Return one line, cut with … at the terminal's width."""
     return Text(printable(text), style=style, no_wrap=True, overflow="ellipsis")
 
 
@@ -175,22 +175,22 @@ def _head(scene: Scene, width: int) -> RenderableType:
 # --- what there is room for ---------------------------------------------------------------------------------------
 
 
-# What is given up first where there is no room, and how many of it stay.
-_GIVEN_UP = (("rounds", 2), ("events", 1), ("workers", 4), ("events", 0), ("rounds", 0), ("workers", 0))
+# The order in which rows are dropped if there is no room, and how many of each kind stay.
+_DROPPED = (("rounds", 2), ("events", 1), ("workers", 4), ("events", 0), ("rounds", 0), ("workers", 0))
 
 
-def fitted(room: int, workers: int, rounds: int, events: int) -> tuple[int, int, int]:
-    """Return how many workers, rounds and events are drawn in so many lines."""
+def rows_that_fit(room: int, workers: int, rounds: int, events: int) -> tuple[int, int, int]:
+    """Return how many workers, rounds and events fit into `room` lines."""
     counts = {"workers": min(workers, max(room, 0)), "rounds": rounds, "events": events}
-    for name, least in _GIVEN_UP:
+    for name, least in _DROPPED:
         while counts[name] > least and _lines(counts, workers) > room:
             counts[name] -= 1
     return counts["workers"], counts["rounds"], counts["events"]
 
 
 def _lines(counts: dict[str, int], workers: int) -> int:
-    """Return the lines that they take: before each part an empty one and the names of its columns, below the workers
-    how many of the `workers` are left out."""
+    """Return the lines needed: each part has an empty line and a header before it, and the workers may have a line
+    after them with the number of `workers` left out."""
     taken = {"workers": 2 + (counts["workers"] < workers), "rounds": 2, "events": 1}
     return sum(count + taken[name] for name, count in counts.items() if count)
 
@@ -199,16 +199,16 @@ def _lines(counts: dict[str, int], workers: int) -> int:
 
 
 def rounds_behind(worker: WorkerInfo, run: RunInfo) -> int | None:
-    """Return how many rounds a live worker was behind the run at its last heartbeat; None where it is not known."""
+    """Return how many rounds a live worker was behind the run at its last heartbeat; None if unknown."""
     at = worker.metrics.round
     if worker.state is not WorkerState.LIVE or at is None:
         return None
-    over = worker.metrics.phase == Stage.WAIT  # with the round that it tells of
+    over = worker.metrics.phase == Stage.WAIT  # it is done with its round
     return max(run.round - at - over, 0)
 
 
-def _place(worker: WorkerInfo, run: RunInfo) -> tuple[bool, int, tuple[object, ...]]:
-    """Return the order: those who are there, of these the hindmost first."""
+def _sort_key(worker: WorkerInfo, run: RunInfo) -> tuple[bool, int, tuple[object, ...]]:
+    """Return the sort key: live workers first, those furthest behind first."""
     return worker.state is not WorkerState.LIVE, -(rounds_behind(worker, run) or 0), natural(worker.name)
 
 
@@ -228,11 +228,11 @@ def _worker_table(workers: Sequence[WorkerInfo], run: RunInfo, width: int) -> Re
         ]
         for item in workers
     ]
-    return _fitting(*with_what_is_told(columns, rows, workers), width)
+    return _fitting(*with_reported_columns(columns, rows, workers), width)
 
 
 def _doing(worker: WorkerInfo) -> str:
-    """Return the stage of a worker that is there, and what became of one that is not."""
+    """Return the stage of a live worker, and the state of another."""
     if worker.state is not WorkerState.LIVE:
         return worker.state.value
     if worker.quarantined_until is not None:
@@ -241,7 +241,7 @@ def _doing(worker: WorkerInfo) -> str:
 
 
 def _fitting(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> Table:
-    """Return a table of as many of the columns, from the first on, as there is room for in one line."""
+    """Return a table of as many columns, starting with the first, as fit into one line."""
     taken, shown = 0, 0
     for index, (column, *cells) in enumerate(zip(columns, *rows, strict=True)):
         widest = max(cell_len(printable(cell)) for cell in (column.removeprefix(">"), *cells))

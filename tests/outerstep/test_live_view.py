@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from outerstep.display import LineDisplay
-from outerstep.picture import LiveDisplay, display_for, fitted
+from outerstep.live_view import LiveDisplay, display_for, rows_that_fit
 from tests.outerstep.examples import event_document, rollback_document, round_document, worker_document
 from tests.outerstep.test_display import look
 from tests.support.terminal import Screen
@@ -140,4 +140,4 @@ def test_the_picture_is_no_larger_than_the_terminal(width: int, height: int):
     ],
 )
 def test_workers_stay_longest_where_there_is_little_room(room: int, fits: tuple[int, int, int]):
-    assert fitted(room, 6, 8, 4) == fits
+    assert rows_that_fit(room, 6, 8, 4) == fits

@@ -1,4 +1,4 @@
-"""lm-eval's tasks on an export. Importing this needs lm-eval, and the worker's libraries."""
+"""lm-eval's tasks on an exported model. Importing this needs lm-eval and the worker's libraries."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
-from outerstep.evaluating import load_export
+from outerstep.models import load_export
 from worker.errors import ModelError
 from worker.starting import choose_device
 
@@ -18,10 +18,10 @@ from worker.starting import choose_device
 def run_tasks(
     directory: Path, tasks: Sequence[str], device: str, factories: tuple[str, ...] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Return what lm-eval measures of an export: by task, its metrics. A task is one of lm-eval's, or a YAML file. The
-    code that makes the model may be of `factories`.
+    """Return lm-eval's metrics of an export, by task. A task is the name of one of lm-eval's, or a YAML file. Only code
+    in `factories` may be run to build the model.
 
-    Raises ModelError for a directory without a tokenizer, or without the model; ValueError for a task that is unknown.
+    Raises ModelError for a directory without a tokenizer or model, ValueError for an unknown task.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -44,7 +44,7 @@ def _task(name: str, manager: TaskManager) -> str | dict[str, Any]:
     try:
         config = yaml.safe_load(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{name} is no task: {error}") from error
+        raise ValueError(f"{name} is not a task: {error}") from error
     if not isinstance(config, dict) or "task" not in config:
-        raise ValueError(f"{name} is no task: it has no key `task`")
+        raise ValueError(f"{name} is not a task: it has no key `task`")
     return config
