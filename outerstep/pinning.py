@@ -6,7 +6,7 @@ from protocol.spec.run import RunSpec
 from protocol.spec.sections import PinSpec
 from worker.allowing import allowed_by, permit
 from worker.box import check_suited, shard_cache
-from worker.data.opening import open_training_set
+from worker.data.open_training_set import open_training_set
 from worker.models.building import build_model
 from worker.settings import BoxSettings
 from worker.state.fragments import Fragments

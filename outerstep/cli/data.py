@@ -64,7 +64,7 @@ def prepare(
       data.source = "/data/c4"
     """
     command, per_shard = "outerstep data prepare", _shard_tokens(shard_tokens)
-    preparing = _load("worker.data.making.preparing", command=command)
+    preparing = _load("worker.data.tokens.preparing", command=command)
     sources = _load("worker.data.sources.source", command=command)
     tokenizers = _load("worker.data.tokens.tokenizer", command=command)
     given = [sources.find_source(source, column, 0.0 if held_out else holdout)]
@@ -72,7 +72,7 @@ def prepare(
         given.append(sources.find_source(held_out, column, 1.0))
     recipe = preparing.Recipe(given, tokenizers.load_tokenizer(tokenizer), per_shard)
     with _bar() as tell:
-        index = preparing.prepare(recipe, out, tell=tell)
+        index = preparing.prepare(recipe, out, report=tell)
     if output is Format.JSON:
         print_json(_document(index, verified=False))
         return
