@@ -165,7 +165,9 @@ def check_sizes(shards: Iterable[Shard], item: Item, directory: Path) -> None:
         try:
             found = file.stat().st_size
         except OSError as error:
-            raise DataError(f"{file}, listed in {directory / FILE}, is missing ({error.strerror}); {AGAIN}") from error
+            raise DataError(
+                f"{file} is missing ({error.strerror}), but listed in {directory / FILE}; {AGAIN}"
+            ) from error
         if found != size:
             what = "cut short" if found < size else "too long"
             raise DataError(
