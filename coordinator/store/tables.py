@@ -67,12 +67,14 @@ class AuditRow(Base):
 
 
 class RunRow(Base):
-    """A run. `round` is the open or next round, `step` the inner steps of the schedule before it (`steps.py`);
+    """A run. `round` is the open or next round, `step` the inner steps of the schedule before it (`run/schedule.py`);
     `next_unit` the first work unit that was never assigned. `spec_toml` is the spec as it was given, `spec` the
     same with the defaults of that time, which the run keeps.
 
     `tokens` counts the tokens of the units that accepted contributions have consumed; the ranges of consumed units are
-    checked against it. `checked_epochs` is the number of epochs for which that was done.
+    checked against it. `checked_epochs` is the number of epochs for which that was done. `guard` is a
+    `coordinator.trust.guard.GuardRecord`; `rolled_back` is the last roll-back (`round`, `from_round`, `place`), null if
+    there was none; `equal_work` has the groups of workers that were reported for sending the same.
     """
 
     __tablename__ = "runs"
@@ -95,6 +97,9 @@ class RunRow(Base):
     divergences: Mapped[int] = _counter()
     checked_epochs: Mapped[int] = _counter()
     account: Mapped[dict[str, Any]] = _account()
+    guard: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    rolled_back: Mapped[dict[str, Any] | None]
+    equal_work: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
 
 
 class WorkerRow(Base):
@@ -103,8 +108,9 @@ class WorkerRow(Base):
 
     `contributions` counts the rounds that it contributed to, `place` the workers that joined the run before it. With
     private data, `units` is the length of an epoch of its own training set (null if not reported), and `next_unit` and
-    `checked_epochs` refer to that set, like the run's refer to a shared set. `standing` is a
-    `coordinator.screening.standing.Standing`, empty for a newcomer.
+    `checked_epochs` refer to that set, like the run's refer to a shared set. `reputation` is a
+    `coordinator.trust.quarantine.Reputation`, empty for a newcomer. `suspected`: the guard has named it once.
+    `refuted_state` is the last state whose held-out loss it was alone with; null if there is none.
     """
 
     __tablename__ = "workers"
@@ -131,7 +137,9 @@ class WorkerRow(Base):
     next_unit: Mapped[int] = _counter()
     checked_epochs: Mapped[int] = _counter()
     token: Mapped[str | None] = mapped_column(String(16))
-    standing: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    reputation: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    suspected: Mapped[bool] = mapped_column(default=False, server_default="0")
+    refuted_state: Mapped[int | None]
 
 
 class UnitRangeRow(Base):
@@ -195,8 +203,9 @@ class RoundRow(Base):
 
 
 class FragmentRow(Base):
-    """One fragment of a round. `contributors` is fixed when collecting ends: {worker: tokens}. `verdicts` say how much
-    each one counts in the delta: {worker: `Verdict`}; `reference` is the norm that they were judged by."""
+    """One fragment of a round. `contributors` is fixed when collecting ends: {worker: tokens}; `late` lists the live
+    workers with an assignment that are not among them. `verdicts` say how much each one counts in the delta: {worker:
+    `Verdict`}; `reference` is the norm that they were judged by."""
 
     __tablename__ = "fragments"
     __table_args__ = (
@@ -210,6 +219,7 @@ class FragmentRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str]
     contributors: Mapped[dict[str, Any] | None]
+    late: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
     reference: Mapped[float | None]
     verdicts: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
     delta_bytes: Mapped[int | None]

@@ -36,7 +36,7 @@ EVENTS_SLACK = 500  # events above the limit before a deletion is worth it
 
 def complete_checkpoints(run: LiveRun) -> list[int]:
     """Return the rounds of the complete checkpoints, newest first, without those that are damaged for good."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         rounds = session.scalars(
             select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
         ).all()
@@ -108,7 +108,7 @@ def _forget_history(run: LiveRun, session: Session, before: int) -> None:
         ((row.quorum_at, row.collected_at, row.aggregated_at),) = latest_of(session, run.id, [row.round]).values()
     if rows:
         session.flush()
-        held_out.sum_up(session, run.id, before)
+        held_out.replace_by_means(session, run.id, before)
         for table in (ContributionRow, LateContributionRow, FragmentRow, AssignmentRow, ReportRow):
             session.execute(delete(table).where(table.run_id == run.id, table.round < before))
 
@@ -177,4 +177,4 @@ def trim_events(run: LiveRun) -> None:
         ).one_or_none()
         if newest_to_delete is not None:
             change.session.execute(delete(EventRow).where(EventRow.run_id == run.id, EventRow.id <= newest_to_delete))
-        change.then(lambda: setattr(run, "events_recorded", 0))
+        change.after_commit(lambda: setattr(run, "events_recorded", 0))

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.screening.agreeing import NEAR, alone
-from coordinator.trust.evaluators import in_turn
+from coordinator.trust.evaluating import NEAR, far_from_majority, in_turn
 from harness.coordinator import InThread
 from harness.member import Member, spec_toml
 from protocol.messages import Scope
@@ -30,7 +29,7 @@ KEPT = "every_rounds = 1\nkeep = 20"
     ],
 )
 def test_who_is_alone(losses: dict[str, float], expected: set[str] | None) -> None:
-    assert alone(losses) == expected
+    assert far_from_majority(losses) == expected
 
 
 def test_they_take_turns_and_are_of_different_tokens() -> None:
@@ -104,7 +103,7 @@ def test_who_lies_is_not_believed_and_found_out(shared: InThread, run: str) -> N
     assert {worker: each["confirmed"] for worker, each in told.items()} == {"b": False, "c": False}
     (event,) = events(shared, run, "evaluations-differ")
     assert event["data"] == {"round": 1, "workers": ["b", "c"]}
-    assert "b says 3.0000, c says 0.0120" in event["message"]
+    assert "b 3.0000, c 0.0120" in event["message"]
     assert play(shared, members, 2, {"c": 0.012}) == ["a", "c", "d"]
     (event,) = events(shared, run, "evaluation-refuted")
     assert event["data"] == {"round": 2, "worker": "c"}
