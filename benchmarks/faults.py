@@ -104,7 +104,7 @@ QUICK = Size(6, 10, 4, 32, 20, 16_384)  # shows only that it works
 Late = Callable[[set[int], np.random.Generator], set[int]]
 
 
-def nobody(present: set[int], draw: np.random.Generator) -> set[int]:
+def none_late(present: set[int], draw: np.random.Generator) -> set[int]:
     return set()
 
 
@@ -144,7 +144,7 @@ class Scenario:
     """A scenario. `late`: the workers that miss a round. `then`: what such a worker continues from. `present`: the
     workers of a round, from those of the round before. `auto`: True if H is proportional to each worker's speed."""
 
-    late: Late = nobody
+    late: Late = none_late
     then: Literal["carried", "kept", "forgotten"] = "carried"
     present: Callable[[set[int], np.random.Generator], set[int]] = all_of_them
     auto: bool = False

@@ -119,7 +119,7 @@ class Coordinator:
             run = LiveRun(row, self._context, settle)
             self._runs[run.name] = run
             restoring.restore(run)
-        self.data.gone_on()
+        self.data.clear_restored()
         self.backups = self._scheduled(url)
 
     def _scheduled(self, url: URL) -> Scheduled | None:

@@ -4,7 +4,7 @@
 
 There is no network, but the parts are the real ones: the model `tiny` on the standard library's sources, the worker's
 inner step, codecs, error feedback and outer step, the coordinator's judging and its means. The hostile workers, one or
-two of eight by default, replace their honest pseudo-gradients, in every round unless said otherwise:
+two of eight by default, replace their honest pseudo-gradients, in every round except as noted:
 
   x1e6, x100-once, x10, x1.2    multiplied by this factor ("once": in round 4 only)
   noise-x10, noise-x3.9, noise   of random direction, with this multiple of an honest one's norm

@@ -64,7 +64,7 @@ class DataDirectory:
         except FileNotFoundError:
             return None
 
-    def gone_on(self) -> None:
+    def clear_restored(self) -> None:
         """Forget that the directory was restored, once every run has recorded it."""
         if self.restored is not None:
             (self.root / RESTORED).unlink()
