@@ -4,13 +4,13 @@
 
 Bytes are of whole payloads, header included, of one fragment. Its values are a real pseudo-gradient (of the preset
 `tiny` in its third round of 50 inner steps on the standard library's sources) or synthetic: Gaussian, Laplace, or
-Student's t with 3 degrees of freedom. The error is that of the real one: the L2 norm of the encoding error as a share
-of the whole; codecs with error feedback send it later.
+Student's t with 3 degrees of freedom. The error is the real one's: the L2 norm of the encoding error relative to the
+whole; codecs with error feedback send it later.
 
 Speeds are of Gaussian values, median over repeats after a warm-up; 1 GB/s is 10^9 bytes of fp32 values per second, that
 is 0.25 G elements per second. encode, decode and accumulate are of the codec alone, step is the outer step by encoded
-values; pack and unpack are of whole frames, zstd and the receiver's check included. numpy is the reference. "hot" are
-the compiled kernels with one chunk again and again, which the cache holds; otherwise values come from memory.
+values; pack and unpack are of whole frames, with zstd and the receiver's check. numpy is the reference. "hot" are
+the compiled kernels on one chunk repeatedly, out of the cache; otherwise values come from memory.
 """
 
 import argparse
@@ -46,7 +46,7 @@ OPERATIONS = ("encode", "decode", "accumulate", "step", "pack", "unpack")
 
 
 def sample(distribution: str, n: int) -> F32:
-    """Draw float32[n] with the magnitude of a pseudo-gradient; always the same."""
+    """Draw float32[n] with the magnitude of a pseudo-gradient; always the same values."""
     random = np.random.default_rng(0)
     draw: dict[str, Callable[[], npt.NDArray[np.float64]]] = {
         "gaussian": lambda: random.standard_normal(n),

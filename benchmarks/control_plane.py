@@ -1,25 +1,25 @@
-"""A thousand workers on one coordinator with one core: the latency of heartbeats, and leases that are missed.
+"""A thousand workers on one coordinator with one core: the latency of heartbeats, and missed leases.
 
     python -m benchmarks.control_plane [--quick] [--json] [--workers 1000] [--round-s 30] [--viewers 200]
 
-The coordinator is a process as anybody would start it, pinned to one core; the workers are coroutines of this process,
-on the others, with two connections each, as `outerstep worker` has. One renews the lease every 5 s. The other goes
-through rounds of a model of 256 parameters: it asks for its assignment (a long poll of 5 s), waits as long as inner
-steps would take, contributes, and asks for the delta (a long poll). The measurement lasts for two rounds, from the
-opening of the first. Reported are, in milliseconds,
+The coordinator is an ordinary process, pinned to one core. The workers are coroutines of this process on the other
+cores, with two connections each, like `outerstep worker`. One connection renews the lease every 5 s. The other one goes
+through rounds of a model of 256 parameters: it requests its assignment (a long poll of 5 s), waits as long as inner
+steps would take, contributes, and requests the delta (a long poll). The measurement covers two rounds, from the opening
+of the first. Reported are, in milliseconds,
 
-  heartbeat      from request to answer
-  nothing yet    of long polls that end without news: how much later than after the 5 s that were asked for, if at all
-  contribute     from request to answer; the contribution is durable by then
-  woken          of long polls that end with news: how long after the first worker that heard the same
-  asked          of long polls whose news were there already: from request to answer
+  heartbeat      from request to response
+  nothing yet    of long polls that end without news: the delay beyond the requested 5 s
+  contribute     from request to response; the contribution is durable by then
+  woken          of long polls that end with news: the delay after the first worker that got the same news
+  asked          of long polls with news at once: from request to response
 
-Targets: p99 of heartbeats ≤ 100 ms (they come at all times alike), no lease missed, peak RSS ≤ 300 MB. `own lag` is how
-late this process woke from short sleeps: what it adds to all the others.
+Targets: p99 of heartbeats ≤ 100 ms (they are spread evenly over time), no missed lease, peak RSS ≤ 300 MB. `own lag` is
+how late this process woke up from short sleeps, which it adds to all other figures.
 
-With `--viewers`, the same is measured twice more: while so many follow the run's events, each by a stream, which must
-bring every one of them; and while so many look at its dashboard, which has such a stream and asks for what the page
-asks for. `look` is from the first of its requests to the last answer. Target: streams do not move heartbeats' p99.
+With `--viewers`, the same is measured twice more: with this many streams of the run's events, which must deliver every
+event; and with this many dashboards, which have such a stream and send the page's requests. `look` is a refresh of a
+dashboard, from its first request to the last response. Target: streams do not change the p99 of heartbeats.
 """
 
 import argparse
@@ -38,10 +38,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from harness.connection import Connection
+from harness.clients import Connection, Viewer
 from harness.coordinator import Running, coordinator_process
 from harness.member import Member
-from harness.viewer import Viewer
 from protocol.digest import content_digest, digest
 from protocol.fragments import TensorSpec
 from protocol.messages import (
@@ -61,7 +60,7 @@ JOINS_AT_ONCE = 16
 VIEWERS_PER_S = 40
 LAST_EVENT_IN_S = 15.0
 KINDS = ("heartbeat", "nothing yet", "contribute", "woken", "asked", "look", "own lag")
-ZEROS = np.zeros(256, np.float32)  # everybody's pseudo-gradient: so the state stays what it is, and nobody need step
+ZEROS = np.zeros(256, np.float32)  # every worker's pseudo-gradient: the state stays the same, so no worker has to step
 TENSORS = [TensorSpec(name="w", shape=[len(ZEROS)])]
 
 SPEC = """
@@ -83,10 +82,10 @@ lease_s = {lease_s}
 class Crowd:
     """The state that the workers share, and their measurements: seconds by kind."""
 
-    member: Member  # makes everybody's payloads
+    member: Member  # creates the payloads of all workers
     round_s: float
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    heard: dict[tuple[str, int], float] = field(default_factory=dict)  # news -> when the first worker heard them
+    heard: dict[tuple[str, int], float] = field(default_factory=dict)  # news -> when the first worker got them
     began: float = field(default_factory=time.perf_counter)
     missed_leases: int = 0
 
@@ -135,7 +134,7 @@ class Worker:
                 return
             assignment = Assignment.model_validate_json(answer)
             if assignment.action is not Action.TRAIN:
-                raise RuntimeError(f"{self.name} is told to {assignment.action}: {assignment.reason}")
+                raise RuntimeError(f"{self.name} got the assignment {assignment.action}: {assignment.reason}")
             opened = self.crowd.heard["assignment", round_]
             await asyncio.sleep(opened + self.crowd.round_s * offset - time.perf_counter())
             await self._contribute(assignment)
@@ -173,10 +172,10 @@ def _report(round_: int) -> RoundReport:
 async def measure(
     running: Running, workers: int, round_s: float, viewers: int = 0, pages: bool = False
 ) -> dict[str, Any]:
-    """Let all workers join and two rounds pass, followed by `viewers`, who look at `pages` or at streams alone. Return
+    """Let all workers join and run two rounds, with `viewers` of dashboards (`pages`) or of event streams alone. Return
     the crowd's figures.
 
-    Raises RuntimeError if a viewer has not heard of all that happened.
+    Raises RuntimeError if a viewer missed an event.
     """
     token, port = running.token(Scope.WORKER), running.port
     running.create_run(SPEC.format(workers=workers, lease_s=3 * HEARTBEAT_S))
@@ -214,7 +213,7 @@ async def measure(
             for seat, viewer in enumerate(audience):
                 beating.append(group.create_task(viewer.listen()))
                 if pages:
-                    beating.append(group.create_task(viewer.look(seat / VIEWERS_PER_S)))
+                    beating.append(group.create_task(viewer.refresh_until_cancelled(seat / VIEWERS_PER_S)))
             await asyncio.sleep(viewers / VIEWERS_PER_S)
             member.assignment(None)
             member.seed(0.0)
@@ -252,7 +251,7 @@ async def measure(
 
 
 def _events(http: httpx.Client) -> list[dict[str, Any]]:
-    """Return all that has happened."""
+    """Return all events."""
     events: list[dict[str, Any]] = []
     while page := http.get(f"/v1/runs/crowd/events?limit=1000&after={events[-1]['id'] if events else 0}").json():
         events += page["items"]
@@ -269,7 +268,7 @@ async def _note_own_lag(crowd: Crowd) -> None:
 
 
 def pin(pid: int, cpus: set[int]) -> None:
-    """Pin a process to these CPUs: all of its threads, and those that they start."""
+    """Pin all threads of a process, and those that they start, to these CPUs."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(thread.name), cpus)
 
@@ -284,22 +283,22 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--round-s", type=float, help="inner steps of the slowest worker; default 30")
-    parser.add_argument("--viewers", type=int, default=0, help="people who look at the dashboard")
+    parser.add_argument("--viewers", type=int, default=0, help="viewers of the dashboard")
     arguments = parser.parse_args()
     round_s = arguments.round_s or (6.0 if arguments.quick else 30.0)
 
     plain = _measured(arguments.workers, round_s)
     _print(plain)
-    told = dict(plain)
+    figures = dict(plain)
     for name, pages in (("streams", False), ("pages", True)) if arguments.viewers else ():
-        told[name] = viewed = _measured(arguments.workers, round_s, arguments.viewers, pages)
+        figures[name] = viewed = _measured(arguments.workers, round_s, arguments.viewers, pages)
         _print(viewed)
         p99, before = (each["kinds"]["heartbeat"]["p99_ms"] for each in (viewed, plain))
         viewed["heartbeat_p99_ratio"] = round(p99 / before, 2)
         print(f"p99 of heartbeats with {arguments.viewers} {name}: {viewed['heartbeat_p99_ratio']} times as long")
     if arguments.json:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-        print(json.dumps({"benchmark": "control_plane", **machine, **told}))
+        print(json.dumps({"benchmark": "control_plane", **machine, **figures}))
 
 
 def _measured(workers: int, round_s: float, viewers: int = 0, pages: bool = False) -> dict[str, Any]:

@@ -1,26 +1,26 @@
-"""The quality that faults cost: DiLoCo with 8 workers in one process, some of which are late, or away.
+"""The quality that faults cost: DiLoCo with 8 workers in one process; some workers are late or absent.
 
     python -m benchmarks.faults [--quick] [--json] [--seed 0] [--only SCENARIO ...]
 
-There is no network, and the parts are the real ones, with the defaults of a run spec: the model `tiny` on the standard
-library's sources, the worker's inner step, codecs, carry and outer step, the coordinator's mean. Only who is late or
-away is drawn.
+There is no network, but the parts are the real ones, with the defaults of a run spec: the model `tiny` on the standard
+library's sources, the worker's inner step, codecs, carry and outer step, the coordinator's mean. Only which workers are
+late or absent is random.
 
-  clean       every contribution arrives, which is also what waiting for the slowest worker comes to
-  come and go every worker is late in one round of eight, and leaves at times for some rounds, an eighth of them all;
-              what it carries is lost then, and it joins again with a cold inner optimizer
-  dropped     every contribution misses its round with probability 1/2, and then its worker
-    carried   goes on from θ_new with what the mean lacks of its work, as `outerstep worker` does
-    kept      goes on from its own parameters, without the delta, as in the DiLoCo paper (arXiv 2311.08105, section 3)
-    forgotten goes on from θ_new: its work is lost
-  late        one worker misses every round, or each with probability 1/2, and carries on
-  auto H      the workers' speeds are spread from 1 to 4, and the inner steps of a round dealt out in proportion
+  clean       every contribution arrives; waiting for the slowest worker gives the same result
+  come and go every worker is late in one round of eight, and sometimes leaves for some rounds, an eighth of all
+              rounds; its carried work is then lost, and it rejoins with a cold inner optimizer
+  dropped     every contribution misses its round with probability 1/2, and its worker then
+    carried   continues from θ_new with the part of its work that the mean lacks, like `outerstep worker`
+    kept      continues from its own parameters, without the delta, as in the DiLoCo paper (arXiv 2311.08105, section 3)
+    forgotten continues from θ_new: its work is lost
+  late        one worker misses every round, or each with probability 1/2, and carries its work
+  auto H      the workers' speeds range from 1 to 4, and the inner steps of a round are proportional
 
 "Left out, shortened" counts the contributions that the coordinator's screening would have left out or shortened. All of
 these workers are honest, so it should leave out none; it is not applied here.
 
 Perplexity is exp of the held-out loss, nats per byte. Time is virtual: a round lasts until the slowest worker has done
-its inner steps; 1 is a round of H steps by a worker of mean speed. Synchronisation itself takes none.
+its inner steps; 1 is a round of H steps at mean speed. Synchronisation takes no time.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from coordinator.run import pacing
+from coordinator.run import step_rates
 from coordinator.sync.aggregating import aggregate
 from harness.screening import Screening
 from protocol.fragments import plan_fragments
@@ -98,13 +98,13 @@ class Size:
 
 
 FULL = Size(40, 50, 8, 64, 100, 131_072)
-QUICK = Size(6, 10, 4, 32, 20, 16_384)  # shows that it works; the differences mean little
+QUICK = Size(6, 10, 4, 32, 20, 16_384)  # shows only that it works
 
-# Those of `present` who miss a round; never all of them, for it closes with one contribution at least.
+# The workers of `present` that miss a round; never all, as a round needs one contribution to close.
 Late = Callable[[set[int], np.random.Generator], set[int]]
 
 
-def nobody(present: set[int], draw: np.random.Generator) -> set[int]:
+def none_late(present: set[int], draw: np.random.Generator) -> set[int]:
     return set()
 
 
@@ -131,7 +131,7 @@ def all_of_them(before: set[int], draw: np.random.Generator) -> set[int]:
 
 
 def some_of_them(before: set[int], draw: np.random.Generator) -> set[int]:
-    """Let one of 21 leave per round, and one of 3 of those away join again: an eighth is away, never all of them."""
+    """Let one of 21 workers leave per round, and one of 3 absent ones rejoin: an eighth is absent, never all."""
     while True:
         drawn = draw.random(WORKERS)
         present = {worker for worker in range(WORKERS) if drawn[worker] < (20 / 21 if worker in before else 1 / 3)}
@@ -141,10 +141,10 @@ def some_of_them(before: set[int], draw: np.random.Generator) -> set[int]:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A scenario. `late`: which workers miss a round. `then`: what such a worker goes on from. `present`: who is there,
-    by who was in the round before. `auto`: True if each has its own H, in proportion to its speed."""
+    """A scenario. `late`: the workers that miss a round. `then`: what such a worker continues from. `present`: the
+    workers of a round, from those of the round before. `auto`: True if H is proportional to each worker's speed."""
 
-    late: Late = nobody
+    late: Late = none_late
     then: Literal["carried", "kept", "forgotten"] = "carried"
     present: Callable[[set[int], np.random.Generator], set[int]] = all_of_them
     auto: bool = False
@@ -155,7 +155,7 @@ class Scenario:
             nominal = sync.inner_steps
             auto = {"inner_steps": "auto", "round_s": nominal, "nominal_inner_steps": nominal, "min_inner_steps": 1}
             sync = SyncSpec.model_validate(sync.model_dump() | auto)
-        return [pacing.inner_steps(sync, speed) for speed in SPEEDS.tolist()]
+        return [step_rates.inner_steps(sync, speed) for speed in SPEEDS.tolist()]
 
 
 CLEAN = "clean"
@@ -180,7 +180,7 @@ TARGETS = {
 
 
 class Replica:
-    """One worker: a model, its inner optimizer, and the part of its work that is in no delta yet."""
+    """A worker: a model, its inner optimizer, and the part of its work that is in no delta yet."""
 
     def __init__(self, spec: RunSpec, data: TextData) -> None:
         self.spec, self.data = spec, data
@@ -192,20 +192,20 @@ class Replica:
         self.warmup_left = 0
 
     def join(self) -> None:
-        """Begin with a cold inner optimizer and nothing that is carried."""
+        """Start with a cold inner optimizer and no carried work."""
         self.optimizers = build_inner_optimizers(self.model, self.spec.inner)
         self.schedule = Schedule(self.spec, self.optimizers)
         self.carry = Carry()
         self.warmup_left = self.spec.inner.joiner_warmup_steps
 
     def begin(self, state: OuterState) -> None:
-        """Start from the global parameters, and from its own progress that is not in them yet."""
+        """Start from the global parameters plus its own progress that is not in them yet."""
         for p, theta in enumerate(state.theta):
             self.fragments.rebase(p, theta, self.carry.delta(p))
 
     def train(self, units: range, first_step: float, steps_per_unit: float = 1.0) -> float:
-        """Take one inner step per unit, as `worker/train.py` does. Return the mean loss. The learning rate is that of
-        global step `first_step`, then of every `steps_per_unit` further."""
+        """Take one inner step per unit, like `worker/train.py`; return the mean loss. The learning rate is that of
+        global step `first_step`, and `steps_per_unit` steps later for each further unit."""
         self.model.train()
         losses = []
         for index, unit in enumerate(units):
@@ -222,7 +222,7 @@ class Replica:
         return float(torch.stack(losses).mean())
 
     def collect(self, round_number: int, state: OuterState, units: range, loss: float) -> list[Contribution]:
-        """Return the contributions: each fragment's pseudo-gradient, and the units that it was trained on."""
+        """Return the contributions: each fragment's pseudo-gradient and its units."""
         carry = self.carry
         deltas = [self.fragments.pseudo_gradient(p, theta, carry.delta(p)) for p, theta in enumerate(state.theta)]
         return [
@@ -241,13 +241,13 @@ class Replica:
         ]
 
     def carry_on(self, work: list[Contribution], means: dict[int, Tensor], share: float) -> None:
-        """Carry all of `work`, which was late, into the next contributions."""
+        """Carry all of the late `work` into the next contributions."""
         late, first = {each.fragment: each.missed(Missed(means[each.fragment], share)) for each in work}, work[0]
         self.carry = Carry(late, first.units, first.weight, first.inner_steps, first.loss)
 
 
 def contribution(worker: int, work: Contribution, state: OuterState, spec: RunSpec) -> tuple[Payload, int]:
-    """Return a worker's contribution to one fragment as the coordinator reads it, and its weight in tokens."""
+    """Return a worker's contribution to a fragment as the coordinator decodes it, and its weight in tokens."""
     p, frames = work.fragment, pack_fragment(work.delta, spec.sync.upload_codec, zstd=False)
     tokens = work.weight * spec.unit_tokens
     header = ContributionHeader(
@@ -272,7 +272,7 @@ def contribution(worker: int, work: Contribution, state: OuterState, spec: RunSp
 
 
 def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState, spec: RunSpec) -> Tensor:
-    """Take the outer step by the coordinator's mean, encoded as a delta. Return its decoded values, float32[n]."""
+    """Take the outer step with the coordinator's mean, encoded as a delta. Return the decoded delta, float32[n]."""
     headers = [payload.header for payload, _ in contributions]
     frames = aggregate(contributions, spec.sync.download_codec, zstd=False)
     header = DeltaHeader(
@@ -298,7 +298,7 @@ def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState
 @dataclass(frozen=True)
 class Result:
     """A result. `loss`: held-out, nats per byte. `tokens`: trained on; `counted`: those in a delta. `time`: virtual.
-    `left_out`, `shortened`: of the `judged` contributions, as the coordinator's screening would have them."""
+    `left_out`, `shortened`: how many of the `judged` contributions the screening would leave out or shorten."""
 
     loss: float
     tokens: int
@@ -323,7 +323,7 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
     next_unit = tokens = counted = 0
     virtual, screening, factors = 0.0, Screening(spec), list[float]()
     present = set(range(WORKERS))
-    kept: set[int] = set()  # workers that go on from their own parameters
+    kept: set[int] = set()  # workers that continue from their own parameters
     for number in range(spec.sync.rounds):
         before, present = present, scenario.present(present, draw) if number else present
         for worker in present - before:

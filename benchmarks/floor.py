@@ -1,7 +1,7 @@
-"""The floor of a sync: each part that it cannot do without, alone, as fast as this machine does it.
+"""The floor of a sync: each indispensable part alone, at this machine's full speed.
 
-No HTTP, no database, no waiting, and one call from the interpreter per chunk. `benchmarks/sync.py` prints it beside the
-sync."""
+Without HTTP, database or waiting, and with one call from the interpreter per chunk. `benchmarks/sync.py` prints it next
+to the sync."""
 
 import os
 import socket
@@ -27,11 +27,11 @@ def core_seconds(elements: int, workers: int) -> dict[str, float]:
     """Return the core-seconds of one sync of `workers` × `elements`, int8 both ways, over workers and coordinator.
 
     encode       every worker's pseudo-gradient, and the mean
-    average      every worker's payload, decoded and added up
-    outer step   on every worker, decoding included
-    digests      of uploads by sender and receiver, of the delta by the coordinator and by every worker
+    average      every worker's payload, decoded and added
+    outer step   on every worker, with decoding
+    digests      of uploads by sender and receiver, of the delta by coordinator and workers
     sockets      all payloads through TCP on loopback, both ends
-    disk         uploads and delta, past the page cache, fsync included
+    disk         uploads and delta, not through the page cache, with fsync
     """
     codec, chunks = CODECS["int8"], range(0, elements, CHUNK_ELEMENTS)
     x = np.random.default_rng(0).standard_normal(elements, np.float32)
@@ -53,7 +53,7 @@ def core_seconds(elements: int, workers: int) -> dict[str, float]:
             part = slice(at, at + CHUNK_ELEMENTS)
             outer_step_by(codec, raw, theta[part], momentum[part], learning_rate=0.7, beta=0.9)
 
-    encode()  # what the others read
+    encode()  # the other parts read the result
     return {
         "encode": _cpu_s(encode) * (workers + 1),
         "average": _cpu_s(average) * workers,

@@ -1,15 +1,16 @@
-"""What a sync costs a GPU: pseudo-gradients quantised on it, and outer steps by encoded deltas, against bare copies.
+"""The cost of a sync on a GPU: quantising pseudo-gradients and outer steps by encoded deltas, compared with bare
+copies.
 
     python -m benchmarks.gpu [--quick] [--json] [--elements 1e9] [--device cuda]
 
-Each is measured on so many elements, in fragments as a run has them, and given as a share of the bandwidth of a plain
-copy in the same memory, measured in the same run; bytes are those that each must read and write at least:
+Each is measured on --elements values, in fragments as in a run, and reported as a share of the bandwidth of a plain
+copy in the same memory in the same run. Bytes are the least that each must read and write:
 
   quantise     fp32 values on the device -> encoded bytes on the device: 4 bytes read, the encoded ones written
-  to the host  the same, with the encoded bytes' way into host memory; against the copy of as many bytes there
-  outer step   an encoded delta and the outer state in host memory -> the outer state, by as many threads as fetch
+  to the host  the same, and the transfer of the encoded bytes to host memory; compared with a copy of as many bytes
+  outer step   an encoded delta and the outer state in host memory -> the outer state, by as many threads as download
                deltas: the delta and 8 bytes read, 8 written
-  to the GPU   the new parameters' way onto the device, from pinned memory
+  to the GPU   the transfer of the new parameters to the device, from pinned memory
 
 Medians of seven after a warm-up. Targets: quantising, and decoding with the outer step, at 70 % of the bandwidth.
 """
@@ -43,7 +44,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Measured:
-    """One operation: seconds, the bytes that it has to move, and the share of a copy's bandwidth in that memory."""
+    """An operation: seconds, the bytes that it must move, and the share of a copy's bandwidth in that memory."""
 
     operation: str
     codec: str
@@ -53,7 +54,7 @@ class Measured:
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median of the seconds until `work` is done on the device too."""
+    """Return the median seconds until `work` is done, also on the device."""
     taken = []
     for _ in range(REPEATS + 1):
         _await(device)
@@ -70,7 +71,7 @@ def _await(device: torch.device) -> None:
 
 
 def measure(codec: str, elements: int, device: torch.device) -> list[Measured]:
-    """Measure everything on `elements` values: all of them, for the caches hold a fragment, and no model."""
+    """Measure everything on all `elements` values, as the caches can hold a fragment but not a model."""
     generator = torch.Generator().manual_seed(0)
     sizes = [len(part) for part in torch.empty(elements, device="meta").split(FRAGMENT_ELEMENTS)]
     values = [torch.randn(n, generator=generator).mul_(1e-3) for n in sizes]
@@ -108,7 +109,7 @@ def measure(codec: str, elements: int, device: torch.device) -> list[Measured]:
             "outer step": seconds_of(lambda: list(threads.map(outer_step, range(len(sizes)))), device),
             "to the GPU": seconds_of(lambda: copy(pinned, others), device),
         }
-    # What each has to move, and what the copy beside it does; a copy within a memory reads and writes.
+    # The bytes that each must move, and those of the compared copy; a copy within a memory reads and writes.
     beside = {
         "quantise": (fp32_bytes + raw_bytes, 2 * fp32_bytes / copied_s["device"]),
         "to the host": (raw_bytes, fp32_bytes / copied_s["down"]),

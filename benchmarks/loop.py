@@ -1,17 +1,16 @@
-"""What the worker's loop costs beside the training: tokens per second of `outerstep worker` between syncs against a
-bare torch loop of the same model, data and batch.
+"""The overhead of the worker's loop: tokens per second of `outerstep worker` between syncs, compared with a bare torch
+loop of the same model, data and batch.
 
     python -m benchmarks.loop [--quick] [--json] [--threads 1] [--only NAME …] [--ranks 2]
 
-Both run in one process and take turns: after every few inner steps of the worker, which has joined a real coordinator
-and trains as ever, a hook on its optimizer runs as many steps of the bare loop. So whatever else the machine does meets
-both alike. Each segment of the worker is compared with the bare ones before and after it; the result is the median of
-these ratios, and beside it their quartiles. `cpu` is the same in CPU seconds of the process, all of its threads
-together: what others do on the machine hardly changes that one. The first and the last inner step of a round are not
-counted: they have parts of the sync.
+Both run in one process and take turns: after every few inner steps of the worker, which trains with a real coordinator,
+a hook on its optimizer runs as many steps of the bare loop. So other load on the machine affects both equally. Each
+segment of the worker is compared with the bare ones before and after it; the result is the median of these ratios, with
+their quartiles. `cpu` is the same in CPU seconds of all threads of the process, which other load hardly changes. The
+first and the last inner step of a round are not counted, as they contain parts of the sync.
 
-With --ranks the worker is as many processes on the CPU, of one thread each, once with replicas and once with shards,
-and the bare loop is that of the same processes by torch alone (loop_ranks.py). The clock is that of rank 0.
+With --ranks the worker has this many processes on the CPU with one thread each, once replicated and once sharded, and
+the same processes run the bare loop with torch alone (loop_ranks.py). The clock is rank 0's.
 """
 
 import argparse
@@ -49,7 +48,7 @@ ROUNDS = 2
 
 @dataclass(frozen=True)
 class Size:
-    """A model and its batch; `segment` is the inner steps of a turn, `segments` the worker's turns in a round."""
+    """A model and its batch. `segment`: inner steps per turn; `segments`: the worker's turns per round."""
 
     model: str
     batch_size: int
@@ -96,7 +95,7 @@ max_tokens = 1024
 
 
 class Seconds(NamedTuple):
-    """Seconds of the clock, and of the CPU by all threads of this process."""
+    """Wall-clock seconds, and CPU seconds of all threads of this process."""
 
     wall: float
     cpu: float
@@ -111,8 +110,8 @@ class Seconds(NamedTuple):
 
 @dataclass
 class Turns:
-    """Takes turns: the seconds of the worker's segments, and of the bare loop's before and after each. Called after
-    every optimizer step of the process."""
+    """Alternates between the worker's segments and the bare loop's, and keeps their seconds. Called after every
+    optimizer step of the process."""
 
     size: Size
     bare: Callable[[], Seconds]
@@ -141,14 +140,14 @@ class Turns:
         self._began = Seconds.now()
 
     def ratios(self, clock: str) -> list[float]:
-        """Return the speed of each of the worker's segments as a share of the bare ones'; `clock`: wall or cpu."""
+        """Return the speed of each of the worker's segments relative to the bare ones; `clock`: wall or cpu."""
         pairs = zip(self.worker, self.around, strict=True)
         return [statistics.mean(getattr(each, clock) for each in around) / getattr(own, clock) for own, around in pairs]
 
 
 def bare_loop(model: nn.Module, spec: RunSpec, segment: int, rows: slice = slice(None)) -> Callable[[], Seconds]:
-    """Return what trains `model` on for `segment` steps, as a plain loop does, on these rows of each batch, and returns
-    the seconds that they took."""
+    """Return a function that trains `model` for `segment` steps in a plain loop, on these rows of each batch, and
+    returns their duration in seconds."""
     data, parameters = TextData(spec), list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=spec.inner.learning_rate, fused=True)
     model.train()
@@ -185,7 +184,7 @@ class Result:
 
 
 def measure(name: str, size: Size, threads: int) -> Result:
-    """Train a run of its own to its end, in turns with the bare loop."""
+    """Train a new run to its end, in turns with the bare loop."""
     text = SPEC.format(size=size, rounds=ROUNDS)
     spec = parse_spec(text)
     torch.set_num_threads(threads)
@@ -217,7 +216,7 @@ def measure(name: str, size: Size, threads: int) -> Result:
 
 
 def measure_ranks(name: str, size: Size, ranks: int, mode: str) -> Result:
-    """The same, of a worker of `ranks` processes, by `mode`."""
+    """Do the same with a worker of `ranks` processes, replicated or sharded (`mode`)."""
     text = SPEC.format(size=size, rounds=ROUNDS)
     with tempfile.TemporaryDirectory(prefix="outerstep-loop-") as folder:
         coordinator = CoordinatorProcess(Path(folder) / "coordinator")
@@ -262,7 +261,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.loop", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="a few steps, which say nothing about speed")
+    parser.add_argument("--quick", action="store_true", help="a few steps; shows only that it works")
     parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch, for both")
     parser.add_argument("--only", nargs="+", choices=SIZES, help="these sizes", metavar="NAME")

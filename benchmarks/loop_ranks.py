@@ -1,5 +1,5 @@
-"""One process of `benchmarks.loop --ranks`, as torchrun starts it: a worker of several processes, in turns with a bare
-loop of the same model, sharded or replicated by torch alone."""
+"""One process of `benchmarks.loop --ranks`, started by torchrun: a worker of several processes, in turns with a bare
+loop of the same model, which torch alone shards or replicates."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from worker.settings import WorkerSettings
 
 
 def spread_by_torch(model: nn.Module, mode: str) -> nn.Module:
-    """Return the model as a plain script of torchrun has it, replicated or sharded."""
+    """Return the model as in a plain torchrun script, replicated or sharded."""
     if mode == "ddp":
         return DistributedDataParallel(model)
     for layer in layers_of(model):

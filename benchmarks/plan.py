@@ -1,13 +1,13 @@
-"""`outerstep plan` against real syncs: two workers behind slow lines, a coordinator, and what each round cost them.
+"""`outerstep plan` compared with real syncs: two workers behind slow lines, a coordinator, and the cost of each round.
 
     python -m benchmarks.plan [--quick] [--json]
 
-The lines are those of harness/lines.py, with CUBIC at both ends. The planner is told what a speed test says of such a
-line: the payload of full packets. The workers are real ones with a model of one vector and a random gradient; one inner
-step per round. Seconds and bytes are those that the workers tell the coordinator (GET /v1/runs/{run}/rounds/{n}), the
-stage `sync`; the median over the rounds after the first, in which connections are opened and memory is taken.
+The lines are those of harness/lines.py, with CUBIC at both ends. The planner gets what a speed test of such a line
+would show: the payload of full packets. The workers are real, with a model of one vector, a random gradient and one
+inner step per round. Seconds and bytes are those that the workers report (GET /v1/runs/{run}/rounds/{n}, stage `sync`):
+medians over the rounds after the first one, which opens connections and allocates memory.
 
-Needs root, iproute2 and a C compiler; exit code 3 where such lines cannot be made.
+Needs root, iproute2 and a C compiler; exit code 3 if such lines cannot be made.
 """
 
 import argparse
@@ -51,7 +51,7 @@ every_rounds = 1000
 
 @dataclass(frozen=True)
 class Case:
-    """A case to run: codecs, Mbit/s, milliseconds of a round trip, elements per fragment at most."""
+    """A case: codecs, Mbit/s, round trip in milliseconds, most elements per fragment."""
 
     up_codec: str
     down_codec: str
@@ -72,19 +72,19 @@ class Case:
 
 
 QUICK = [
-    Case("int8", "int8", 4_000_000, 10, 100, 40, 1 << 20),  # the upload is what takes time
-    Case("int8", "int8", 4_000_000, 100, 10, 40, 1 << 20),  # the download is
+    Case("int8", "int8", 4_000_000, 10, 100, 40, 1 << 20),  # limited by the upload
+    Case("int8", "int8", 4_000_000, 100, 10, 40, 1 << 20),  # limited by the download
 ]
 FULL = [
     *QUICK,
-    Case("int8", "int8", 8_000_000, 20, 20, 40, 1 << 22),  # two large fragments: all fill and tail
+    Case("int8", "int8", 8_000_000, 20, 20, 40, 1 << 22),  # two large fragments: only start and end of the pipeline
     Case("bf16", "int8", 4_000_000, 20, 20, 40, 1 << 20),
-    Case("int8", "int8", 1_000_000, 20, 20, 300, 1 << 15),  # many small fragments and a long way
+    Case("int8", "int8", 1_000_000, 20, 20, 300, 1 << 15),  # many small fragments, high latency
 ]
 
 
 def measure(case: Case, name: str) -> dict[str, Any]:
-    """Run one case. Return what was predicted and what was measured."""
+    """Run a case; return the predicted and the measured values."""
     workload = case.workload
     with bench(case.shape, "cubic", workers=WORKERS) as made:
         codecs = {"up": case.up_codec, "down": case.down_codec}
@@ -100,7 +100,7 @@ def measure(case: Case, name: str) -> dict[str, Any]:
                 for number in range(1, ROUNDS)
             ]
     accounts = [account for each in rounds for account in each.accounts.values()]
-    exchange = plan.exchange(workload, case.up_codec, case.down_codec, fragment=case.fragment)
+    exchange = plan.sync_cost(workload, case.up_codec, case.down_codec, fragment=case.fragment)
     measured = {
         "upload_bytes": statistics.median(account.upload_bytes for account in accounts),
         "download_bytes": statistics.median(account.download_bytes for account in accounts),
@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="add one line of JSON with all figures")
     arguments = parser.parse_args()
     if reason := why_not():
-        print(f"There are no slow lines on this machine: {reason}.", file=sys.stderr)
+        print(f"Slow lines are not available on this machine: {reason}.", file=sys.stderr)
         return NO_LINES_EXIT
     cases = QUICK if arguments.quick else FULL
     results = [measure(case, f"plan-{number}") for number, case in enumerate(cases)]

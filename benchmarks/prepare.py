@@ -1,13 +1,13 @@
-"""Tokenising text: `outerstep data prepare` beside `datasets.map`, with the same tokenizer, on the same JSON lines.
+"""Tokenising text: `outerstep data prepare` compared with `datasets.map`, same tokenizer, same JSON lines.
 
     python -m benchmarks.prepare [--processes N] [--quick] [--json]
 
-The text is the sources of Python's standard library, over and over up to the size that is asked for, a file to a
-document; the tokenizer a byte-level BPE of 8192 ids, which is trained on some of them first. Both have the same number
-of processes and take turns; MB/s are of text, 10^6 bytes of UTF-8, per process, median over the repeats. Ours reads the
-lines and ends with a token set; `datasets` has read them into Arrow before its time begins, and ends with an Arrow file
-of ids, without anything held out. Its batches are of 1000 documents, its default, and its function calls `tokenizers`
-itself: by transformers' tokenizers, as most do, it takes longer.
+The text is the sources of Python's standard library, repeated up to the requested size, one document per file. The
+tokenizer is a byte-level BPE of 8192 ids, trained on a part of them first. Both use the same number of processes and
+take turns. MB/s are 10^6 bytes of UTF-8 text per process, median over the repeats. Ours reads the lines and writes a
+token set. `datasets` has read them into Arrow before its time starts, and writes an Arrow file of ids, without a
+held-out part. It uses batches of 1000 documents, its default, and calls `tokenizers` directly; with transformers'
+tokenizers, the usual way, it is slower.
 """
 
 import argparse
@@ -36,7 +36,7 @@ Work = Callable[[], Callable[[], int]]
 
 
 def write_text(file: Path, size: int) -> int:
-    """Write JSON lines with at least `size` bytes of text, and return how many those are."""
+    """Write JSON lines with at least `size` bytes of text; return how many."""
     texts = [path.read_text(encoding="utf-8", errors="replace") for _, path in source_files(PYTHON_STDLIB)]
     written = number = 0
     with file.open("w", encoding="utf-8") as opened:
@@ -48,7 +48,7 @@ def write_text(file: Path, size: int) -> int:
 
 
 def train_tokenizer(file: Path, directory: Path) -> None:
-    """Train a tokenizer on the beginning of the text, and write it as a directory."""
+    """Train a tokenizer on the start of the text, and write it as a directory."""
     with file.open(encoding="utf-8") as lines:
         texts = [json.loads(line)["text"] for line in lines.readlines(TRAINED_ON_BYTES)]
     tokenizer = Tokenizer(models.BPE())
@@ -66,7 +66,7 @@ def train_tokenizer(file: Path, directory: Path) -> None:
 
 
 def by_outerstep(file: Path, tokenizer: Path, out: Path, processes: int) -> Work:
-    """Return a function that makes a token set, and returns what counts its tokens."""
+    """Return a function that makes a token set and returns a function that counts its tokens."""
 
     def run() -> Callable[[], int]:
         source = find_source(str(file), "text", 0.005)
@@ -77,7 +77,7 @@ def by_outerstep(file: Path, tokenizer: Path, out: Path, processes: int) -> Work
 
 
 def by_datasets(file: Path, tokenizer: Path, out: Path, processes: int) -> Work:
-    """Return a function that maps a data set, which is loaded here, and returns what counts its tokens."""
+    """Load a data set. Return a function that maps it and returns a function that counts its tokens."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -110,7 +110,7 @@ def seconds(run: Work) -> tuple[float, int]:
 
 
 def measure(size: int, processes: int, repeats: int) -> dict[str, Any]:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # only the processes run in parallel
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         text_bytes = write_text(root / "text.jsonl", size)

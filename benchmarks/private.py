@@ -1,11 +1,11 @@
-"""The quality that [privacy] costs: DiLoCo in one process, whose workers clip what they send and add noise to it.
+"""The quality that [privacy] costs: DiLoCo in one process with workers that clip their contributions and add noise.
 
     python -m benchmarks.private [--quick] [--json] [--seed 0] [--workers 4] [--clip 5.0] [--noise 0 0.001 0.01]
 
-There is no network, and the parts are the real ones: the model `tiny` on the standard library's sources, the worker's
+There is no network, but the parts are the real ones: the model `tiny` on the standard library's sources, the worker's
 inner step, clipping, noise and codec, the coordinator's mean. `loss` is the held-out loss of the last state, nats per
-byte; `norm` the median norm of a round's pseudo-gradient before it is clipped; epsilon is of one worker, against who
-sees its contributions, after all rounds at delta = 1e-6, and needs `pip install 'outerstep[privacy]'`.
+byte; `norm` the median norm of a round's pseudo-gradient before it is clipped; epsilon is of one worker, against an
+observer of its contributions, after all rounds at delta = 1e-6; it needs `pip install 'outerstep[privacy]'`.
 """
 
 import argparse
@@ -39,7 +39,7 @@ QUICK = Size(rounds=2, inner_steps=2, batch_size=2, sequence_length=32, warmup_s
 
 @dataclass(frozen=True)
 class Result:
-    """`noise`: the multiplier; None where nothing was clipped. `epsilon`: None where it is unbounded."""
+    """A result. `noise`: the multiplier, None without clipping. `epsilon`: None if unbounded."""
 
     workers: int
     noise: float | None
@@ -49,7 +49,7 @@ class Result:
 
 
 class Protected:
-    """A worker's protection, with noise that can be repeated, and so protects nothing."""
+    """A worker's protection with reproducible noise, which protects nothing."""
 
     def __init__(self, spec: PrivacySpec, elements: list[int], seed: int) -> None:
         self._spec, self._fragments = spec, range(len(elements))
@@ -57,7 +57,7 @@ class Protected:
         self._protection = PrivateRelease(spec, elements, spent, draw=random.Random(seed).randbytes)
 
     def sent(self, work: list[Contribution]) -> list[Contribution]:
-        """Return what the coordinator is sent of the work of one round."""
+        """Return the contribution of one round's work."""
         made = self._protection.together(work, self._fragments)
         return [replace(each, delta=self._with_noise(each)) for each in made]
 
@@ -93,9 +93,9 @@ def run(spec: RunSpec, data: TextData, workers: int, privacy: PrivacySpec | None
     for p in range(len(state)):
         final.fragments.rebase(p, state.reached(p), None)
     loss = evaluate(final.model, data, spec.evaluation.max_tokens, CPU).loss
-    told = epsilon(privacy, spec.sync.rounds) if privacy else math.inf
+    spent = epsilon(privacy, spec.sync.rounds) if privacy else math.inf
     noise = privacy.noise_multiplier if privacy else None
-    return Result(workers, noise, loss, statistics.median(norms), None if math.isinf(told) else told)
+    return Result(workers, noise, loss, statistics.median(norms), None if math.isinf(spent) else spent)
 
 
 def table(results: Sequence[Result], clip: float, size: Size) -> Table:
@@ -103,8 +103,8 @@ def table(results: Sequence[Result], clip: float, size: Size) -> Table:
     shown = Table("workers", "noise_multiplier", "loss", "norm", "epsilon", title=title, title_justify="left")
     for each in results:
         noise = "no [privacy]" if each.noise is None else f"{each.noise:g}"
-        told = "unbounded" if each.epsilon is None else f"{each.epsilon:,.3g}"
-        shown.add_row(str(each.workers), escape(noise), f"{each.loss:.4f}", f"{each.norm:.3g}", told)
+        shown_epsilon = "unbounded" if each.epsilon is None else f"{each.epsilon:,.3g}"
+        shown.add_row(str(each.workers), escape(noise), f"{each.loss:.4f}", f"{each.norm:.3g}", shown_epsilon)
     return shown
 
 

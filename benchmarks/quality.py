@@ -1,11 +1,11 @@
-"""The quality that codecs and overlap cost, or inner optimizers bring: the demo's run, with other settings.
+"""The quality that codecs and overlap cost, and that inner optimizers gain: the demo's run with other settings.
 
     python -m benchmarks.quality [--quick] [--json] [--only NAME …] [--seeds 1] [--rounds 24]
 
 Each line is a real run: a coordinator and 4 worker processes, the model `tiny` on the standard library's sources, 40
-inner steps a round. `loss` is the held-out loss of the last state, nats per byte, `above` its distance from fp32 up and
-down with the same seed; `waited` the share of the workers' time that the training stood still for a sync, on this
-machine, whose cores all of them share. Nothing in a run depends on timing, so it can be repeated bit for bit.
+inner steps a round. `loss` is the held-out loss of the last state, nats per byte, `above` its difference from fp32 up
+and down with the same seed; `waited` the share of the workers' time in which training waited for a sync, on this
+machine, whose cores they share. Nothing in a run depends on timing, so it is reproducible bit for bit.
 """
 
 import argparse
@@ -23,14 +23,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outerstep.demo import Plan, run_demo
+from outerstep.demo import DemoPlan, run_demo
 from outerstep.demo.spec import ROUNDS, demo_spec
-from outerstep.picture import display_for
+from outerstep.live_view import display_for
 
 WORKERS = 4
 QUICK = ("int8", "eager")
 
-# name -> keys of [sync], or with their section; what is not said is int8 both ways, classic, AdamW with a cosine
+# name -> keys of [sync], or with their section; defaults: int8 both ways, classic, AdamW with a cosine
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"upload_codec": "fp32", "download_codec": "fp32"},
     "int8": {},
@@ -70,7 +70,7 @@ class Result:
 
 
 def spec_of(keys: dict[str, Any], *, rounds: int, seed: int) -> str:
-    """Return the demo's spec with these keys, and AdamW if they do not say otherwise."""
+    """Return the demo's spec with these keys; default optimizer: AdamW."""
     sections: dict[str, dict[str, Any]] = {"[sync]": {}, "[inner]": {"optimizer": "adamw"}}
     for name, value in keys.items():
         where, _, key = name.rpartition(".")
@@ -93,7 +93,7 @@ def spec_of(keys: dict[str, Any], *, rounds: int, seed: int) -> str:
 def measure(name: str, *, rounds: int, seed: int) -> Result:
     with tempfile.TemporaryDirectory(prefix="outerstep-quality-") as folder:
         spec = spec_of(SETTINGS[name], rounds=rounds, seed=seed)
-        summary, _ = run_demo(Plan(WORKERS, spec, Path(folder)), display_for(Console(file=sys.stderr)))
+        summary, _ = run_demo(DemoPlan(WORKERS, spec, Path(folder)), display_for(Console(file=sys.stderr)))
     assert summary.final_loss is not None
     stages = summary.stage_seconds
     waited = stages.get("sync", 0.0) / max(stages.get("sync", 0.0) + stages["train"], 1e-9)

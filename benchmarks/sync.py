@@ -1,4 +1,4 @@
-"""One outer round over loopback, without training: Outerstep's sync beside gloo's fp32 all-reduce, in the same run.
+"""One outer round over loopback without training: Outerstep's sync and gloo's fp32 all-reduce, in the same run.
 
     python -m benchmarks.sync [--quick] [--json] [--params 25e6 100e6] [--workers 4] [--rounds 5] [--only speed]
 
@@ -6,14 +6,14 @@ Each worker process holds a random pseudo-gradient and does alternately
   sync    what `outerstep worker` does with it: encode, upload (durable before it is acknowledged), wait for the delta,
           download, decode, outer step, digests; through a real coordinator process, int8 both ways
   gloo    torch.distributed.all_reduce of the same fp32 values, by gloo on loopback
-A round takes from the first worker's start to the last worker's end. Reported are medians over the rounds after a
+A round lasts from the first worker's start to the last worker's end. Reported are medians over the rounds after a
 warm-up, the bytes per worker, the error of the mean against fp32, and the coordinator's peak resident memory above
-what it held before the first worker came; then that peak again with 2 and with 32 workers, and with more parameters.
+its memory before the first worker joined; then that peak with 2 and with 32 workers, and with more parameters.
 
 As `DiLoCo` does with the pseudo-gradients, each worker takes the digests of its outer state before the sync begins.
-Core-seconds are of one sync, over all workers and of the coordinator; divided by the cores they are the least that the
-sync could take on this machine. "Floor" is that of `floor.py`: what no sync could do without; as a ratio, if both cores
-were never idle.
+Core-seconds are of one sync, over all workers and the coordinator; divided by the cores they are the least time of a
+sync on this machine. "Floor" is from `floor.py`: the parts that every sync needs; the ratio assumes that no core is
+idle.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from worker.rounds.in_flight import InFlight
 from worker.state.outer_state import OuterState
 from worker.state.work import Contribution
 
-# Workers and parameters, for the coordinator's memory; and the rounds that it takes until no more comes in use.
+# Workers and parameters for the coordinator's memory; and the rounds until its memory stops growing.
 CREWS = ((2, 25_000_000), (32, 25_000_000), (2, 100_000_000), (2, 400_000_000))
 QUICK_CREWS = ((2, 8_000_000), (8, 8_000_000))
 MEMORY_ROUNDS = 5
@@ -82,7 +82,7 @@ every_rounds = 1000
 
 @dataclass(frozen=True)
 class Plan:
-    """One configuration to measure. `gloo_port` is None if gloo is left out."""
+    """One configuration to measure. `gloo_port` is None to skip gloo."""
 
     coordinator: InProcess
     run: str
@@ -93,7 +93,7 @@ class Plan:
 
 
 def measure(plan: Plan) -> dict[str, Any]:
-    """Run one plan with `plan.workers` processes, or with threads, which need less memory, if gloo is left out."""
+    """Run a plan with `plan.workers` processes, or without gloo with threads, which need less memory."""
     context: Any = multiprocessing.get_context("spawn")
     if plan.gloo_port is None:
         context = SimpleNamespace(Barrier=threading.Barrier, Queue=queue.Queue, Process=threading.Thread)
@@ -159,7 +159,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
         if rank == 0:
             _seed(client, membership, state)
         barrier.wait()
-        state.round = 0
+        state.reach(0)
         exchange = Exchange(membership, spec, state, torch.device("cpu"))
         before = client.traffic.upload_bytes
         deltas = list(delta.split(layout.elements))
@@ -180,7 +180,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             report["sync"].append((started, time.monotonic()))
             report["worker_cpu"].append(time.process_time() - cpu)
             barrier.wait()
-            # Of the whole machine's one coordinator, so that one worker tells of it.
+            # There is one coordinator, so one worker reports it.
             report["coordinator_cpu"].append((coordinator.cpu_seconds() - coordinator_cpu) * (rank == 0))
             _await_idle(coordinator.pid)
             if plan.gloo_port is not None:

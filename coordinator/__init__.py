@@ -22,7 +22,6 @@ Besides requests:
 
     reports.py, round_reports.py   what the REST interface shows of a run
     quotas.py, settings.py, logs.py
-    tuning/             memory for payloads, and reuse of freed memory
     upkeep/             start-up, damaged files, a full disk, rollback
     backup/             scheduled copies of the database and its blobs, and how to restore them
     notifications/      alerts and events, sent to a webhook

@@ -1,5 +1,6 @@
 """The server process: uvicorn around the application, until SIGTERM or SIGINT."""
 
+import ctypes
 import gc
 import logging
 import resource
@@ -24,7 +25,6 @@ from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import Store
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.tuning.heap import keep_freed_memory
 from outerstep.common import tracing
 from outerstep.common.connections import set_congestion_control
 from protocol import __version__
@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
             print("\n".join(banner(self._address, self.coordinator.settings.data_dir)), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.coordinator.bell.close()
+        self.coordinator.waiters.close()
         await super().shutdown(sockets)
 
 
@@ -182,3 +182,26 @@ def serve(settings: Settings) -> None:
     keep_freed_memory()
     server.run(sockets=[listening])
     tracing.stop()
+
+
+# Options of glibc's mallopt (malloc.h).
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, ARENA_MAX = -1, -2, -3, -8
+ARENAS = 2
+LARGEST_KEPT = 32 << 20  # the most that glibc allows; larger blocks are returned to the system
+NEVER = (1 << 31) - 1
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep the memory that this process frees, for the next thread that allocates.
+
+    By default glibc returns large blocks to the system when they are freed and maps new ones for the next chunk or
+    fragment, which costs several times what writing to them does: their pages are cleared one page fault at a time.
+    Threads then share two heaps instead of eight per core, none of which could use what another has free. Other C
+    libraries have no such options.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(ARENA_MAX, ARENAS)
+        set_option(MMAP_THRESHOLD, LARGEST_KEPT)
+        set_option(TRIM_THRESHOLD, NEVER)
+        set_option(TOP_PAD, LARGEST_KEPT)

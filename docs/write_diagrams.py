@@ -10,7 +10,7 @@ from coordinator.run.decide import TRANSITIONS
 from docs.drawing import DOWN, INK, LINE, MEAN, QUIET, TRAIN, UP, Drawing
 from docs.vector_parts import contribution, spread
 from outerstep.common.quantities import bytes_text
-from outerstep.plan import Workload, contribution_bytes, delta_bytes, fragment_sizes, passages
+from outerstep.plan import Workload, contribution_bytes, delta_bytes, fragment_sizes, fragment_times
 from protocol import wire
 from protocol.spec.sections import SyncSpec
 from worker.rounds.schedule import schedule
@@ -91,7 +91,7 @@ def sync() -> str:
     sizes = fragment_sizes(WORKLOAD.parameters, SyncSpec.model_fields["fragment_elements"].default)
     up = [contribution_bytes(CODEC, n, zstd=True) for n in sizes]
     down = [delta_bytes(CODEC, n, WORKLOAD.workers, zstd=True) for n in sizes]
-    found = list(passages(WORKLOAD, CODEC, CODEC, list(zip(sizes, up, down, strict=True))))
+    found = list(fragment_times(WORKLOAD, CODEC, CODEC, list(zip(sizes, up, down, strict=True))))
     end = max(each.stepped for each in found)
     mean_s = max(each.averaged - each.acknowledged for each in found)
     left, width, row = 110.0, 620.0, 15.0

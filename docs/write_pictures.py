@@ -15,7 +15,7 @@ from playwright.sync_api import Page, Route, expect
 from rich.console import Console
 
 from harness.browser import CHROMIUM, chromium, tab
-from outerstep.demo import Plan, trained
+from outerstep.demo import DemoPlan, trained
 from outerstep.demo.processes import READY
 from outerstep.demo.spec import ROUNDS, RUN, demo_spec
 from outerstep.display import LineDisplay
@@ -107,7 +107,7 @@ def main() -> None:
         sys.exit("no Chromium: apt install chromium")
     with TemporaryDirectory(prefix="outerstep-pictures-") as temporary:
         directory = Path(temporary)
-        plan = Plan(WORKERS, demo_spec(workers=WORKERS, rounds=ROUNDS, codec="int8"), directory)
+        plan = DemoPlan(WORKERS, demo_spec(workers=WORKERS, rounds=ROUNDS, codec="int8"), directory)
         with trained(plan, Shooting(directory)):
             pass
     for path in sorted(PICTURES.glob("*.png")):

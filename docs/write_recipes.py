@@ -120,7 +120,7 @@ def recipe(path: Path) -> Recipe:
     step_s = spec.unit_tokens * flops_per_token(model, spec.data.sequence_length) / (FLOPS * UTILISATION)
     workload = Workload(trained, UP, DOWN, step_s, spec.members.min_workers, LATENCY_S, spec.total_inner_steps)
     sync = spec.sync
-    exchange = plan.exchange(
+    exchange = plan.sync_cost(
         workload, sync.upload_codec, sync.download_codec, zstd=sync.zstd, fragment=sync.fragment_elements
     )
     setting = plan.setting(workload, exchange, sync.schedule_steps)

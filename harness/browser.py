@@ -1,4 +1,4 @@
-"""A real browser, Chromium without a window, and what a page says to its console."""
+"""Headless Chromium, and what a page writes to its console."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    # Root has no sandbox, and /dev/shm is small in a container. Nothing but our own page is opened.
+    # Root cannot use the sandbox, and /dev/shm is small in a container. Only our own page is opened.
     arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
@@ -27,7 +27,7 @@ def chromium() -> Iterator[Browser]:
 
 @dataclass
 class Tab:
-    """A page in a browser of its own, without anything of another's; what it asked for, and what it complained of."""
+    """A page in a fresh browser context, the URLs that it requested, and its console errors and warnings."""
 
     page: Page
     asked: list[str] = field(default_factory=list)
@@ -39,14 +39,14 @@ class Tab:
 
 @contextmanager
 def tab(browser: Browser, **options: Any) -> Iterator[Tab]:
-    """`options` are Playwright's: viewport, color_scheme and the like."""
+    """Open a tab. `options` are Playwright's: viewport, color_scheme and so on."""
     context = browser.new_context(**options)
     opened = Tab(context.new_page())
     opened.page.on("request", lambda request: opened.asked.append(request.url))
     opened.page.on("pageerror", lambda error: opened.complaints.append(str(error)))
     opened.page.on(
         "console",
-        lambda said: opened.complaints.append(said.text) if said.type in ("error", "warning") else None,
+        lambda line: opened.complaints.append(line.text) if line.type in ("error", "warning") else None,
     )
     try:
         yield opened

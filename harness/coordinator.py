@@ -1,4 +1,4 @@
-"""A real coordinator: uvicorn on a free port, SQLite and files in a directory; in a thread or in a process."""
+"""A real coordinator with uvicorn on a free port, SQLite and files in a directory: in a thread or in a process."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -25,7 +25,6 @@ from coordinator.settings import Settings
 from coordinator.store import sqlite
 from coordinator.store.database import Database
 from harness import stores
-from harness.certificates import Certificate
 from protocol.messages import Scope, TokenRequest
 
 MANY_NAMES = 10_000
@@ -33,7 +32,7 @@ MANY_NAMES = 10_000
 
 @dataclass
 class Running:
-    """A coordinator that serves: its address and the tokens to talk to it."""
+    """A running coordinator: its address, and tokens for it."""
 
     url: str
     admin_token: str
@@ -44,9 +43,9 @@ class Running:
         return int(self.url.rsplit(":", 1)[1])
 
     def client(self, token: str | None = None) -> httpx.Client:
-        """An HTTP client of this coordinator, with the admin token unless another is given."""
+        """Return an HTTP client of this coordinator, with the admin token unless `token` is given."""
         headers = {"Authorization": f"Bearer {token or self.admin_token}"}
-        # No TLS here, so do not spend 30 ms on reading certificates; and no proxy, whatever the environment says.
+        # Without TLS, reading certificates would waste 30 ms. Proxies in the environment are ignored.
         return httpx.Client(base_url=self.url, headers=headers, timeout=30, verify=False, trust_env=False)
 
     def create_run(self, spec: str) -> None:
@@ -54,8 +53,8 @@ class Running:
             client.post("/v1/runs", content=spec.encode()).raise_for_status()
 
     def token(self, scope: Scope, **fields: Any) -> str:
-        """A new token, with further `fields` of TokenRequest. Without these a worker's is the same each time, for many
-        names, so that a worker that is started again may have its name."""
+        """Return a new token with these `fields` of TokenRequest. A worker token without fields is always the same one,
+        for many names, so that a restarted worker can use its name again."""
         if scope is Scope.WORKER and not fields:
             return self.worker_token
         with self.client() as client:
@@ -69,7 +68,7 @@ class Running:
 
 
 class SettableClock:
-    """A clock that moves when a test says so."""
+    """A clock that only a test moves."""
 
     def __init__(self, seconds: float = 1000.0) -> None:
         self.seconds = seconds
@@ -83,18 +82,18 @@ class SettableClock:
 
 @dataclass
 class InThread(Running):
-    """... in a thread of this process, whose innards can be looked at."""
+    """A coordinator in a thread of this process; its internals are accessible."""
 
     coordinator: Coordinator
     server: Server
-    loop: asyncio.AbstractEventLoop  # that it serves on
+    loop: asyncio.AbstractEventLoop  # its event loop
 
     def live(self, run: str) -> LiveRun:
         return self.coordinator.run(run)
 
     def await_state(self, run: str, round_: int) -> None:
-        """Return when the coordinator itself has stepped to state `round_`, made the checkpoint if one is due, and
-        deleted what retention does not keep."""
+        """Wait until the coordinator's own state is at `round_`, a due checkpoint is saved, and retention has deleted
+        what it does not keep."""
         live = self.live(run)
         with live.lock:
             in_time = [live.outer.await_round(p, round_, timeout_s=30) for p in range(len(live.outer.states))]
@@ -104,13 +103,13 @@ class InThread(Running):
         give_up_at = time.monotonic() + 30
         while live.outer.any_job_running:
             if time.monotonic() > give_up_at:
-                raise TimeoutError(f"the jobs of the run {run} do not come to an end")
+                raise TimeoutError(f"the jobs of the run {run} do not finish")
             time.sleep(0.005)
 
 
 @cache
 def _schema() -> bytes:
-    """A database at the newest schema: a copy is there sooner than one that is migrated."""
+    """Return a database at the newest schema. Copying it is faster than migrating a new one."""
     with TemporaryDirectory(prefix="outerstep-") as directory:
         Database(sqlite.url_in(Path(directory))).close()
         return (Path(directory) / sqlite.FILE).read_bytes()
@@ -135,7 +134,7 @@ def coordinator_thread(
     try:
         scheme = "http" if complete.tls_certificate is None else "https"
         url = f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"
-        # The socket is bound: this waits until it serves.
+        # The socket is bound; this waits until the server answers.
         httpx.get(f"{url}/readyz", timeout=30, verify=False).raise_for_status()
         token = (data_dir / "admin.token").read_text().strip()
         yield InThread(url, token, data_dir, server.coordinator, server, runner.get_loop())
@@ -145,14 +144,39 @@ def coordinator_thread(
         runner.close()
 
 
+class Certificate(NamedTuple):
+    """PEM files."""
+
+    file: Path
+    key: Path
+
+
+def make_certificate(directory: Path, *, host: str = "IP:127.0.0.1", days: int = 1) -> Certificate:
+    """Create a self-signed certificate with openssl, for `host` (IP:… or DNS:…), in a new `directory`. With negative
+    `days` it has expired."""
+    directory.mkdir()
+    made = Certificate(directory / "certificate.pem", directory / "key.pem")
+    request, extensions = directory / "request", directory / "extensions"
+    extensions.write_text(f"subjectAltName={host}")
+    kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    _openssl("req", "-new", *kind, "-keyout", str(made.key), "-out", str(request), "-subj", "/CN=coordinator")
+    signed = ["-signkey", str(made.key), "-days", str(days), "-extfile", str(extensions)]
+    _openssl("x509", "-req", "-in", str(request), *signed, "-out", str(made.file))
+    return made
+
+
+def _openssl(*arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], check=True, capture_output=True)
+
+
 @dataclass
 class InProcess(Running):
-    """... in a process of its own, whose memory and CPU time can be looked at, from any process."""
+    """A coordinator in a separate process; its memory and CPU time can be read from any process."""
 
     pid: int
 
     def memory(self, field: str) -> int:
-        """Return a size from /proc/pid/status, in bytes: VmRSS, or VmHWM, which is its peak."""
+        """Return a size in bytes from /proc/PID/status: VmRSS, or its peak VmHWM."""
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
@@ -162,9 +186,9 @@ class InProcess(Running):
 
 
 class CoordinatorProcess:
-    """... as a process of its own, to be killed. `start` returns when it serves; the port stays the same.
+    """A coordinator process that can be killed and started again on the same port. `start` returns when it is ready.
 
-    It logs to a file beside `data_dir`; with `quiet` only warnings, to stderr. `open_files`: as many as it may have.
+    It logs to a file beside `data_dir`; with `quiet` only warnings, to stderr. `open_files`: its limit.
     """
 
     def __init__(
@@ -202,7 +226,7 @@ class CoordinatorProcess:
             command = [*self._command, "--port", str(self.port)]
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()  # blocks until it is ready, or ends at its death
+        line = self.process.stdout.readline()  # blocks until it is ready or has ended
         if "ready at" not in line:
             raise RuntimeError(f"the coordinator did not start: see {self._log or 'above'}")
         token = (self._data_dir / "admin.token").read_text().strip()
@@ -211,7 +235,7 @@ class CoordinatorProcess:
         return running
 
     def kill(self) -> None:
-        """kill -9."""
+        """Kill it with SIGKILL."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
@@ -228,7 +252,7 @@ class CoordinatorProcess:
 
 @contextmanager
 def coordinator_process(host: str = "127.0.0.1", certificate: Certificate | None = None) -> Iterator[InProcess]:
-    """A coordinator process with a temporary directory, which says nothing but warnings."""
+    """A coordinator process with a temporary directory; it logs only warnings."""
     with TemporaryDirectory(prefix="outerstep-") as directory:
         coordinator = CoordinatorProcess(Path(directory), host=host, certificate=certificate, quiet=True)
         try:

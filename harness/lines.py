@@ -1,10 +1,10 @@
-"""Long, slow and lossy lines: a network namespace per line, and a program that carries packets between all of them.
+"""Simulated long, slow and lossy network lines: a network namespace per line, and a program that forwards packets.
 
-Each packet waits in a queue, is transmitted at the line's rate, travels for half a round trip, and is lost by chance
-(line/way.h). So TCP finds what it finds on such a line: slow start, windows, CUBIC or BBR, losses. Nothing is left
-behind, however this process ends: devices and namespaces belong to the program, which ends with it.
+Each packet waits in a queue, is transmitted at the line's rate, travels for half a round trip, and is lost at random
+(line/way.h). So TCP behaves as on such a line: slow start, windows, CUBIC or BBR, losses. Nothing is left behind
+however this process ends: devices and namespaces belong to the program, which ends with it.
 
-Needs root, iproute2 and a C compiler; where there are no such lines, `why_not` says why.
+Needs root, iproute2 and a C compiler; `why_not` returns what is missing.
 """
 
 import hashlib
@@ -21,22 +21,22 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "line"
 TUN = Path("/dev/net/tun")
-DEVICE = "line"  # its name at the far end
+DEVICE = "line"  # the interface's name at the remote end
 NETWORKS = "10.213"
-# Debian's, by command.
+# Debian packages by command.
 PACKAGES = {"cc": "gcc", "git": "git", "ip": "iproute2", "nsenter": "util-linux", "openssl": "openssl"}
 MTU = 1500
-FRAMING = 38  # Ethernet's head, check, preamble and gap, for each packet
-TCP_PAYLOAD = MTU - 52  # IP's and TCP's heads, timestamps among them
+FRAMING = 38  # Ethernet header, checksum, preamble and gap per packet
+TCP_PAYLOAD = MTU - 52  # IP and TCP headers with timestamps
 LEAST_QUEUE_S = 0.1
-NO_LINES_EXIT = 3  # of commands that need them
-MOST_WAITING = 100_000  # packets between the kernel and the program, which takes them at once
+NO_LINES_EXIT = 3  # exit code of commands that need lines where they cannot be made
+MAX_WAITING = 100_000  # packets between the kernel and the program, which reads them at once
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a line carries: rates from and to its far end, on the wire, where a packet has FRAMING bytes more than IP
-    knows of. `loss` is the share of packets that are lost, each way: 1 for a line that is gone."""
+    """A line's properties: rates from and to its remote end, counted on the wire with FRAMING bytes per packet. `loss`
+    is the share of packets lost each way; 1 for an interrupted line."""
 
     up_mbit: float
     down_mbit: float
@@ -44,18 +44,19 @@ class Shape:
     loss: float = 0.0
 
     def queue_bytes(self, mbit: float) -> int:
-        """What may wait in front of the line, as in a home router: a round trip's bytes, at least those of 100 ms."""
+        """Return the size of the queue before the line, as in a home router: one round trip's bytes, at least 100
+        ms."""
         return round(mbit * 1e6 / 8 * max(self.round_trip_s, LEAST_QUEUE_S))
 
 
 def on_the_wire(payload_bytes: float) -> float:
-    """Return the bytes that so many take on a line, in full packets of TCP: 6 % more."""
+    """Return the bytes on the wire for this many payload bytes in full TCP packets: 6 % more."""
     return payload_bytes * (MTU + FRAMING) / TCP_PAYLOAD
 
 
 @dataclass(frozen=True)
 class Count:
-    """Packets and bytes on the wire, one way: those that arrived, were lost under way, were dropped by a full queue."""
+    """Packets and bytes on the wire, one way: arrived, lost in transit, and dropped by a full queue."""
 
     packets: int
     bytes: int
@@ -66,7 +67,7 @@ class Count:
 
 
 class Program:
-    """The program line/line.c, which has all lines, and its orders."""
+    """The program line/line.c, which simulates all lines."""
 
     def __init__(self, lines: int, seed: int) -> None:
         command = [str(compiled()), str(lines), f"{NETWORKS}.0.2", str(seed)]
@@ -80,10 +81,10 @@ class Program:
         self.spaces = [f"/proc/{self.pid}/fd/{space}" for space in spaces]
 
     def order(self, text: str) -> str:
-        """Give an order (see line.c) and return the answer. RuntimeError where the program has ended."""
+        """Send an order (see line.c) and return the answer. RuntimeError if the program has ended."""
         assert self._process.stdin is not None
         with self._lock:
-            with suppress(BrokenPipeError):  # then there is no answer either, but its last words
+            with suppress(BrokenPipeError):  # then it has ended, and `_answer` raises with its stderr
                 self._process.stdin.write(text + "\n")
                 self._process.stdin.flush()
             return self._answer()
@@ -102,7 +103,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Line:
-    """`prefix` goes before a command that is to run behind this line; `address` is this machine's before it."""
+    """A line. `prefix`: of a command, to run it behind the line; `address`: this machine's, as seen from there."""
 
     prefix: list[str]
     address: str
@@ -111,25 +112,25 @@ class Line:
     index: int
 
     def shape(self, shape: Shape) -> None:
-        """Be such a line from now on."""
+        """Change the line's properties."""
         for way, mbit in (("up", shape.up_mbit), ("down", shape.down_mbit)):
             delay_ns = round(shape.round_trip_s / 2 * 1e9)
             queue = shape.queue_bytes(mbit)
             self.program.order(f"set {self.index} {way} {mbit * 1e6} {delay_ns} {queue} {shape.loss}")
 
     def count(self) -> tuple[Count, Count]:
-        """What has gone up the line so far, and down."""
+        """Return the counts of both directions so far, up and down."""
         figures = [int(each) for each in self.program.order(f"count {self.index}").split()]
         return Count(*figures[:6]), Count(*figures[6:])
 
     def wire_bytes(self) -> tuple[int, int]:
-        """Bytes that have come up and gone down the line, with all heads and whatever was sent again."""
+        """Return the bytes that arrived up and down the line, with all headers and retransmissions."""
         up, down = self.count()
         return up.bytes, down.bytes
 
 
 def why_not(*further: str) -> str | None:
-    """Return why there are no such lines on this machine, or not the `further` commands; None where all is there."""
+    """Return why lines, or the `further` commands, are unavailable on this machine; None if they are available."""
     if os.geteuid() != 0:
         return "not root"
     missing = [tool for tool in ("cc", "ip", "nsenter", *further) if shutil.which(tool) is None]
@@ -149,10 +150,11 @@ def why_not(*further: str) -> str | None:
 
 @contextmanager
 def slow_lines(shapes: dict[str, Shape], *, tcp: str | None = None, seed: int = 0) -> Iterator[dict[str, Line]]:
-    """A line for each name, gone at the end whatever happens. Those behind them reach this machine and one another.
+    """Create a line for each name, and remove them at the end. Processes behind lines reach this machine and each
+    other.
 
-    `tcp` is the congestion control of both ends, if it is not to be the machine's. `seed` draws the losses. Raises
-    CalledProcessError or RuntimeError where the kernel refuses.
+    `tcp`: the congestion control of both ends; default: the machine's. `seed`: of the losses. Raises
+    CalledProcessError or RuntimeError if the kernel does not allow it.
     """
     if not shapes:
         yield {}
@@ -173,11 +175,11 @@ def slow_lines(shapes: dict[str, Shape], *, tcp: str | None = None, seed: int = 
 
 
 def _configure(prefix: list[str], device: str, address: str, network: str, tcp: str | None) -> None:
-    """Give the device its address and the route to the others. The route names the congestion control, which may be any
-    that the kernel has; the default of a namespace may not."""
+    """Give the device its address and its route to the others. The route sets the congestion control, as it can be any
+    that the kernel has; the default of a namespace cannot."""
     batch = [
         "link set lo up",
-        f"link set {device} mtu {MTU} txqueuelen {MOST_WAITING} up",
+        f"link set {device} mtu {MTU} txqueuelen {MAX_WAITING} up",
         f"addr add {address}/32 dev {device}",
         f"route add {network} dev {device} src {address}" + (f" congctl {tcp}" if tcp else ""),
     ]

@@ -1,4 +1,4 @@
-"""A worker without a model: joins, seeds, contributes and steps with the numpy reference alone, over real HTTP."""
+"""A worker without a model: it joins, seeds, contributes and steps with the numpy reference alone, over real HTTP."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ DATA = DataSummary(digest="ab" * 32, units=1000)
 
 
 def spec_toml(name: str = "r", *, rounds: int = 2, min_workers: int = 1, lines: str = "", **sections: str) -> str:
-    """A run spec; `sections` are further TOML lines by section, for example sync='zstd = false'."""
+    """Return a run spec. `sections`: additional TOML lines by section, for example sync='zstd = false'."""
     return f"""
 name = "{name}"
 [model]
@@ -51,7 +51,7 @@ min_workers = {min_workers}
 
 @dataclass
 class Member:
-    """One member of a run. `http` is a client of the coordinator; its token is replaced by the member token."""
+    """A member of a run. `http`: a client of the coordinator; joining replaces its token by the member token."""
 
     http: httpx.Client
     run: str
@@ -60,7 +60,8 @@ class Member:
     data: DataSummary | None = field(default_factory=lambda: DATA)
 
     def ask_to_join(self, token: str | None = None, **fields: Any) -> httpx.Response:
-        """The answer to a request to join, with `token` or that of `http`; `fields` are further ones of JoinRequest."""
+        """Return the response to a join request with `token` (default: the client's). `fields`: more fields of
+        JoinRequest."""
         request = JoinRequest(tensors=self.tensors, data=self.data, **fields)
         headers = None if token is None else {"Authorization": f"Bearer {token}"}
         return self.http.put(self.path(), json=request.model_dump(mode="json"), headers=headers)
@@ -96,7 +97,7 @@ class Member:
         return self.put_state(fragment, np.concatenate([theta, self.momentum[fragment]]))
 
     def put_state(self, fragment: int, both: F32, chunk_elements: int = CHUNK_ELEMENTS) -> httpx.Response:
-        """Upload `both`, θ and then u, as a fragment of state 0."""
+        """Upload `both` (θ, then u) as a fragment of state 0."""
         frames = pack_frames(both, CODECS["fp32"], zstd=True, chunk_elements=chunk_elements)
         return self.put_frames(fragment, len(both), frames, chunk_elements)
 
@@ -125,7 +126,7 @@ class Member:
         return state.digest()
 
     def payload(self, assignment: Assignment, fragment: int, values: F32, **changes: object) -> bytes:
-        """A contribution as bytes; `changes` replace header fields."""
+        """Return a contribution as bytes. `changes` replace header fields."""
         codec = CODECS[str(changes.get("codec", self.spec.sync.upload_codec))]
         frames = pack_frames(values, codec, zstd=self.spec.sync.zstd)
         units = sum(stop - start for start, stop in assignment.units)
@@ -161,7 +162,7 @@ class Member:
         return self.http.get(path, headers={"Prefer": f"wait={wait_s}"})
 
     def step(self, round_: int) -> None:
-        """Fetch the deltas of `round_` and take the outer step."""
+        """Download the deltas of `round_` and take the outer step."""
         for p, (theta, momentum) in enumerate(zip(self.theta, self.momentum, strict=True)):
             reply = self.delta(round_, p)
             reply.raise_for_status()
@@ -171,12 +172,12 @@ class Member:
             outer_step(theta, momentum, values, learning_rate=outer.learning_rate, beta=outer.momentum)
 
     def pseudo_gradients(self, round_: int) -> list[F32]:
-        """Different for every worker, round and fragment."""
+        """Return pseudo-gradients that differ for every worker, round and fragment."""
         random = np.random.RandomState(abs(hash_of(self.name, round_)) % (1 << 32))
         return [random.standard_normal(len(theta)).astype(np.float32) * np.float32(0.01) for theta in self.theta]
 
     def take_part(self, round_: int, wait_s: int = 30) -> Assignment:
-        """One whole round without the step: be assigned and contribute every fragment."""
+        """Play a round without the outer step: get an assignment and contribute every fragment."""
         assignment = self.assignment(round_, wait_s)
         assert assignment.action == "train", assignment
         for p, values in enumerate(self.pseudo_gradients(round_)):
@@ -185,5 +186,5 @@ class Member:
 
 
 def hash_of(name: str, round_: int) -> int:
-    """Stable between processes, unlike hash()."""
+    """Return a hash that is stable between processes, unlike hash()."""
     return int.from_bytes(digest(f"{name}/{round_}".encode())[:4], "big")

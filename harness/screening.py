@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from coordinator.screening.judging import CLIPPED, CLIPPED_WITH_FEEDBACK, Evidence, Judgement, judge
 from coordinator.screening.measuring import find
-from coordinator.sync.screened import EARLIER_ROUNDS
+from coordinator.trust.verdicts import EARLIER_ROUNDS
 from protocol.codecs import CODECS
 from protocol.digest import digest
 from protocol.spec.run import RunSpec
@@ -13,15 +13,15 @@ from protocol.wire import Payload
 
 
 class Screening:
-    """Judges as the coordinator does, and remembers the references of earlier rounds, by fragment."""
+    """Judges contributions like the coordinator, with the references of earlier rounds by fragment."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
         self._references: dict[int, list[float]] = {}
 
     def judge(self, p: int, sent: Mapping[int, tuple[Payload, int]], late: Mapping[int, int]) -> dict[int, float]:
-        """Judge the contributions to fragment p, (payload, tokens) by worker; return by how much each weight counts.
-        `late`: how many missed rounds' work is in them, by worker; 0 for those that are not named."""
+        """Judge the contributions to fragment p, (payload, tokens) by worker; return the factor of each weight. `late`:
+        the number of missed rounds whose work is in them, by worker; default 0."""
         total, known = sum(tokens for _, tokens in sent.values()), self._references.setdefault(p, [])
         evidence = {
             str(worker): Evidence(

@@ -1,19 +1,85 @@
-"""The store of blobs that a coordinator in a thread uses: its data directory, or with `pytest --blobs=memory` memory;
-and how tests look into a store and spoil what is in it."""
+"""The blob store of a coordinator in a thread: its data directory, or memory with `pytest --blobs=memory`; and helpers
+that read and damage blobs."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 from coordinator.run.live_run import LiveRun
 from coordinator.store.blobs import Blobs, Kind, Reader, round_of
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
-from harness.memory_blobs import MemoryBlobs
 from protocol.digest import Buffer
 
+
+class BytesReader:
+    """An open `coordinator.store.blobs.Reader` of bytes in memory."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content: bytes | None = content
+        self.size = len(content)
+
+    def read_into(self, memory: memoryview, at: int) -> int:
+        if self._content is None:
+            raise ValueError("this reader is closed")
+        piece = self._content[at : at + len(memory)]
+        memory[: len(piece)] = piece
+        return len(piece)
+
+    def close(self) -> None:
+        self._content = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class MemoryBlobs:
+    """Blobs in a dict. They live as long as this object, so a restarted coordinator must get the same one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._contents: dict[str, bytes] = {}
+
+    def put(self, name: str, source: Buffer | Path) -> bool:
+        content = source.read_bytes() if isinstance(source, Path) else bytes(memoryview(source).cast("B"))
+        with self._lock:
+            return self._contents.setdefault(name, content) is content
+
+    def open(self, name: str) -> BytesReader:
+        return BytesReader(self._content(name))
+
+    def fetch(self, name: str, target: Path) -> None:
+        content = self._content(name)
+        target.unlink(missing_ok=True)
+        target.write_bytes(content)
+
+    def delete(self, name: str) -> None:
+        with self._lock:
+            self._contents.pop(name, None)
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        with self._lock:
+            found = [(name, len(content)) for name, content in self._contents.items() if name.startswith(prefix)]
+        yield from found
+
+    def stat(self, name: str) -> int | None:
+        content = self._contents.get(name)
+        return None if content is None else len(content)
+
+    def _content(self, name: str) -> bytes:
+        try:
+            return self._contents[name]
+        except KeyError:
+            raise FileNotFoundError(name) from None
+
+
 in_memory = False  # set by `--blobs=memory`
-_by_directory: dict[Path, MemoryBlobs] = {}  # so that a coordinator that starts again on its directory finds them
+_by_directory: dict[Path, MemoryBlobs] = {}  # so that a coordinator that restarts on its directory finds them
 
 
 def store(data: DataDirectory) -> Blobs:
@@ -29,7 +95,7 @@ def read(blobs: Blobs, name: str) -> bytes:
 
 
 def replace(blobs: Blobs, name: str, content: bytes) -> None:
-    """Let the name have other bytes, as only a broken disk does."""
+    """Replace a blob's bytes, as only a broken disk does."""
     blobs.delete(name)
     blobs.put(name, content)
 
@@ -42,7 +108,7 @@ def spoil(blobs: Blobs, name: str) -> None:
 
 
 def names(run: LiveRun, kind: Kind, round_: int | None = None, fragment: int | None = None) -> list[str]:
-    """Return the names of a run's blobs of a kind, of one round or fragment if that is given."""
+    """Return the names of a run's blobs of a kind, optionally of one round or fragment."""
     found = sorted(name for name, _ in run.blobs.list(run.names.kind(kind)))
     found = [name for name in found if round_ is None or round_of(name) == round_]
     return [name for name in found if fragment is None or name.split("/")[4].split(".")[0] == str(fragment)]
@@ -60,14 +126,14 @@ def rounds(run: LiveRun, kind: Kind) -> list[int]:
 
 
 def nothing(name: str) -> None:
-    """What happens before or after a put where nothing is said."""
+    """Do nothing before or after a put."""
 
 
 @contextmanager
 def disturbed(
     run: LiveRun, kind: Kind, before: Callable[[str], object] = nothing, after: Callable[[str], object] = nothing
 ) -> Iterator[None]:
-    """Within, `before` is called with the name before each put of the run's blobs of a kind, and `after` after it."""
+    """Within the block, call `before` and `after` with the name around each put of the run's blobs of a kind."""
     real = run.blobs
     run.blobs = Disturbed(real, run.names.kind(kind), before, after)
     try:
@@ -77,7 +143,7 @@ def disturbed(
 
 
 class Disturbed:
-    """Blobs, but that `before` is called before a put of one under `prefix`, and `after` after it."""
+    """Blobs that call `before` and `after` around each put of a name under `prefix`."""
 
     def __init__(
         self, blobs: Blobs, prefix: str, before: Callable[[str], object], after: Callable[[str], object]
@@ -109,7 +175,7 @@ class Disturbed:
 
 
 class Blocked:
-    """Puts of a kind of a run's blobs fail, until they are `unblocked`."""
+    """Puts of a run's blobs of a kind fail until `unblock` is called."""
 
     def __init__(self, run: LiveRun, kind: Kind) -> None:
         self._blocked = True

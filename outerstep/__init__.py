@@ -19,13 +19,13 @@ _SCRIPTS = {
     "EvaluationReport": "protocol.messages",
 }
 
-refuse_shadow("protocol")  # which all of it needs, whatever is used
+refuse_shadow("protocol")  # everything needs it
 
 from protocol import __version__  # noqa: E402
 
 
 def __getattr__(name: str) -> Any:
-    """Import what a script uses on first use: it needs torch, and a coordinator runs without."""
+    """Import the names for scripts on first use: they need torch, which a coordinator does not have."""
     if name in _SCRIPTS:
         refuse_shadow("worker")
         return getattr(import_module(_SCRIPTS[name]), name)

@@ -1,6 +1,6 @@
-"""What is told of a run spec before it costs days: settings outside of what was found sound. Nothing is refused.
+"""Notes on a run spec's settings that are outside the tested range, before the run costs days. Nothing is rejected.
 
-The bounds are those of docs/log.md, measured with a small model; they say where to look, and by how much it hurt there.
+The bounds were measured with a small model (docs/log.md). The notes show what to check, and how much it cost there.
 """
 
 import math
@@ -12,7 +12,7 @@ from protocol.codecs import CODECS
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import DataSpec
 
-TRIAL_STEPS = 1000  # inner steps of a run that is too short for any of this
+TRIAL_STEPS = 1000  # inner steps; shorter runs get no such notes
 FEW_ROUNDS = 50
 FEW_FOR_MOMENTUM, MUCH_MOMENTUM = 30, 0.9
 SHORT_ROUND, MOMENTUM_OF_SHORT = 10, 0.5
@@ -20,25 +20,25 @@ LEAST_GAIN, LARGEST_RATE = 1.5, 2.0
 
 
 def advice(spec: RunSpec) -> list[str]:
-    """Return a sentence for each setting that is outside of what was found sound."""
+    """Return a note for each setting that is outside the tested range."""
     if spec.total_inner_steps < TRIAL_STEPS:
         return [*_end_of_text(spec), *_privacy(spec)]
     return [*_rounds(spec), *_outer(spec), *_end_of_text(spec), *_privacy(spec)]
 
 
 def _end_of_text(spec: RunSpec) -> Iterator[str]:
-    """Compare the spec's eos_token_id with the tokenizer's, if this machine has the latter."""
+    """Compare the spec's eos_token_id with the tokenizer's, if this machine has the tokenizer."""
     given = (spec.model.config or {}).get("eos_token_id")
     end = None if given is None else _known_end(spec.data)
     if end is not None and end not in (given if isinstance(given, list) else [given]):
         yield (
-            f"model.config.eos_token_id = {given}, and the run's tokenizer ends documents with {end}, which is what "
-            "exports get: leave model.config.eos_token_id out"
+            f"model.config.eos_token_id = {given}, but the run's tokenizer ends documents with {end}, which exports "
+            "get: leave model.config.eos_token_id out"
         )
 
 
 def _known_end(data: DataSpec) -> int | None:
-    """Return the id that ends a document; None if neither tokenizer nor token set is in a directory here."""
+    """Return the id that ends a document; None if this machine has neither the tokenizer nor the token set."""
     from worker.data.tokens.index import FILE, is_token_set, read_index
     from worker.data.tokens.tokenizer import load_tokenizer
     from worker.errors import DataError
@@ -48,7 +48,7 @@ def _known_end(data: DataSpec) -> int | None:
         if data.tokenizer is not None and Path(data.tokenizer).expanduser().is_dir():
             return load_tokenizer(data.tokenizer).end
         return read_index(source / FILE).end if is_token_set(source) else None
-    except DataError:  # the workers, which need them, report what is wrong with them
+    except DataError:  # the workers will report it
         return None
 
 
@@ -57,11 +57,11 @@ def _privacy(spec: RunSpec) -> Iterator[str]:
         return
     if not spec.data.private:
         yield (
-            "data.private is false: all workers and the coordinator know the same training set, so that [privacy] "
-            "protects it from neither"
+            "data.private is false: all workers and the coordinator know the training set, so [privacy] protects it "
+            "from neither"
         )
     if not spec.privacy.noise:
-        yield "privacy.noise_multiplier = 0 clips alone, which makes nothing private"
+        yield "privacy.noise_multiplier = 0 only clips, which makes nothing private"
 
 
 def _rounds(spec: RunSpec) -> Iterator[str]:
@@ -69,30 +69,30 @@ def _rounds(spec: RunSpec) -> Iterator[str]:
     if rounds >= FEW_ROUNDS or h <= SHORT_ROUND:
         return
     yield (
-        f"sync.rounds = {rounds}: with so few, DiLoCo ends about {math.expm1(GAP_ROUNDS / rounds):.0%} in perplexity "
-        f"above synchronous training; the same {rounds * h:,} inner steps in {FEW_ROUNDS} rounds or more, of "
-        f"sync.inner_steps = {max(rounds * h // FEW_ROUNDS, 1):,}, end about {math.expm1(GAP_ROUNDS / FEW_ROUNDS):.0%} "
-        "above it"
+        f"sync.rounds = {rounds}: with so few rounds, DiLoCo's perplexity ends about "
+        f"{math.expm1(GAP_ROUNDS / rounds):.0%} above synchronous training; the same {rounds * h:,} inner steps in at "
+        f"least {FEW_ROUNDS} rounds, of sync.inner_steps = {max(rounds * h // FEW_ROUNDS, 1):,}, end about "
+        f"{math.expm1(GAP_ROUNDS / FEW_ROUNDS):.0%} above it"
     )
     if rounds < FEW_FOR_MOMENTUM and spec.outer.momentum >= MUCH_MOMENTUM:
         yield (
-            f"outer.momentum = {spec.outer.momentum} is much for {rounds} rounds: in 20 of them a learning rate of 0.7 "
-            "and momentum 0.9 ended 6% above 1.0 and 0.6"
+            f"outer.momentum = {spec.outer.momentum} is high for {rounds} rounds: in 20 rounds, learning rate 0.7 with "
+            "momentum 0.9 ended 6% above learning rate 1.0 with momentum 0.6"
         )
 
 
 def _outer(spec: RunSpec) -> Iterator[str]:
     rate, momentum, h = spec.outer.learning_rate, spec.outer.momentum, spec.sync.schedule_steps
     if rate > LARGEST_RATE:
-        yield f"outer.learning_rate = {rate}: 2.8 made the training diverge, also without momentum"
+        yield f"outer.learning_rate = {rate}: 2.8 made training diverge, even without momentum"
     if h <= SHORT_ROUND and momentum > MOMENTUM_OF_SHORT:
         yield (
-            f"outer.momentum = {momentum} with rounds of {h} inner steps: in rounds of 10, 0.8 ended 7% above what it "
-            "does in rounds of 50"
+            f"outer.momentum = {momentum} with rounds of {h} inner steps: 0.8 ended 7% higher in rounds of 10 than "
+            "in rounds of 50"
         )
-    all_is_sent = CODECS[spec.sync.upload_codec].add_weight is None  # a rest is a momentum of its own
+    all_is_sent = CODECS[spec.sync.upload_codec].add_weight is None  # otherwise the unsent rest acts as momentum
     if h > SHORT_ROUND and spec.members.min_workers > 1 and all_is_sent and rate / (1 - momentum) < LEAST_GAIN:
         yield (
-            f"outer.learning_rate = {rate} and momentum = {momentum} go only {rate / (1 - momentum):.2g} times as far "
-            "as the mean of the workers: without momentum the perplexity was 5% above that of momentum 0.4"
+            f"outer.learning_rate = {rate} and momentum = {momentum} move only {rate / (1 - momentum):.2g} times as "
+            "far as the mean of the workers: without momentum, perplexity ended 5% above momentum 0.4"
         )

@@ -1,5 +1,4 @@
-"""What people see of a run: its rounds and events as lines, its workers and rounds as tables. `picture.py` has the
-picture that a terminal gets."""
+"""A run as text: rounds and events as lines, workers and rounds as tables. `live_view.py` has the live view."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -27,12 +26,12 @@ from outerstep.follow import Look
 from protocol.messages import Cause, Event, FragmentState, Metrics, RoundInfo, RunInfo, Stage, WorkerInfo
 from protocol.text import printable
 
-GAP = 2  # columns of the terminal between those of a table
+GAP = 2  # terminal columns between table columns
 SHOWN_BY_ROUNDS = frozenset({"round-opened", "round-published", "evaluated"})
 
 
 class Display(Protocol):
-    """A display that shows looks, within a `with` block."""
+    """Shows looks, within a `with` block."""
 
     def __enter__(self) -> "Display": ...
 
@@ -44,13 +43,13 @@ class Display(Protocol):
 
 
 class LineDisplay:
-    """A display that prints one line for each published round and each event."""
+    """Prints one line for each published round and each event."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.next_round = 0
-        self.course = Course()
-        self.rates: dict[int, float] = {}  # by round, of those that a worker has reported
+        self.history = RoundHistory()
+        self.rates: dict[int, float] = {}  # learning rates reported by workers, by round
         self.in_trouble = False
         self.held_up_by: Cause | None = None
 
@@ -61,29 +60,29 @@ class LineDisplay:
         pass
 
     def show(self, look: Look) -> None:
-        for event in beside_rounds(look.events):
+        for event in events_besides_rounds(look.events):
             self._line(event_line(event))
         if look.rolled_back_to is not None:
             self.next_round = min(self.next_round, look.rolled_back_to)
-            self.course.go_back(look.rolled_back_to)
+            self.history.go_back(look.rolled_back_to)
         for worker in look.workers:
             self.rates |= rate_by_round(worker.metrics)
         published = [each for each in look.rounds if each.state is FragmentState.PUBLISHED]
         for item in published:
             if item.round >= self.next_round:
-                self.course.add(item)
+                self.history.add(item)
                 to_go = duration_text(look.run.eta_s if item is published[-1] else None)
                 rate = learning_rate_text(self.rates.get(item.round))
-                self._line(f"{round_line(item)}  rate {rate}  {self.course.text(look.run, to_go)}")
+                self._line(f"{round_line(item)}  rate {rate}  {self.history.text(look.run, to_go)}")
                 self.next_round = item.round + 1
         if look.trouble and not self.in_trouble:
-            self._line(f"{look.trouble}; asking again")
+            self._line(f"{look.trouble}; retrying")
         elif self.in_trouble and not look.trouble:
             self._line("the coordinator is back")
         self.in_trouble = look.trouble is not None
         if look.run.held_up_by != self.held_up_by and not look.ended:
             self.held_up_by = look.run.held_up_by
-            self._line(look.run.reason if self.held_up_by else f"the run goes on: {look.run.reason}")
+            self._line(look.run.reason if self.held_up_by else f"the run continues: {look.run.reason}")
         if look.ended:
             self._line(end_line(look.run))
 
@@ -91,28 +90,28 @@ class LineDisplay:
         self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
-class Course:
-    """How a run goes, by its published rounds, and by the coordinator's clock alone."""
+class RoundHistory:
+    """The last published rounds of a run. Times are the coordinator's."""
 
     def __init__(self) -> None:
         self._rounds: dict[int, RoundInfo] = {}
 
     def add(self, item: RoundInfo) -> None:
-        """Take a round into account once it is published."""
+        """Add a round if it is published."""
         if item.state is FragmentState.PUBLISHED:
             self._rounds[item.round] = item
             self._rounds.pop(item.round - SHOWN_LOSSES, None)
 
     def go_back(self, state: int) -> None:
-        """Forget the rounds that were given up as the run was rolled back."""
+        """Forget the rounds that were discarded when the run was rolled back."""
         self._rounds = {number: item for number, item in self._rounds.items() if number < state}
 
     def text(self, run: RunInfo, to_go: str) -> str:
-        """Return the time from the run's creation to the end of its last round, what is to go, and the losses."""
+        """Return a line with the elapsed time, the remaining time `to_go`, and the losses."""
         return f"elapsed {duration_text(self.elapsed_s(run))}  to go {to_go}  losses {sparkline(self.losses)}"
 
     def elapsed_s(self, run: RunInfo) -> float | None:
-        """Return the seconds from the run's creation to the end of its last round; None before there is one."""
+        """Return the seconds from the run's creation to the end of its last round; None before the first ends."""
         last = self._rounds.get(max(self._rounds, default=-1))
         return None if last is None or last.closed_at is None else last.closed_at - run.created_at
 
@@ -123,7 +122,7 @@ class Course:
 
     @property
     def held_out_losses(self) -> list[float | None]:
-        """The held-out losses of the states that these started from."""
+        """The held-out losses of the states that these rounds started from."""
         return [self._rounds[number].held_out_loss for number in sorted(self._rounds)]
 
 
@@ -144,8 +143,8 @@ def round_line(item: RoundInfo) -> str:
     )
 
 
-def beside_rounds(events: Iterable[Event]) -> list[Event]:
-    """Return the events that the display of the rounds does not show already."""
+def events_besides_rounds(events: Iterable[Event]) -> list[Event]:
+    """Return the events that are not already visible from the rounds."""
     return [event for event in events if event.kind not in SHOWN_BY_ROUNDS]
 
 
@@ -163,7 +162,8 @@ def round_seconds(item: RoundInfo) -> float | None:
 
 
 def tokens_per_second(item: RoundInfo) -> float | None:
-    """Return the speed of all workers together over a whole round, sync and waiting included; None while it is open."""
+    """Return the speed of all workers together over a whole round, including sync and waiting; None while it is
+    open."""
     seconds = round_seconds(item)
     return item.tokens / seconds if seconds else None
 
@@ -185,13 +185,13 @@ def worker_table(workers: Sequence[WorkerInfo], width: int) -> RenderableType:
         ]
         for item in workers
     ]
-    return tables(*with_what_is_told(columns, rows, workers), width)
+    return tables(*with_reported_columns(columns, rows, workers), width)
 
 
-def with_what_is_told(
+def with_reported_columns(
     columns: list[str], rows: list[list[str]], workers: Sequence[WorkerInfo]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return columns and rows with those that would only take room where no worker tells them."""
+    """Return columns and rows, extended by the metrics that at least one worker reports."""
     if any(item.metrics.learning_rate is not None for item in workers):
         columns = [*columns, ">rate"]
         rows = [[*row, learning_rate_text(item.metrics.learning_rate)] for row, item in zip(rows, workers, strict=True)]
@@ -227,8 +227,8 @@ def round_columns(rounds: Iterable[RoundInfo]) -> tuple[list[str], list[list[str
 
 
 def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> RenderableType:
-    """Return a table that is at most `width` wide: where its columns do not fit, the rest of them are a second one
-    below it, and so on, each of which begins with the first column."""
+    """Return a table of at most `width` columns. Columns that do not fit are put into further tables below it, each
+    starting with the first column."""
     taken = [
         GAP + max(cell_len(cell) for cell in (column.removeprefix(">"), *cells))
         for column, *cells in zip(columns, *rows, strict=True)
@@ -245,15 +245,15 @@ def tables(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) ->
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """Return a table; a column whose name begins with '>' is aligned to the right, and the text of one whose name
-    begins with '~' goes on in the next line where there is no room."""
+    """Return a table. A column whose name begins with '>' is right-aligned; one whose name begins with '~' wraps its
+    text."""
     result = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.startswith(">") else "left"
         wrapped = column.startswith("~")
         result.add_column(column.lstrip(">~"), justify=justify, no_wrap=not wrapped, overflow="fold")
     for row in rows:
-        # What others wrote is neither read as markup nor obeyed by the terminal.
+        # Text from others must neither be read as markup nor obeyed by the terminal.
         result.add_row(*(Text(printable(cell)) for cell in row))
     return result
 

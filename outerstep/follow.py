@@ -1,4 +1,4 @@
-"""Follow a run until it ends: look at it each time that something has happened, through coordinator restarts."""
+"""Follow a run until it ends: look at it whenever something happens, across restarts of the coordinator."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ RETRY_MAX_S = 10.0
 class Look:
     """A run at one moment.
 
-    `rounds`, oldest first, are those that were open or still to come at the previous look, and those that are trained
-    anew since the run was rolled back; `events`, oldest first, those since then, and `last_event` is the number of the
-    last one. `trouble` says why the coordinator could not be asked: then the rest is that of the previous look.
+    `rounds`, oldest first: rounds that were not closed at the previous look, and those trained again after a rollback.
+    `events`, oldest first: events since the previous look; `last_event` is the number of the last one. `trouble`: why
+    the coordinator could not be reached; the rest is then from the previous look.
     """
 
     run: RunInfo
@@ -35,15 +35,16 @@ class Look:
 
     @property
     def rolled_back_to(self) -> int | None:
-        """The state that the run went back to since the previous look: rounds from this number on are others now."""
+        """The state that the run was rolled back to since the previous look; rounds from this number on were
+        discarded."""
         return rolled_back_to(self.events)
 
 
 def follow(client: Client, run: str, *, patience_s: float, sleep: Callable[[float], None]) -> Iterator[Look]:
-    """Yield a look at `run` now, whenever something happens, and at least every `patience_s`; the last is at its end.
+    """Yield a look at `run` now, whenever something happens, and at least every `patience_s`; the last when it ends.
 
-    While the coordinator cannot be reached or has a fault, each attempt yields a look with `trouble`. Raises Problem
-    if the coordinator refuses; the very first look raises every error.
+    While the coordinator is unreachable or failing, each attempt yields a look with `trouble`. Raises Problem if the
+    coordinator refuses; the first look raises every error.
     """
     look = take_look(client, run)
     yield look
@@ -66,7 +67,7 @@ def follow(client: Client, run: str, *, patience_s: float, sleep: Callable[[floa
 
 def take_look(client: Client, run: str, before: Look | None = None) -> Look:
     """Return a look at the run. The first one has all events and the last 20 rounds."""
-    # The state comes first: the end that it may tell of is then among the rounds and events that are read after it.
+    # The state is read first, so that if it is the end, the rounds and events read after it are complete.
     info = client.run(run)
     last_event = before.last_event if before else 0
     events = tuple(client.events(run, after=last_event))
@@ -86,5 +87,5 @@ def take_look(client: Client, run: str, before: Look | None = None) -> Look:
 
 
 def rolled_back_to(events: Iterable[Event]) -> int | None:
-    """Return the earliest state that the run went back to in these events; None if it did not."""
+    """Return the earliest state that the run was rolled back to in these events; None if it was not."""
     return min((event.data["round"] for event in events if event.kind == "rolled-back"), default=None)

@@ -1,6 +1,6 @@
-"""The costs of a run on given lines: bytes, seconds and quality of every pair of codecs and H. Pure arithmetic.
+"""The cost of a run on given network connections: bytes, seconds and quality for every pair of codecs and H. Pure.
 
-docs/performance.md explains the model, gives the sources of the figures, and compares it with measured runs.
+docs/performance.md explains the model, gives the sources of its figures, and compares it with measured runs.
 """
 
 import math
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any, get_args
 
-from outerstep import tcp
 from protocol import wire
 from protocol.codecs import CODECS
 from protocol.digest import DIGEST_BYTES
@@ -19,20 +18,29 @@ from protocol.spec.sections import SyncSpec
 INNER_STEPS = (50, 100, 200, 500, 1000, 2000)
 FRAGMENT_ELEMENTS: int = SyncSpec.model_fields["fragment_elements"].default
 
-# What worker/rounds/in_flight.py has under way at once, and the cores that a coordinator is taken to have.
+# Fragments in flight at once in worker/rounds/in_flight.py, and the assumed cores of a coordinator.
 UPLOADS, DOWNLOADS, COORDINATOR_CORES = 3, 4, 2
 
+PACKET_BYTES = 1448  # payload of a full packet
+INITIAL_WINDOW = 10  # packets
+ACK_SHARE = 0.04  # of the bytes received: one packet without payload for every two full ones
+
+# As worker/line/line.py does on long connections without BBR: upload connections at first and at most, download
+# connections per fragment, and the maximum bytes of a part (fast connections use larger ones).
+FAR_S, UP_FIRST, UP_MOST, DOWN_EACH = 0.015, 4, 32, 8
+UP_PART_BYTES, DOWN_PART_BYTES = 1 << 18, 1 << 20
+
 FP32_BYTES = 4
-NOISE = 0.001  # nats per byte: smaller differences between codecs were not told apart
+NOISE = 0.001  # nats per byte; smaller differences between codecs could not be measured
 GAP_ROUNDS = 1.1  # DiLoCo ends about this / rounds above synchronous training, in nats per byte
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The run to plan: lines in bit/s of payload, `latency_s` of a round trip, seconds per inner step, `steps` in all,
-    and the share of packets that the lines lose.
+    """The run to plan: `up` and `down` in bit/s of payload, round-trip time `latency_s`, seconds per inner step, total
+    inner `steps`, and `loss`, the share of packets lost.
 
-    Every worker has a line of its own; the coordinator's is no bottleneck.
+    Each worker has its own connection; the coordinator's is not a bottleneck.
     """
 
     parameters: int
@@ -46,8 +54,9 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """One sync of one worker with a pair of codecs. `loss` is the codecs', nats per byte; None: not measured."""
+class SyncCost:
+    """The cost of one worker's sync with a pair of codecs. `loss`: of the codecs, in nats per byte; None: not
+    measured."""
 
     upload_codec: str
     download_codec: str
@@ -59,16 +68,16 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Setting:
-    """An exchange every `inner_steps` steps.
+    """A pair of codecs with a sync every `inner_steps` steps.
 
-    utilisation   the share of time in inner steps
-    overlap       the least `sync.overlap` with which the training never waits for this exchange: inner steps, or
-                  "eager"; None if it takes longer than the H inner steps
-    factor        bytes of per-step fp32 all-reduce / bytes of this exchange, both directions together
-    loss          loss by the codecs and by `inner_steps`, nats per byte, above synchronous training
+    utilisation   share of time in inner steps
+    overlap       the smallest `sync.overlap` with which training never waits for the sync: inner steps, or "eager";
+                  None if the sync takes longer than the H inner steps
+    factor        bytes of per-step fp32 all-reduce / bytes of this sync, both directions together
+    loss          loss due to the codecs and `inner_steps`, in nats per byte above synchronous training
     """
 
-    exchange: Exchange
+    cost: SyncCost
     inner_steps: int
     utilisation: float
     overlap: int | str | None
@@ -76,22 +85,22 @@ class Setting:
     loss: float | None
 
 
-def exchanges(workload: Workload) -> Iterator[Exchange]:
-    """Yield an exchange for every pair of codecs that a run spec may name."""
+def sync_costs(workload: Workload) -> Iterator[SyncCost]:
+    """Yield the cost for every pair of codecs that a run spec may name."""
     uploads, downloads = (get_args(SyncSpec.model_fields[f"{way}load_codec"].annotation) for way in ("up", "down"))
     for up, down in product(uploads, downloads):
-        yield exchange(workload, up, down)
+        yield sync_cost(workload, up, down)
 
 
-def exchange(
+def sync_cost(
     workload: Workload, up: str, down: str, *, zstd: bool = True, fragment: int = FRAGMENT_ELEMENTS
-) -> Exchange:
-    """Return the bytes and the seconds of one sync, in fragments of at most `fragment` elements."""
+) -> SyncCost:
+    """Return the bytes and seconds of one sync, in fragments of at most `fragment` elements."""
     sizes = fragment_sizes(workload.parameters, fragment)
     upload = {n: contribution_bytes(up, n, zstd=zstd) for n in set(sizes)}
     download = {n: delta_bytes(down, n, workload.workers, zstd=zstd) for n in set(sizes)}
     losses = (CODECS[up].figures.up, CODECS[down].figures.down)
-    return Exchange(
+    return SyncCost(
         up,
         down,
         sum(upload[n] for n in sizes),
@@ -102,9 +111,9 @@ def exchange(
 
 
 @dataclass(frozen=True)
-class Passage:
-    """When, in seconds from a sync's beginning, one fragment's upload began and was acknowledged, its mean was there,
-    and it was downloaded and stepped."""
+class FragmentTimes:
+    """Seconds from the start of a sync until one fragment was encoded, its upload acknowledged, its mean computed, and
+    its outer step done."""
 
     encoded: float
     acknowledged: float
@@ -113,49 +122,52 @@ class Passage:
 
 
 def sync_seconds(workload: Workload, up: str, down: str, fragments: Sequence[tuple[int, int, int]]) -> float:
-    """Return the time from the pseudo-gradients to the last outer step, in seconds. See `passages`."""
-    return max(each.stepped for each in passages(workload, up, down, fragments))
+    """Return the seconds from the pseudo-gradients to the last outer step. See `fragment_times`."""
+    return max(each.stepped for each in fragment_times(workload, up, down, fragments))
 
 
-def passages(workload: Workload, up: str, down: str, fragments: Sequence[tuple[int, int, int]]) -> Iterator[Passage]:
-    """Yield each fragment's way through one sync.
+def fragment_times(
+    workload: Workload, up: str, down: str, fragments: Sequence[tuple[int, int, int]]
+) -> Iterator[FragmentTimes]:
+    """Yield the times of each fragment in one sync.
 
-    `fragments`: elements, bytes up and bytes down of each. They go through a pipeline of encoding, upload, aggregation,
-    download and outer step, in order; a stage begins with a fragment when the stage before is done with it and there is
-    a free place.
+    `fragments`: elements, bytes up and bytes down of each. They pass through a pipeline of encoding, upload,
+    aggregation, download and outer step, in order. A stage starts with a fragment when the previous stage is done with
+    it and a slot is free.
     """
     upload, download = CODECS[up].figures, CODECS[down].figures
     latency_s = workload.latency_s
-    way_up, way_down = (
-        way(rate, latency_s, workload.loss) for way, rate in ((tcp.up, workload.up), (tcp.down, workload.down))
+    up_link, down_link = (
+        uplink(workload.up, latency_s, workload.loss),
+        downlink(workload.down, latency_s, workload.loss),
     )
     encoded = sent = fetched = on_line = 0.0
     acknowledged, averaged, stepped = ([0.0] * ways for ways in (UPLOADS, COORDINATOR_CORES, DOWNLOADS))
     for elements, upload_bytes, download_bytes in fragments:
         n = elements / 1e9
         encoded = max(encoded, acknowledged[-UPLOADS]) + n / upload.pack
-        before, on_line = on_line, on_line + upload_bytes + tcp.ACK_SHARE * download_bytes
-        sent = max(sent, encoded) + way_up.transfer_s(on_line) - way_up.transfer_s(before)
-        late_s = way_up.last_part_s(min(upload_bytes, tcp.UP_PART_BYTES))
+        before, on_line = on_line, on_line + upload_bytes + ACK_SHARE * download_bytes
+        sent = max(sent, encoded) + up_link.transfer_s(on_line) - up_link.transfer_s(before)
+        late_s = up_link.last_part_s(min(upload_bytes, UP_PART_BYTES))
         acknowledged.append(sent + late_s + latency_s)
         mean_s = n * (workload.workers / upload.accumulate + 1 / download.pack)
         averaged.append(max(averaged[-COORDINATOR_CORES], acknowledged[-1]) + mean_s)
         begun = max(averaged[-1], stepped[-DOWNLOADS])
-        fetched = max(fetched, begun) + download_bytes / way_down.bytes_per_s  # of the line, which all share
-        late_s = way_down.last_part_s(min(download_bytes / tcp.DOWN_EACH, tcp.DOWN_PART_BYTES))
-        stepped.append(max(fetched, begun + way_down.transfer_s(download_bytes)) + late_s + n / download.unpack)
-        yield Passage(encoded, acknowledged[-1], averaged[-1], stepped[-1])
+        fetched = max(fetched, begun) + download_bytes / down_link.bytes_per_s  # all fragments share the connection
+        late_s = down_link.last_part_s(min(download_bytes / DOWN_EACH, DOWN_PART_BYTES))
+        stepped.append(max(fetched, begun + down_link.transfer_s(download_bytes)) + late_s + n / download.unpack)
+        yield FragmentTimes(encoded, acknowledged[-1], averaged[-1], stepped[-1])
 
 
 def settings(workload: Workload) -> list[Setting]:
-    return [setting(workload, each, h) for each in exchanges(workload) for h in INNER_STEPS]
+    return [setting(workload, each, h) for each in sync_costs(workload) for h in INNER_STEPS]
 
 
-def setting(workload: Workload, each: Exchange, inner_steps: int) -> Setting:
+def setting(workload: Workload, each: SyncCost, inner_steps: int) -> Setting:
     train_s = inner_steps * workload.step_s
     moved = each.upload_bytes + each.download_bytes
     loss = None if each.loss is None else each.loss + GAP_ROUNDS * inner_steps / workload.steps
-    waiting_s = each.sync_s + workload.latency_s  # the next round's assignment
+    waiting_s = each.sync_s + workload.latency_s  # for the next round's assignment
     utilisation, hidden = train_s / (train_s + waiting_s), math.ceil(waiting_s / workload.step_s)
     overlap = hidden if hidden < inner_steps else "eager" if hidden == inner_steps else None
     factor = 2 * allreduce_bytes(workload.workers, workload.parameters, inner_steps) / moved
@@ -163,23 +175,24 @@ def setting(workload: Workload, each: Exchange, inner_steps: int) -> Setting:
 
 
 def recommend(found: list[Setting], wanted: float) -> tuple[Setting, str]:
-    """Return the setting of the least loss that reaches the utilisation `wanted`, and a sentence that says why.
+    """Return the setting with the lowest loss among those that reach the utilisation `wanted`, and the reason.
 
-    Of several with the same loss, within the noise of the measurement, it is the one with the fewest bytes.
+    Among settings with equal loss, within measurement noise, it is the one with the fewest bytes.
     """
     measured = [each for each in found if each.loss is not None]
     enough = [each for each in measured if each.utilisation >= wanted]
     if not enough:
         best = max(measured, key=lambda each: each.utilisation)
         return best, (
-            f"No setting reaches {wanted:.0%} in inner steps: {name(best)} comes nearest, with {best.utilisation:.0%}."
+            f"No setting reaches {wanted:.0%} of the time in inner steps; {name(best)} is nearest, with "
+            f"{best.utilisation:.0%}."
         )
     least = min(map(_loss, enough))
     equal = [each for each in enough if _loss(each) < least + NOISE]
-    best = min(equal, key=lambda each: each.exchange.upload_bytes + each.exchange.download_bytes)
+    best = min(equal, key=lambda each: each.cost.upload_bytes + each.cost.download_bytes)
     return best, (
-        f"{name(best)} loses about {_loss(best):.3f} nats per byte against synchronous training, no more than any "
-        f"other that keeps {wanted:.0%} of the time for inner steps, and moves the fewest bytes of those."
+        f"{name(best)} loses about {_loss(best):.3f} nats per byte compared with synchronous training; of the "
+        f"settings with at least {wanted:.0%} of the time in inner steps, none loses less, and it moves the least."
     )
 
 
@@ -189,7 +202,7 @@ def _loss(each: Setting) -> float:
 
 
 def name(each: Setting) -> str:
-    return f"{each.exchange.upload_codec} up, {each.exchange.download_codec} down, H = {each.inner_steps}"
+    return f"{each.cost.upload_codec} up, {each.cost.download_codec} down, H = {each.inner_steps}"
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------
@@ -201,7 +214,7 @@ def fragment_sizes(parameters: int, fragment: int) -> list[int]:
 
 
 def contribution_bytes(codec: str, elements: int, *, zstd: bool) -> int:
-    """Return the bytes of one worker's payload of one fragment: exact but for the estimate of zstd's ratio."""
+    """Return the bytes of one worker's payload of one fragment, exact except for the estimated zstd ratio."""
 
     def header(frame_bytes: list[int]) -> wire.Header:
         return wire.ContributionHeader.model_construct(
@@ -243,11 +256,11 @@ def _payload_bytes(codec: str, elements: int, header: Callable[[list[int]], wire
     return len(wire.pack_header(header(frames))) + sum(frames)
 
 
-# --- what it is compared with -------------------------------------------------------------------------------------
+# --- comparison with all-reduce -----------------------------------------------------------------------------------
 
 
 def allreduce_bytes(workers: int, parameters: int, steps: int) -> int:
-    """Return the bytes that each worker sends, and receives, in `steps` ring all-reduces of fp32 gradients.
+    """Return the bytes that each worker sends, and also receives, in `steps` ring all-reduces of fp32 gradients.
 
     Each is 2·(n−1)/n of the vector (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
     """
@@ -255,6 +268,61 @@ def allreduce_bytes(workers: int, parameters: int, steps: int) -> int:
 
 
 def allreduce_seconds(workload: Workload) -> float:
-    """Return the seconds of one fp32 ring all-reduce on these lines: 2·(n−1) steps, each as slow as the slower way."""
+    """Return the seconds of one fp32 ring all-reduce: 2·(n−1) steps, each as slow as the slower direction."""
     moved = allreduce_bytes(workload.workers, workload.parameters, 1)
     return 8 * moved / min(workload.up, workload.down) + 2 * (workload.workers - 1) * workload.latency_s
+
+
+# --- TCP ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of a worker's network connection, and its TCP connections. A connection that starts, or was idle,
+    sends INITIAL_WINDOW packets and twice as many in each round trip (RFC 6928, RFC 5681), until the link is full. With
+    losses, none keeps more than about sqrt(3/2 / p) packets in flight (Mathis et al. 1997, doi:10.1145/263932.264023).
+
+    rate         payload bits per second
+    latency_s    round-trip time
+    loss         share of packets lost
+    first, most  TCP connections at the start, and at most
+    """
+
+    rate: float
+    latency_s: float
+    loss: float
+    first: int
+    most: int
+
+    @property
+    def connection_bytes_per_s(self) -> float:
+        """The rate of one TCP connection under packet loss."""
+        if not self.loss * self.latency_s:
+            return self.rate / 8
+        return min(self.rate / 8, PACKET_BYTES / self.latency_s * math.sqrt(1.5 / self.loss))
+
+    @property
+    def bytes_per_s(self) -> float:
+        return min(self.rate / 8, self.most * self.connection_bytes_per_s)
+
+    def transfer_s(self, size: float) -> float:
+        """Return the seconds from the first byte sent to the last of `size` bytes, after an idle time."""
+        window, sent, seconds = self.first * INITIAL_WINDOW * PACKET_BYTES, 0.0, 0.0
+        while sent + window < size and window < self.bytes_per_s * self.latency_s:
+            sent, seconds, window = sent + window, seconds + self.latency_s, 2 * window
+        return seconds + (size - sent) / self.bytes_per_s
+
+    def last_part_s(self, size: float) -> float:
+        """Return the extra seconds that the last part, of `size` bytes, takes because packet loss slows its
+        connection."""
+        return size / self.connection_bytes_per_s - size / self.bytes_per_s
+
+
+def uplink(rate: float, latency_s: float, loss: float) -> Link:
+    """Return the upload direction of a worker's connection."""
+    return Link(rate, latency_s, loss, *((UP_FIRST, UP_MOST) if latency_s >= FAR_S else (1, UP_MOST)))
+
+
+def downlink(rate: float, latency_s: float, loss: float) -> Link:
+    """Return the download direction, for one fragment."""
+    return Link(rate, latency_s, loss, *((DOWN_EACH, DOWN_EACH) if latency_s >= FAR_S else (1, DOWN_EACH)))

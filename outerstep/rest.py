@@ -2,10 +2,10 @@
 
 Its methods raise one of three exceptions:
 
-    Problem            the coordinator refused, or has a fault of its own; its remedy says which
-    Transient          nobody answered, or a proxy did in the coordinator's place: worth trying again
-    UnexpectedAnswer   the answer is not a coordinator's: the URL is wrong, or its certificate is not trusted; or it is
-                       one of another version, or larger than any
+    Problem            the coordinator refused or failed; the problem's remedy says which
+    Transient          no response, or a proxy's instead of the coordinator's; worth a retry
+    UnexpectedAnswer   not a coordinator's response: the URL is wrong, or the certificate is not trusted; or a response
+                       of another version, or one that is too large
 """
 
 import time
@@ -54,12 +54,12 @@ from protocol.versions import request_headers
 T = TypeVar("T")
 
 PAGE_ITEMS = 100
-WATCHED_BYTES = 1 << 20  # of one stream of events: one event, and a comment now and then
+WATCHED_BYTES = 1 << 20  # of one event stream: one event, and occasional comments
 TIMEOUT = httpx.Timeout(30.0, connect=10.0)  # seconds
 
 
 class Client:
-    """The operators' requests, on an `httpx.Client` whose base_url and Authorization are set (see `connect`)."""
+    """The operators' requests, on an `httpx.Client` with base_url and Authorization set (see `connect`)."""
 
     def __init__(self, http: httpx.Client, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self.http, self._sleep = http, sleep
@@ -83,7 +83,7 @@ class Client:
         return self._ask("GET", _path(run), RunDetail)
 
     def create_run(self, spec: str) -> tuple[RunInfo, bool]:
-        """Create a run from a TOML spec. Return it, and True if it is new (False: it was there with the same spec)."""
+        """Create a run from a TOML spec. Return it, and True if it is new (False: it already exists with this spec)."""
         headers = {"content-type": "application/toml"}
 
         def read(response: httpx.Response) -> tuple[RunInfo, bool]:
@@ -95,12 +95,12 @@ class Client:
         return self._ask("PATCH", _path(run), RunInfo, json=change.model_dump())
 
     def roll_back(self, run: str, order: RollBack) -> RunInfo:
-        """Take a run back to a checkpoint."""
+        """Roll a run back to a checkpoint."""
         return self._ask("POST", f"{_path(run)}/rollback", RunInfo, json=order.model_dump())
 
     def remove_run(self, run: str) -> None:
-        """Remove a run that has ended, with its files."""
-        self._send("DELETE", _path(run), _pass_over)
+        """Remove an ended run with its files."""
+        self._send("DELETE", _path(run), _discard)
 
     def workers(self, run: str) -> list[WorkerInfo]:
         """Return the run's workers, by name: box-4 before box-14."""
@@ -118,7 +118,7 @@ class Client:
         return self._pages(_path(run, "units"), EpochInfo)
 
     def checkpoints(self, run: str) -> Iterator[CheckpointInfo]:
-        """Yield the checkpoints that are kept of the run, newest first."""
+        """Yield the run's checkpoints, newest first."""
         return self._pages(_path(run, "checkpoints"), CheckpointInfo)
 
     def rounds(self, run: str) -> Iterator[RoundInfo]:
@@ -135,7 +135,7 @@ class Client:
     def wait_for_event(self, run: str, after: int, *, patience_s: float) -> None:
         """Wait for an event with a number larger than `after`, at most `patience_s`.
 
-        This is one long request (server-sent events). `events` then has the event itself.
+        This is one long request (server-sent events). Call `events` to get the event itself.
         """
         headers = {"accept": "text/event-stream", "last-event-id": str(after)}
         timeout = httpx.Timeout(TIMEOUT.connect, read=patience_s)
@@ -150,7 +150,7 @@ class Client:
         except httpx.ReadTimeout:
             return
         except Problem as problem:
-            self._wait_where_too_many(problem)
+            self._wait_if_too_many(problem)
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
 
@@ -161,41 +161,41 @@ class Client:
     # --- the coordinator itself -----------------------------------------------------------------------------------
 
     def status(self) -> ServerStatus:
-        """Return how the coordinator is."""
+        """Return the coordinator's status."""
         return self._ask("GET", "/v1/status", ServerStatus)
 
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def create_token(self, request: TokenRequest) -> NewToken:
-        """Make a token. Its secret is in this answer only."""
+        """Create a token. Its secret is only in this response."""
         return self._ask("POST", "/v1/tokens", NewToken, json=request.model_dump(mode="json"))
 
     def tokens(self) -> Iterator[TokenInfo]:
         return self._pages("/v1/tokens", TokenInfo)
 
     def rotate_token(self, token_id: str) -> NewToken:
-        """Give a token another secret, which is in this answer only."""
+        """Give a token a new secret, which is only in this response."""
         return self._ask("POST", f"/v1/tokens/{quote(token_id, safe='')}/secret", NewToken)
 
     def audit(self) -> Iterator[AuditEntry]:
-        """Yield who did what with a token, or to one, newest first."""
+        """Yield the audit log, newest first."""
         return self._pages("/v1/audit", AuditEntry)
 
     def revoke_token(self, token_id: str) -> None:
-        self._send("DELETE", f"/v1/tokens/{quote(token_id, safe='')}", _pass_over)
+        self._send("DELETE", f"/v1/tokens/{quote(token_id, safe='')}", _discard)
 
     # --- line checks ----------------------------------------------------------------------------------------------
 
     def line_check_down(self, count: int) -> None:
-        """Fetch so many bytes of no meaning; none of them asks whether the token lets workers join."""
+        """Fetch `count` meaningless bytes; with 0, this only checks that workers may join with the token."""
         read = partial(read_body, limit_bytes=count)
         self._send("GET", "/v1/line-check", read, params={"bytes": str(count)})
 
     def line_check_up(self, content: bytes) -> None:
-        """Send bytes of no meaning."""
-        self._send("POST", "/v1/line-check", _pass_over, content=content)
+        """Send meaningless bytes."""
+        self._send("POST", "/v1/line-check", _discard, content=content)
 
-    # --- the one way out ------------------------------------------------------------------------------------------
+    # --- sending --------------------------------------------------------------------------------------------------
 
     def _pages(self, path: str, item: type[Reply], after: str | None = None) -> Iterator[Reply]:
         while True:
@@ -205,14 +205,14 @@ class Client:
             if page.next is None:
                 return
             if not page.items or page.next == after:
-                raise UnexpectedAnswer(f"{self.http.base_url} answers {path} with a listing that does not end")
+                raise UnexpectedAnswer(f"{self.http.base_url} answers {path} with an endless list")
             after = page.next
 
     def _ask(self, method: str, path: str, reply: type[Reply], **request: Any) -> Reply:
         return self._send(method, path, partial(read_message, reply), **request)
 
     def _send(self, method: str, path: str, read: Callable[[httpx.Response], T], **request: Any) -> T:
-        """Send a request, again where the token has sent too many; return what `read` makes of its answer."""
+        """Send a request, and retry it if the token has sent too many; return what `read` makes of the response."""
         while True:
             try:
                 with self.http.stream(method, path, **request) as response:
@@ -221,10 +221,10 @@ class Client:
             except httpx.TransportError as error:
                 raise self._unreachable(error) from error
             except Problem as problem:
-                self._wait_where_too_many(problem)
+                self._wait_if_too_many(problem)
 
-    def _wait_where_too_many(self, problem: Problem) -> None:
-        """Wait as long as the coordinator says, where the token has sent too many requests; raise any other problem."""
+    def _wait_if_too_many(self, problem: Problem) -> None:
+        """Wait as long as the coordinator asks if the token has sent too many requests; raise any other problem."""
         if problem.slug != "too-many-requests":
             raise problem
         self._sleep(problem.retry_after_s or 1.0)
@@ -236,15 +236,15 @@ class Client:
 
 
 def connect(url: str, token: str, *, ca: Path | None = None, trust_env: bool = True) -> Client:
-    """Return a client of the coordinator at `url`. `ca`: a PEM file of certificates that are trusted too; `trust_env`:
-    heed HTTP_PROXY and its like. Raises ValueError for a file without certificates."""
+    """Return a client of the coordinator at `url`. `ca`: a PEM file of additional trusted certificates; `trust_env`:
+    use HTTP_PROXY and similar variables. Raises ValueError if the file has no certificates."""
     headers = {**request_headers("operator"), "authorization": f"Bearer {token}"}
     verify = ssl_context(ca)
     return Client(httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=trust_env, verify=verify))
 
 
-def _pass_over(response: httpx.Response) -> None:
-    """Read a body that says nothing, so that the connection can be used again."""
+def _discard(response: httpx.Response) -> None:
+    """Read and discard the body, so that the connection can be reused."""
     beginning(response, ERROR_BYTES)
 
 

@@ -1,7 +1,7 @@
-"""A check for files of the user that hide one of Outerstep's packages.
+"""Detects the user's files that shadow one of Outerstep's packages.
 
-Python looks beside the script first (with `python -m`, in the working directory), so a `worker.py` there is found in
-place of the package `worker`. It would be run, and what it lacks reported as if Outerstep were broken.
+Python first looks in the script's directory (with `python -m`, in the working directory), so it would import a
+`worker.py` there instead of the package `worker`, and the errors would look as if Outerstep were broken.
 """
 
 from importlib.util import find_spec
@@ -11,10 +11,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def refuse_shadow(package: str) -> None:
-    """Raise ImportError if another file hides our `package`; the message names it.
-
-    Nothing is imported.
-    """
+    """Raise ImportError that names the file if one shadows our `package`. Nothing is imported."""
     ours, found = _ROOT / package / "__init__.py", find_spec(package)
     if found is None or found.origin is None or not ours.exists() or Path(found.origin).samefile(ours):
         return

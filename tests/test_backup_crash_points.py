@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from coordinator.backup.directory import BackupDirectory
-from coordinator.backup.putting_back import restore
+from coordinator.backup.restore import restore
 from coordinator.store.database import url_of
 from coordinator.store.sqlite import FILE
 from harness.coordinator import coordinator_thread
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.system
 
 # What at least must be among the points of a backup, and of a restore.
 OF_BACKUP = {
-    "fsync incoming/N in copying.copy_whole",
+    "fsync incoming/N in store.copy_whole",
     "rename to blobs/D in directory.take_blob",
     "fsync blobs in directory.add",
     "rename to backups/N.db in directory.add",
@@ -38,13 +38,13 @@ OF_BACKUP = {
     "remove blobs/D in directory.remove_blobs",
 }
 OF_RESTORE = {
-    "rename to restored in putting_back.restore",
-    "fsync incoming/N in copying.copy_whole",
-    "link checkpoints/N/N.D in putting_back.restore",
-    "link deltas/N/N.D in putting_back.restore",
-    "fsync checkpoints/N in putting_back.restore",
-    "rename to outerstep.db in putting_back.restore",
-    "fsync . in putting_back.restore",
+    "rename to restored in restore.restore",
+    "fsync incoming/N in store.copy_whole",
+    "link checkpoints/N/N.D in restore.restore",
+    "link deltas/N/N.D in restore.restore",
+    "fsync checkpoints/N in restore.restore",
+    "rename to outerstep.db in restore.restore",
+    "fsync . in restore.restore",
 }
 
 
@@ -124,7 +124,7 @@ def test_a_restore_killed_at_each_point_is_done_again(prepared: Prepared, tmp_pa
         manifest = BackupDirectory(prepared.backups).manifest(1)
         if not (new / FILE).exists():
             if (new / "restored").exists():
-                with pytest.raises(ValueError, match="was not restored to the end"):
+                with pytest.raises(ValueError, match="is incomplete"):
                     url_of(None, new)
             assert restore(BackupDirectory(prepared.backups), None, new) == manifest, point
         check_restored(new, manifest)

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.backup.making import Made, Source, files_of, make
-from coordinator.backup.places import place_of
-from coordinator.backup.putting_back import restore
+from coordinator.backup.create import Created, Source, create, files_of
+from coordinator.backup.locations import open_store
+from coordinator.backup.restore import restore
 from coordinator.store import sqlite
 from harness.coordinator import coordinator_thread
 from protocol.errors import OuterstepError
@@ -52,7 +52,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         for round_, state in enumerate(found):
             running.await_state("r", round_)
             back_up(running.data_dir, folder / "backups")
-            restore(place_of(folder / "backups"), None, state)
+            restore(open_store(folder / "backups"), None, state)
             play_round([a], round_)
     with sqlite3.connect(found[1] / sqlite.FILE) as connection:
         connection.execute(f"CREATE TABLE bulk AS SELECT randomblob({PART_BYTES}) AS bytes")
@@ -100,10 +100,10 @@ def run(folder: Path, s3: S3Server, data_dir: Path, url: str, killing: Killing |
     return process.exitcode
 
 
-def later(data_dir: Path, url: str) -> Made:
+def later(data_dir: Path, url: str) -> Created:
     """A backup once the lock of any other that was killed is another's."""
     at = time.time() + LEASE_S + CLOCKS_S
-    return make(Source(sqlite.url_in(data_dir), files_of(data_dir)), place_of(url, lambda: at), keep=1)
+    return create(Source(sqlite.url_in(data_dir), files_of(data_dir)), open_store(url, lambda: at), keep=1)
 
 
 @pytest.mark.covers("reliability:bucket-backup-killed")
@@ -131,7 +131,7 @@ def test_a_backup_killed_at_each_request_leaves_a_whole_one_and_the_next_goes_on
             found = damages(url)
             assert found, killing.at
             assert set(found.values()) == {""}, killing.at
-            check_restored(tmp_path / f"new-{name}", restore(place_of(url), None, tmp_path / f"new-{name}"))
+            check_restored(tmp_path / f"new-{name}", restore(open_store(url), None, tmp_path / f"new-{name}"))
             if b'"until":0.0' not in s3.read(f"{name}/lock"):
                 held += 1
                 with pytest.raises(OuterstepError, match=rf"in {url}, by \S+, process {killing.pid}: wait until"):

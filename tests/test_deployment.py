@@ -17,8 +17,7 @@ import pytest
 
 from coordinator.http.long_polls import MAX_WAIT_S
 from coordinator.settings import Settings
-from harness.certificates import Certificate, make_certificate
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import Certificate, InThread, coordinator_thread, make_certificate
 from harness.member import Member, spec_toml
 from protocol.fragments import TensorSpec
 from protocol.messages import Scope

@@ -1,4 +1,4 @@
-"""The scripts in examples/: each trains with two workers that end with the same model, for the lines that it says."""
+"""The scripts in examples/: each trains in two workers that end with the same model, and marks all of Outerstep's lines."""
 
 import re
 from pathlib import Path
@@ -14,10 +14,10 @@ from tests.support.waiting import wait_until
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SPEC = (EXAMPLES / "example.toml").read_text(encoding="utf-8")
 SMALL = {"rounds = 20": "rounds = 2", "inner_steps = 50": "inner_steps = 3"}
-# Lines that Outerstep adds or changes.
+# How many lines Outerstep adds or changes.
 LINES = {"plain.py": 3, "trainer.py": 2, "lora.py": 2, "lightning_fit.py": 2, "accelerate_loop.py": 3}
 
-# A worker's name is its host's.
+# Run a script as if on another machine: a worker is named after its host.
 ON_ANOTHER_MACHINE = """
 import platform, runpy, sys
 _, node, script, *_ = sys.argv
@@ -37,7 +37,7 @@ def test_every_example_is_counted() -> None:
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_the_lines_that_are_marked_are_all_of_them(name: str) -> None:
+def test_all_lines_of_outerstep_are_marked(name: str) -> None:
     marked = [line for line in code(name) if "# +" in line]
     others = [line for line in code(name) if "# +" not in line]
     assert len(marked) == LINES[name]

@@ -238,7 +238,7 @@ def test_the_layout_of_another_model_is_refused() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, text=reply.model_dump_json()))
     with httpx.Client(transport=transport, base_url="http://c") as http:
         membership = Membership(Client(http, "r", "t"), "w", messages.JoinRequest(tensors=ours), None)
-        with pytest.raises(UnexpectedAnswer, match="not of this worker's model"):
+        with pytest.raises(UnexpectedAnswer, match="does not match this worker's model"):
             membership.join()
 
 

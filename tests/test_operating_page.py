@@ -11,7 +11,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from outerstep.cli import app
-from outerstep.plan import Workload, exchange
+from outerstep.plan import Workload, sync_cost
 from protocol.spec.sections import CheckpointSpec
 from tests.test_monitoring import ALERTS
 
@@ -81,7 +81,7 @@ def test_the_settings_on_the_page_exist() -> None:
 def test_the_disk_sizes_follow_from_the_planner_and_the_defaults() -> None:
     parameters, workers, kept = 1_200_000_000, 8, CheckpointSpec()
     workload = Workload(parameters, 20e6, 100e6, 1.0, workers, 0.04, 100_000)
-    moved = exchange(workload, "int4", "int4")
+    moved = sync_cost(workload, "int4", "int4")
     state = 8 * parameters  # θ and u, fp32
     needed = {
         "checkpoints": state * (kept.keep + 1),

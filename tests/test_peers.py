@@ -13,8 +13,7 @@ from rich.console import Console
 
 from benchmarks.peers import deltas
 from benchmarks.peers.comparison import Row, compared, missing_row, own_rows, peer_row, table
-from benchmarks.peers.environments import REQUIREMENTS, Unavailable
-from benchmarks.peers.running import run
+from benchmarks.peers.environments import REQUIREMENTS, Unavailable, run
 
 ROOT = Path(__file__).parents[1]
 PEERS = ["flower", "hivemind", "torchft"]

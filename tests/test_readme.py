@@ -97,7 +97,7 @@ def test_every_spec_on_the_pages_is_one() -> None:
 
 
 @pytest.mark.system
-def test_a_run_of_your_own_goes_as_the_readme_says(tmp_path: Path) -> None:
+def test_a_run_works_as_the_readme_says(tmp_path: Path) -> None:
     _, serve, create, join = blocks("sh")
     toml, _ = blocks("toml")
     for long, short in SMALL.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.backup.places import Address
+from coordinator.backup.locations import Location
 from harness.coordinator import CoordinatorProcess
 from protocol.messages import Scope
 from tests.support.backing_up import back_up, restored
@@ -33,7 +33,7 @@ def go_on(worker: ForkedWorker) -> None:
 
 
 @pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Address]:
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
     if request.param == "directory":
         yield tmp_path / "backups"
         return
@@ -55,7 +55,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     indirect=["place"],
 )
 def test_every_replica_ends_with_the_state_of_the_restored_coordinator(
-    tmp_path: Path, overlap: int, place: Address
+    tmp_path: Path, overlap: int, place: Location
 ) -> None:
     torch.set_num_threads(1)
     text = write_text(tmp_path / "text", seed=2)

@@ -1,4 +1,4 @@
-"""The recipes: each is a spec whose shape trains, in miniature, and the page of their costs is the one that is written."""
+"""The recipes: each trains in miniature, and recipes/README.md is up to date."""
 
 import tomllib
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_a_recipe_trains_in_miniature(path: Path, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
-def test_a_miniature_leaves_everything_but_the_sizes(path: Path, tmp_path: Path) -> None:
+def test_a_miniature_changes_only_sizes(path: Path, tmp_path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     whole, small = tomllib.loads(text), tomllib.loads(miniature(text, tmp_path))
     for section, keys in whole.items():
@@ -60,8 +60,8 @@ def test_the_page_is_current() -> None:
     assert page == write_recipes.page(), "run: python -m docs.write_recipes"
 
 
-def test_the_published_ones_train_for_as_many_steps() -> None:
-    """88,000, as OpenDiLoCo's scripts have it."""
+def test_the_published_recipes_have_the_published_number_of_steps() -> None:
+    """88,000, as in OpenDiLoCo's scripts."""
     published = [path for path in RECIPES if path.stem.startswith("opendiloco")]
     assert len(published) == 6
     for path in published:

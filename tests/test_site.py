@@ -1,4 +1,4 @@
-"""The site of docs/ builds without a warning, so that every link and anchor leads somewhere, and needs no internet."""
+"""The site of docs/ builds without warnings, so every link and anchor works, and it needs no internet."""
 
 import re
 import shutil
@@ -46,7 +46,7 @@ class Elements(HTMLParser):
             self.loaded.append(given["href"])
         elif tag == "a" and "href" in given:
             self.links.append(given["href"])
-        assert "mermaid" not in given.get("class", ""), "drawn by a script that would come from elsewhere"
+        assert "mermaid" not in given.get("class", ""), "a mermaid diagram needs a script from elsewhere"
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -58,7 +58,7 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 @pytest.mark.covers("security:site-assets")
-def test_a_page_loads_nothing_from_elsewhere_and_links_to_what_is_there(site: Path) -> None:
+def test_pages_load_nothing_from_elsewhere_and_relative_links_work(site: Path) -> None:
     pages = list(site.rglob("*.html"))
     assert len(pages) > len(list(DOCS.glob("*.md")))
     for page in pages:
@@ -71,7 +71,7 @@ def test_a_page_loads_nothing_from_elsewhere_and_links_to_what_is_there(site: Pa
                 assert (page.parent / named).exists(), f"{page}: {address}"
 
 
-def test_a_file_outside_is_a_page_with_its_text(site: Path) -> None:
+def test_a_linked_file_of_the_repository_becomes_a_page(site: Path) -> None:
     page = (site / "repository" / "deploy" / "Caddyfile.html").read_text(encoding="utf-8")
     assert "coordinator.example.org" in page
     assert 'href="repository/deploy/Caddyfile.html"' in (site / "deployment.html").read_text(encoding="utf-8")
@@ -95,7 +95,7 @@ BROKEN = [
 ]
 
 
-def test_what_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     navigation = re.compile(r"^nav:\n(  .*\n)+", re.MULTILINE)
     assert navigation.search(config)

@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from harness.coordinator import CoordinatorProcess
 from outerstep.common.exit_codes import Exit
-from outerstep.common.tracing import asked_for
+from outerstep.common.tracing import is_requested
 from protocol.messages import Scope
 from tests.support.http_server import Handler, serving
 from tests.support.specs import tiny_spec
@@ -186,7 +186,7 @@ def test_a_collector_that_is_not_there_holds_nobody_up(monkeypatch: pytest.Monke
     ],
 )
 def test_when_traces_are_asked_for(environment: dict[str, str], asked: bool) -> None:
-    assert asked_for(environment) is asked
+    assert is_requested(environment) is asked
 
 
 STARTED = """
@@ -194,7 +194,7 @@ import logging, sys
 logging.basicConfig(format="%(message)s")
 from coordinator.app import create_app
 import worker.diloco
-from protocol import tracing
+from outerstep.common import tracing
 print(tracing.start("s"), "opentelemetry.sdk" in sys.modules, len(create_app(None).user_middleware))
 """
 
@@ -209,12 +209,12 @@ print(tracing.start("s"), "opentelemetry.sdk" in sys.modules, len(create_app(Non
         (
             {"OTEL_TRACES_EXPORTER": "zipkin"},
             "False True 6",
-            "OTEL_TRACES_EXPORTER is 'zipkin', and may be otlp, console or none",
+            "OTEL_TRACES_EXPORTER is 'zipkin'",
         ),
         (
             {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
             "False True 6",
-            "OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc', and traces are sent by http/protobuf alone",
+            "OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc'",
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_nothing_of_it_is_there_where_nobody_asks(environment: dict[str, str], p
 
 IN_PARTS = """
 import httpx
-from protocol import tracing
+from outerstep.common import tracing
 from protocol.messages import Stage
 from worker.accounts.stages import RoundTrace
 from worker.line.line import Line
@@ -247,13 +247,13 @@ def sent():
 
 marked = []
 with trace.stage(Stage.UPLOAD):
-    Line().up.carry([sent, sent, sent])
+    Line().up.run_all([sent, sent, sent])
     sent()
 sent()
 trace.end()
 upload, phase = marked[3], marked[4]
 assert marked[:3] == [upload] * 3, marked
-assert upload[2] != phase[2] and upload[1] == phase[1] == f"{tracing.round_trace('r', 1.5, 3):032x}", marked
+assert upload[2] != phase[2] and upload[1] == phase[1] == f"{tracing.round_trace_id('r', 1.5, 3):032x}", marked
 tracing.stop()
 """
 

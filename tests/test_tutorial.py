@@ -1,9 +1,8 @@
-"""docs/tutorial.md, typed: every block of it at a terminal of the box that its first line names, each box a clone, an
-environment, a home and a network namespace of its own, with a line between them. What is typed is the page's, but for
-the three things that it asks for; and what it says that comes out does.
+"""docs/tutorial.md, typed block by block at terminals of two boxes, with the output that the page shows.
 
-`pip` and `git` have the machine's own network, for there is no internet behind the lines. The times are printed, and
-nothing depends on them.
+Each box has its own clone, virtual environment, home and network namespace, with a slow line between them. The text
+typed is the page's, except for the three things that the reader must replace. `pip` and `git` use the machine's own
+network, because the namespaces have no internet. The time of each step is printed; no assertion depends on it.
 """
 
 import os
@@ -29,18 +28,18 @@ BLOCK = re.compile(r"^```(?:sh\n# (?P<terminal>.+?)|text)\n(?P<lines>.*?)^```$",
 BOXES = ("box 1", "box 2")
 TO_INSTALL = "both boxes"
 ADDRESS, REPOSITORY = "192.168.1.10", "https://git.example.org/outerstep.git"
-LASTING = ("outerstep coordinator ", "outerstep worker ")  # the page says that these stay there
+LASTING = ("outerstep coordinator ", "outerstep worker ")  # these keep running
 TO_PASTE, PASTED = "| base64", "base64 -d |"
 FIRST_ROUND = "INFO round 0:"
 HOME_LINE = Shape(up_mbit=40, down_mbit=100, round_trip_s=0.02)
-PATIENCE_S = 900.0  # a hang is a failure; the page speaks of ten minutes for all of it
+PATIENCE_S = 900.0  # after which a hang is a failure; the whole page should take ten minutes
 
 
 @dataclass
 class Block:
-    """What is typed at a terminal, and the lines of which the page says that they come out."""
+    """Text to type at a terminal, and the lines of output that the page shows."""
 
-    step: str  # the heading that it is below
+    step: str  # the heading above it
     terminal: str
     typed: str
     expected: list[str] = field(default_factory=list)
@@ -66,7 +65,7 @@ def blocks() -> list[Block]:
 
 
 def pattern(line: str) -> re.Pattern[str]:
-    """What a line of the page stands for: any number for a number, and anything at all for an ellipsis."""
+    """The pattern of an expected line: a number matches any number, an ellipsis anything."""
     parts = (re.sub(r"\d+(\\\.\d+)?", r"\\d+(\\.\\d+)?", re.escape(part)) for part in line.rstrip("… ").split("…"))
     return re.compile(".*".join(parts))
 
@@ -78,16 +77,16 @@ def test_every_block_is_typed_somewhere() -> None:
     assert all(pattern(line).search(line) for block in blocks() for line in block.expected)
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no clone")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git clone")
 @pytest.mark.parametrize("made", ["ca.key", "ca.pem", "coordinator.key", "join.token", "data/admin.token"])
-def test_no_secret_that_the_page_makes_is_added_to_the_clone(made: str) -> None:
+def test_git_ignores_secrets_that_the_page_creates(made: str) -> None:
     assert made.partition("/")[0] in PAGE
     subprocess.run(["git", "check-ignore", "--quiet", "--no-index", made], cwd=ROOT, check=True)
 
 
 @dataclass
 class Boxes:
-    """The terminals of the two boxes, by their names on the page."""
+    """The terminals of the two boxes, by name."""
 
     folders: dict[str, Path]
     behind: dict[str, Line]
@@ -102,13 +101,13 @@ class Boxes:
         return self.shells[terminal]
 
     def of(self, block: Block) -> list[Shell]:
-        """Where a block is typed: at a terminal of the box, behind its line; or on both, with the machine's network."""
+        """Return the terminals for a block: one of its box, behind the slow line, or one per box on the machine's network."""
         if block.box == TO_INSTALL:
             return [self.shell(f"{box}, {block.terminal}", box, []) for box in BOXES]
         return [self.shell(block.terminal, block.box, self.behind[block.box].prefix)]
 
     def play(self, block: Block, pasted: str) -> str:
-        """Type a block, wait for what the page says that comes out, and return all that came."""
+        """Type a block, wait for the expected output, and return all output of the first terminal."""
         typed = block.typed.replace(ADDRESS, self.behind["box 1"].far_address).replace(REPOSITORY, str(ROOT))
         if typed.splitlines()[-1].startswith(PASTED):
             typed += f"{pasted}\n\x04"
@@ -139,12 +138,12 @@ def wait_for(line: str, shell: Shell, start: int) -> None:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """That of somebody who has just come: nothing of Outerstep, and of this environment nothing."""
+    """Return a newcomer's environment variables: nothing of Outerstep or of this virtual environment."""
     own = ("OUTERSTEP", "VIRTUAL_ENV", "PYTHON", "PYTEST", "XDG_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     paths = [path for path in os.environ["PATH"].split(":") if Path(path) != Path(sys.prefix) / "bin"]
     path = ":".join([str(Path(sys.base_prefix) / "bin"), *paths])
-    # Both boxes have the cores of this machine: threads that spin for one another would be all that they do.
+    # Both boxes share the cores of this machine; with more threads they would mostly spin.
     return kept | {"PATH": path, "HOME": str(home), "TERM": "xterm", "OMP_NUM_THREADS": "1"}
 
 
@@ -153,7 +152,7 @@ def boxes(tmp_path: Path) -> Iterator[Boxes]:
     if reason := lines.why_not("openssl", "git"):
         pytest.skip(f"no network namespaces for two boxes: {reason}")
     if not (ROOT / ".git").exists():
-        pytest.skip(f"there is nothing to clone: {ROOT} is no clone of the repository itself")
+        pytest.skip(f"nothing to clone: {ROOT} is not a git clone")
     folders = {box: tmp_path / box.replace(" ", "-") for box in BOXES}
     for folder in folders.values():
         folder.mkdir()
@@ -181,11 +180,11 @@ def test_a_newcomer_s_path(boxes: Boxes, capsys: pytest.CaptureFixture[str]) -> 
         boxes.shells[name] for name in ("box 1, second terminal", "box 2", "box 1, third terminal")
     )
     for shell in (worker_1, worker_2):
-        shell.wait(PATIENCE_S)  # both workers have ended, and well
+        shell.wait(PATIENCE_S)  # both workers have ended with exit code 0
         losses = [float(each) for each in re.findall(r"state \d+: held-out loss ([\d.]+)", shell.text)]
         assert losses[-1] < losses[0] - 1
     (of_the_run,) = re.findall(r"^state digest +(\w{64})", looking.text, re.MULTILINE)
     assert re.findall(r"left at +state \d+, (\w+)", looking.text) == [of_the_run, of_the_run], looking.text
     with capsys.disabled():
         print("\n" + "".join(f"{seconds:7.1f} s  {step}\n" for step, seconds in took.items()))
-        print(f"{first_round_s:7.1f} s from the clone to the end of the first round, of the ten minutes of the page")
+        print(f"{first_round_s:7.1f} s from the clone to the end of the first round; the page says ten minutes")

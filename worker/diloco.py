@@ -216,7 +216,7 @@ class DiLoCo:
         diloco._surroundings = [logging_to_stderr(level), stop_on_signals(client.stop)]
         return diloco
 
-    # --- what a training loop uses ------------------------------------------------------------------------------------
+    # --- what a training loop uses --------------------------------------------------------------------------------
 
     @property
     def has_joined(self) -> bool:

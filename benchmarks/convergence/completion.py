@@ -1,8 +1,7 @@
-"""More than loss: what a trained model knows of held-out Python, by kind of text, and whether it ends lines rightly.
+"""Skills beyond loss: a trained model's loss on held-out Python by kind of text, and whether it completes lines.
 
-Equal loss may hide worse skill (arXiv 2511.13761), so that rows are compared by this as well. All of it is exact, with
-the true bytes before each: a greedy completion is right to its end if, and only if, every byte of it is the likeliest
-after the true ones before it.
+Equal loss may hide worse skill (arXiv 2511.13761), so rows are compared by this too. It is exact and needs no sampling:
+a greedy completion is right if and only if every byte of it is the likeliest one after the true bytes before it.
 """
 
 import io
@@ -20,13 +19,13 @@ from protocol.spec.run import RunSpec
 from worker.data.sources.files import held_out_names, source_files
 from worker.models.building import logits_of
 
-ENDING = 8  # bytes of a line that are to be completed, its newline included
+ENDING = 8  # last bytes of a line to complete, with its newline
 MAX_BYTES = 131_072
 BATCH = 64
 
 KINDS = ("code", "strings", "comments", "space")
 _KIND_OF = {tokenize.STRING: "strings", tokenize.COMMENT: "comments"}
-if hasattr(tokenize, "FSTRING_MIDDLE"):  # Python 3.12 and newer take f-strings apart
+if hasattr(tokenize, "FSTRING_MIDDLE"):  # Python 3.12 and newer tokenize the parts of f-strings
     _KIND_OF[tokenize.FSTRING_MIDDLE] = "strings"
 
 
@@ -55,8 +54,8 @@ def completion(model: nn.Module, text: npt.NDArray[np.uint8], kinds: npt.NDArray
 def _predicted(
     model: nn.Module, text: npt.NDArray[np.uint8], length: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    """Return of each byte whether it is the likeliest one, and its loss in nats, after half a sequence at least: NaN
-    where there is not so much before it."""
+    """Return for each byte whether it is the likeliest one, and its loss in nats, given at least half a sequence before
+    it; NaN for the first bytes."""
     known, nats = np.zeros(len(text), bool), np.full(len(text), np.nan)
     half = length // 2
     starts = np.arange(0, len(text) - length, half)
@@ -73,7 +72,7 @@ def _predicted(
 
 
 def held_out(spec: RunSpec) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Return held-out bytes of a run on Python's sources, 128 KiB at most, and what each is: its index in KINDS."""
+    """Return held-out bytes of a run on Python's sources, 128 KiB at most, and the kind of each: its index in KINDS."""
     files = dict(source_files(spec.data.source))
     text, kinds = bytearray(), []
     for name in sorted(held_out_names(files, spec.data.holdout)):
@@ -84,7 +83,7 @@ def held_out(spec: RunSpec) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8
 
 
 def _kinds(content: bytes) -> npt.NDArray[np.uint8]:
-    """Return what each byte of a Python source is: what no token covers is white space."""
+    """Return the kind of each byte of a Python source; bytes outside of tokens are white space."""
     kinds = np.full(len(content), KINDS.index("space"), np.uint8)
     lines = content.splitlines(keepends=True)
     offsets = np.concatenate([[0], np.cumsum([len(line) for line in lines])])

@@ -1,4 +1,4 @@
-"""What came of the rows so far: a file of JSON lines, one for each row and seed."""
+"""The results so far: a file of JSON lines, one per row and seed."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -12,13 +12,13 @@ RESULTS = Path(__file__).parents[2] / "docs" / "convergence.jsonl"
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a row. Losses are held out, nats per byte; bytes are one worker's accepted contributions and the
-    deltas that it fetched, in all.
+    """The result of a row. Losses are held out, nats per byte; bytes are those of one worker's accepted contributions
+    and downloaded deltas in total.
 
-    spec        the digest of what was run, so that a row that is changed is run again
+    spec        digest of the run spec, so that a changed row is run again
     curve       inner steps, and the loss of the global model after them
-    lines       share of held-out lines whose end the model knows
-    by_kind     bits per byte by what the byte is in the source
+    lines       share of held-out lines whose end the model completes
+    by_kind     bits per byte, by the kind of source text
     """
 
     row: str
@@ -36,16 +36,16 @@ class Result:
 
 
 def spec_digest(row: Row, *, steps: int, seed: int) -> str:
-    """Return the digest of what is run for a row.
+    """Return the digest of a row's run spec.
 
-    It says nothing of the code: when the product's arithmetic changes, the results have to be deleted by hand, for they
-    would be taken for those of the new code.
+    It does not cover the code: after a change of the arithmetic the results must be deleted by hand, or they would be
+    taken for those of the new code.
     """
     return digest(row.spec(steps, seed).encode()).hex()[:16]
 
 
 def read(path: Path) -> list[Result]:
-    """Return the results in `path`; none if it is not there."""
+    """Return the results in `path`; none if it does not exist."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [Result(**json.loads(line)) for line in lines]
 

@@ -1,4 +1,4 @@
-"""The rows of the table: runs, by the keys in which they differ from one spec."""
+"""The rows of the table: runs, by the keys in which they differ from a common spec."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from outerstep.demo.spec import RUN
 
 WORKERS, BATCH, LENGTH = 8, 8, 64
 STEPS = 3000
-LOOKS = 12  # times that the held-out loss is measured
+LOOKS = 12  # number of held-out measurements
 
 SPEC: dict[str, dict[str, Any]] = {
     "model": {"preset": "tiny"},
@@ -17,20 +17,20 @@ SPEC: dict[str, dict[str, Any]] = {
     "inner": {"optimizer": "adamw", "batch_size": BATCH, "learning_rate": 8e-3, "warmup_steps": 100},
     "outer": {"learning_rate": 1.0, "momentum": 0.8},
     "sync": {"inner_steps": 50, "upload_codec": "int4", "download_codec": "int4", "fragment_elements": 50_000},
-    # A machine that is slow for a while is no reason to leave a worker out.
+    # A temporarily slow machine must not leave a worker out.
     "members": {"lease_s": 60, "grace_min_s": 600},
     "evaluation": {"max_tokens": 65_536},
 }
 
 
-# What a row of the defaults leaves out.
+# The keys that a row of the defaults omits.
 SAID = {
     "inner": ("optimizer", "learning_rate", "warmup_steps"),
     "outer": ("learning_rate", "momentum"),
     "sync": ("upload_codec", "download_codec"),
 }
 
-# One worker's outer step that only takes over what it has trained.
+# An outer step that only adopts the worker's parameters.
 TAKE_OVER = {
     "outer.learning_rate": 1.0,
     "outer.momentum": 0.0,
@@ -41,8 +41,8 @@ TAKE_OVER = {
 
 @dataclass(frozen=True)
 class Row:
-    """A run of `workers`; `synchronous`: of one that does the work of them all, batch by batch. `keys` are those of the
-    spec, dotted, in which it differs; `defaults`: what SAID names is left out."""
+    """A run of `workers`; `synchronous`: of one worker with the batches of all. `keys`: the dotted keys that differ
+    from the common spec; `defaults`: the keys in SAID are omitted."""
 
     workers: int = WORKERS
     synchronous: bool = False
@@ -54,7 +54,7 @@ class Row:
         return 1 if self.synchronous else self.workers
 
     def spec(self, steps: int, seed: int) -> str:
-        """Return the run's spec, TOML, for so many inner steps of each worker."""
+        """Return the run's spec in TOML, for `steps` inner steps of each worker."""
         left_out = SAID if self.defaults else {}
         document = {
             section: {key: value for key, value in keys.items() if key not in left_out.get(section, ())}
@@ -79,7 +79,7 @@ def _codecs(upload: str, download: str) -> dict[str, Any]:
     return {"sync.upload_codec": upload, "sync.download_codec": download}
 
 
-# Inner learning rate -> the rows that DiLoCo's are compared with.
+# Inner learning rate -> the rows that DiLoCo is compared with.
 SYNCHRONOUS = {rate: f"synchronous, rate {rate:g}" for rate in (4e-3, 8e-3, 16e-3)}
 ONE_WORKER = {rate: f"one worker, rate {rate:g}" for rate in (8e-3,)}
 
@@ -108,7 +108,7 @@ ROWS: dict[str, Row] = {
     "Muon, sparse up": Row(keys={**MUON, "outer.momentum": 0.0, **_codecs("sparse", "int4")}),
 }
 
-# Title of a part of the table -> its rows, and what they show.
+# Title of a section of the table -> its rows, and what they show.
 GROUPS: dict[str, tuple[list[str], str]] = {
     "Beside synchronous training": (
         [*ONE_WORKER.values(), *SYNCHRONOUS.values(), "no communication", "DiLoCo"],

@@ -21,7 +21,7 @@ HEADINGS = (
 
 
 def table(results: Sequence[Result]) -> Table:
-    shown = Table(*HEADINGS, title=f"{results[0].steps if results else 0} inner steps, means of so many seeds")
+    shown = Table(*HEADINGS, title=f"{results[0].steps if results else 0} inner steps, means over the seeds")
     for cells in cells_of(results):
         shown.add_row(*cells)
     return shown
@@ -68,6 +68,6 @@ def _cells(
 
 
 def _above(own: Mapping[int, float], other: Mapping[int, float]) -> str:
-    """Return by how much the perplexity is above the other's, the mean over the seeds that both have."""
+    """Return the relative difference of the perplexities, the mean over the seeds that both have."""
     both = [math.expm1(own[seed] - other[seed]) for seed in own if seed in other]
     return f"{statistics.mean(both):+.1%}" if both else DASH

@@ -1,15 +1,15 @@
-"""One sync of 4 workers on loopback: Outerstep and gloo, and beside them torchft, hivemind and Flower, in the same run.
+"""One sync of 4 workers on loopback: Outerstep, gloo, torchft, hivemind and Flower, in the same run.
 
     python -m benchmarks.peers [--quick] [--json] [--params 100e6] [--only torchft hivemind flower]
 
-A sync is from pseudo-gradients in memory to their mean in memory, of all workers; reported are the median after a
-warm-up, bytes per worker, and the error of the mean. Outerstep's and gloo's are `benchmarks/sync.py`'s own. Each peer
-has a script here, in the way its own examples go about it; what precedes a sync (quorum, matchmaking) is told apart,
-as Outerstep's sync begins with the assignment at hand too.
+A sync lasts from pseudo-gradients in memory to their mean in memory, on all workers. Reported are the median after a
+warm-up, bytes per worker, and the error of the mean. Outerstep's and gloo's come from `benchmarks/sync.py`. Each peer
+has a script here, written like its own examples. What precedes a sync (quorum, matchmaking) is reported separately, as
+Outerstep's sync also starts with the assignment known.
 
-Peers are installed from PyPI when first needed, each into an environment of its own under $XDG_CACHE_HOME, or
-~/.cache. One that cannot be installed or fails is in the table with the reason. Bytes are counted in a network
-namespace, so they need root; without, a dash stands for them.
+Peers are installed from PyPI when first needed, each into a separate environment under $XDG_CACHE_HOME or ~/.cache. A
+peer that cannot be installed, or fails, is in the table with the reason. Bytes are counted in a network namespace,
+which needs root; otherwise the table shows a dash.
 """
 
 import argparse
@@ -22,8 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.peers.comparison import Row, compared, missing_row, own_rows, peer_row, table
-from benchmarks.peers.environments import Unavailable, cache, prepare
-from benchmarks.peers.running import namespace, run
+from benchmarks.peers.environments import Unavailable, cache, namespace, prepare, run
 
 WORKERS = 4
 PEERS = ("torchft", "hivemind", "flower")
@@ -41,10 +40,10 @@ def main() -> None:
     arguments = parser.parse_args()
     elements = int(arguments.params or (4e6 if arguments.quick else 100e6))
     rounds = 3 if arguments.quick else 5
-    # One of Flower's takes as long as ten and more of the others'.
+    # A sync of Flower takes ten times as long as the others' or more.
     rounds_of = {"flower": 1 if arguments.quick else 2}
 
-    # All of them first, so that nothing is installed while anything is measured.
+    # First, so that nothing is installed during a measurement.
     pythons = {peer: _prepared(peer) for peer in arguments.only}
     prefix, load_before = namespace(), os.getloadavg()[0]
     rows = _own(prefix, elements, rounds)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from benchmarks.sync import round_seconds
 
-# An average of one byte per value is off by 1 to 4 %; what is off by more than this is not the mean.
+# An average with one byte per value has an error of 1 to 4 %; a result with more than this is not the mean.
 WRONG_MEAN = 0.1
 
 
@@ -47,12 +47,12 @@ def own_rows(report: dict[str, Any], rounds: int) -> list[Row]:
 
 
 def peer_row(name: str, parameters: int, workers: int, report: dict[str, Any], own_loopback: bool) -> Row:
-    """Return a peer's row, from the report that its script prints, all of it without the warm-up:
+    """Return a peer's row, from the report that its script prints, without the warm-up:
 
-    `version`; `spans`, when each sync began and ended (in seconds), per worker; `loopback_bytes` per sync, of all
-    workers, which nobody else's are among where `own_loopback`; `relative_error` of the mean; `before`, if something
-    goes before a sync: `what` it is and its `spans`; `payload_bytes` of a worker each way, where they take several
-    hops through `lo`. Where there is one hop, each byte is one worker's upload and another's download.
+    `version`; `spans`: start and end of each sync in seconds, per worker; `loopback_bytes` per sync, of all workers
+    (and only of them if `own_loopback`); `relative_error` of the mean; `before`, if something precedes a sync: `what`
+    it is and its `spans`; `payload_bytes` of a worker each way, if they take several hops through `lo`. With one hop,
+    each byte is one worker's upload and another's download.
     """
     system, error = f"{name} {report['version']}", report["relative_error"]
     if not error <= WRONG_MEAN:

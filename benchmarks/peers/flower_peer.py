@@ -1,7 +1,7 @@
-"""Flower: FedAvg by a SuperLink, and a SuperNode per worker; what they run is flower_app/app.py, through `flwr run`.
+"""Flower: FedAvg with a SuperLink and one SuperNode per worker, which run flower_app/app.py through `flwr run`.
 
-SuperNodes ask for messages, and the server for replies, at intervals of Flower's own, and each message starts a
-process. All that is part of a sync, as nothing else fetches the mean. The round before the first sync is the warm-up.
+SuperNodes poll for messages, and the server for replies, at Flower's own intervals, and each message starts a process.
+All of this is part of a sync, as there is no other way to get the mean. The round before the first sync is the warm-up.
 """
 
 import contextlib
@@ -54,11 +54,11 @@ def main() -> None:
             _await_files(
                 stack.enter_context(_running(run, environment)), [exchange / f"{syncs}-{rank}.json" for rank in workers]
             )
-        told = [
+        reports = [
             [json.loads((exchange / f"{round_}-{rank}.json").read_text()) for round_ in range(syncs + 1)]
             for rank in workers
         ]
-    syncs_of = [[(a["sent"], b["received"]) for a, b in pairwise(rounds)] for rounds in told]
+    syncs_of = [[(a["sent"], b["received"]) for a, b in pairwise(rounds)] for rounds in reports]
     report = {
         "version": version("flwr"),
         "spans": [[(sent["s"], received["s"]) for sent, received in each] for each in syncs_of],
@@ -66,8 +66,8 @@ def main() -> None:
             max(received["lo"] for _, received in each) - min(sent["lo"] for sent, _ in each)
             for each in zip(*syncs_of, strict=True)
         ],
-        "payload_bytes": told[0][0]["payload_bytes"],
-        "relative_error": max(rounds[-1]["relative_error"] for rounds in told),
+        "payload_bytes": reports[0][0]["payload_bytes"],
+        "relative_error": max(rounds[-1]["relative_error"] for rounds in reports),
     }
     print(json.dumps(report))
 

@@ -1,6 +1,6 @@
 """torchft: the all-reduce of a `Manager` over its gloo process group, fp32, with a lighthouse; a process per worker.
 
-A sync is the all-reduce and the vote to commit. The quorum before it is told apart.
+A sync is the all-reduce and the vote to commit. The quorum before it is reported separately.
 """
 
 import argparse
@@ -29,16 +29,16 @@ def main() -> None:
     address = f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}"
     context = multiprocessing.get_context("spawn")
     barrier, reports = context.Barrier(arguments.workers), context.SimpleQueue()
-    # Where one worker fails this ends the others and raises what it raised.
+    # If one worker fails, this ends the others and raises its exception.
     spawn(worker, (arguments, address, barrier, reports), arguments.workers)
     lighthouse.shutdown()
-    told = [reports.get() for _ in range(arguments.workers)]
+    results = [reports.get() for _ in range(arguments.workers)]
     report = {
         "version": version("torchft"),
-        "spans": [each["spans"][1:] for each in told],
-        "before": {"what": "quorum", "spans": [each["quorum"][1:] for each in told]},
-        "loopback_bytes": told[0]["loopback_bytes"][1:],
-        "relative_error": max(each["relative_error"] for each in told),
+        "spans": [each["spans"][1:] for each in results],
+        "before": {"what": "quorum", "spans": [each["quorum"][1:] for each in results]},
+        "loopback_bytes": results[0]["loopback_bytes"][1:],
+        "relative_error": max(each["relative_error"] for each in results),
     }
     print(json.dumps(report))
 
@@ -74,7 +74,7 @@ def worker(rank: int, arguments: argparse.Namespace, lighthouse: str, barrier: B
 
 
 def joined(store: TCPStore, rank: int, workers: int, lighthouse: str) -> Manager:
-    """Return the manager of one worker, which the others find where its store is."""
+    """Return the manager of one worker. The others find it through its store."""
     return Manager(
         pg=ProcessGroupGloo(timeout=TIMEOUT),
         load_state_dict=None,

@@ -1,6 +1,6 @@
-"""What hostile and broken workers cost, in quality; `python -m benchmarks.robust --help`.
+"""The quality that hostile and broken workers cost: `python -m benchmarks.robust --help`.
 
-attacks.py    what they send
-training.py   a run with an attack upon it, in one process
-timing.py     how long judging and each rule take
+attacks.py    the attacks
+training.py   a run under attack, in one process
+timing.py     the time of judging and of each rule
 """

@@ -1,28 +1,28 @@
-"""What hostile and broken workers cost in quality, by rule of aggregation: DiLoCo in one process.
+"""The quality that hostile and broken workers cost, by aggregation rule: DiLoCo in one process.
 
     python -m benchmarks.robust [--workers 4] [--hostile 1] [--rules screened] [--attacks undo,...] [--quick] [--json]
 
 There is no network, but the parts are the real ones: the model `tiny` on the standard library's sources, the worker's
 inner step, codecs, error feedback and outer step, the coordinator's judging and its means. The hostile workers, one or
-two of eight by default, replace their honest pseudo-gradients, in every round unless said otherwise:
+two of eight by default, replace their honest pseudo-gradients, in every round except as noted:
 
-  x1e6, x100-once, x10, x1.2    too long by this factor ("once": in round 4 only)
-  noise-x10, noise-x3.9, noise   of random direction, this many times as long as an honest one
-  flipped, flipped-x3            with the sign changed, and three times as long
-  half-flipped, third-flipped,   with the sign of this share of the values changed, always the same ones, and as many
-  quarter-flipped, tenth-flipped times as long
+  x1e6, x100-once, x10, x1.2    multiplied by this factor ("once": in round 4 only)
+  noise-x10, noise-x3.9, noise   of random direction, with this multiple of an honest one's norm
+  flipped, flipped-x3            with the sign changed, and three times the norm
+  half-flipped, third-flipped,   with the sign of this share of the values changed, always the same ones, and this many
+  quarter-flipped, tenth-flipped times the norm
   undo                           the last two deltas negated, and noise
-  hold-8-x15, hold-2-x1.5,       misses 7 (1, 2) rounds of 8 (2, 3), then sends a contribution as many times as long
+  hold-8-x15, hold-2-x1.5,       misses 7 (1, 2) rounds of 8 (2, 3), then contributes with this multiple of the norm
   hold-3-half-flipped-x1.5
   zeros                          nothing is trained
-  less-the-mean                  the negated mean of the honest ones, half as long (Xie, Koyejo, Gupta 2019)
-  a-little                       the honest mean less a standard deviation of each value, all alike (Baruch, Baruch,
+  less-the-mean                  the negated mean of the honest ones, with half the norm (Xie, Koyejo, Gupta 2019)
+  a-little                       the honest mean minus a standard deviation of each value, all the same (Baruch, Baruch,
                                  Goldberg 2019)
-  bias                           honest, and all add the same vector, half as long
+  bias                           honest, plus the same vector with half the norm from all
 
-Harm is the held-out loss, nats per byte, less that of a run in which all are honest. A worker whose contributions are
-left out costs what its work would have brought: "away" shows that, on the same units. "Refused" counts honest
-contributions that did not count in full.
+Harm is the held-out loss, nats per byte, minus that of a run in which all are honest. A worker whose contributions are
+left out costs the gain of its work: "away" shows that, on the same units. "Refused" counts honest contributions that
+did not count in full.
 
 Then the time of one fragment of 8 M elements from 8 workers, by rule: the aggregation compared with the plain mean's,
 and the acceptance of a contribution compared with its check alone.
@@ -52,7 +52,7 @@ from worker.data.open_training_set import TextData
 
 
 def measure(size: Size, elements: int, given: argparse.Namespace) -> dict[str, Any]:
-    """Return all figures. `elements`: of the fragment that is timed."""
+    """Return all figures. `elements`: of the timed fragment."""
     rows, times_s = [], {}
     for codec in given.codecs:
         data = TextData(size.spec(given.seed, "mean", codec))
@@ -117,7 +117,7 @@ def _named(text: str, known: Sequence[str]) -> list[str]:
     names = text.split(",")
     for name in names:
         if name not in known:
-            raise argparse.ArgumentTypeError(f"there is no {name}: choose of {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"unknown name {name}: choose from {', '.join(known)}")
     return names
 
 

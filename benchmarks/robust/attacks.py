@@ -1,4 +1,4 @@
-"""What hostile and broken workers send in place of their honest pseudo-gradients, and to which rounds."""
+"""What hostile and broken workers send instead of their honest pseudo-gradients, and in which rounds."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The pseudo-gradients of a fragment that all workers would send if they were honest, the hostile ones first,
-# float32[workers, n]; how many are hostile; the deltas published so far, float32[n] each; randomness
-# -> what the hostile ones send, float32[hostile, n].
+# The honest pseudo-gradients of all workers for a fragment, those of hostile workers first, float32[workers, n]; the
+# number of hostile workers; the deltas published so far, float32[n] each; randomness
+# -> what the hostile workers send, float32[hostile, n].
 Values = Callable[[Tensor, int, Sequence[Tensor], np.random.Generator], Tensor]
 
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack. `every`: the hostile workers contribute to one of this many rounds and miss the others. `only`: the
-    round with the attack, before and after which they are honest; None: all rounds."""
+    """An attack. `every`: the hostile workers contribute to one in this many rounds and miss the others. `only`: the
+    single round of the attack, with honest contributions otherwise; None: all rounds."""
 
     values: Values
     every: int = 1
@@ -76,7 +76,7 @@ def _as_long(values: Tensor, honest: Tensor, factor: float) -> Tensor:
     return values * (factor * honest.norm(dim=1, keepdim=True) / values.norm(dim=1, keepdim=True))
 
 
-AWAY = "away"  # the hostile ones train, and send nothing at all: what their absence costs
+AWAY = "away"  # the hostile workers train and send nothing: shows the cost of their absence
 
 ATTACKS: dict[str, Attack] = {
     "x1e6": Attack(times(1e6)),

@@ -1,4 +1,4 @@
-"""How long it takes to judge and to average the contributions to one fragment, by rule."""
+"""The time to judge and to average the contributions to a fragment, by rule."""
 
 import time
 from collections.abc import Callable
@@ -18,8 +18,8 @@ TIMED = 3
 
 
 def timed(elements: int, codec: str) -> dict[str, float]:
-    """Return the seconds that each rule takes for 8 contributions of so many elements, from when all are there; and
-    those of one contribution as it is accepted, `checked` alone and `found`."""
+    """Return the seconds of each rule for 8 received contributions of this many elements; and of accepting one
+    contribution: `checked` (the check alone) and `found` (with the evidence)."""
     payloads = [_noise(elements, codec, worker) for worker in range(WORKERS)]
     weighted, first = [(payload, 1) for payload in payloads], payloads[0]
     evidence = {f"{w}": Evidence(find(each, b"key"), 1 / WORKERS, 1.0) for w, each in enumerate(payloads)}
@@ -36,7 +36,7 @@ def timed(elements: int, codec: str) -> dict[str, float]:
     }
     acts |= {"checked": first.check, "found": partial(find, first, b"key")}
     took: dict[str, list[float]] = {name: [] for name in acts}
-    for _ in range(TIMED):  # in turn, so that a slow moment of the machine is everybody's
+    for _ in range(TIMED):  # in turn, so that a slow moment of the machine affects all
         for name, act in acts.items():
             began = time.perf_counter()
             act()

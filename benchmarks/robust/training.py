@@ -1,4 +1,4 @@
-"""DiLoCo in one process, with some workers that attack; judged, averaged and stepped by the real parts."""
+"""DiLoCo in one process with some attacking workers; the real parts judge, average and step."""
 
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -64,9 +64,8 @@ QUICK = Size(5, 2, 2, 32, 2, 4096)
 
 @dataclass(frozen=True)
 class Result:
-    """The held-out loss, None where the run ended because no worker could encode its work any more; how many
-    contributions of honest workers did not count in full; how many of hostile ones did not count at all, and of how
-    many."""
+    """A result. `loss`: held-out, None if the run ended because no worker could encode its work any more. `refused`:
+    honest contributions that did not count in full. `left_out`: hostile ones that did not count, of `attacking`."""
 
     loss: float | None
     refused: int
@@ -75,7 +74,7 @@ class Result:
 
 
 def run(spec: RunSpec, data: TextData, attack: str | None, hostile: int, workers: int = WORKERS) -> Result:
-    """Train a run whose first `hostile` workers attack, or are away; None: all are honest."""
+    """Train a run whose first `hostile` workers attack or are absent; `attack` None: all are honest."""
     training = Training(spec, data, attack, hostile, workers)
     loss = None
     with suppress(CodecError):
@@ -86,7 +85,7 @@ def run(spec: RunSpec, data: TextData, attack: str | None, hostile: int, workers
 
 
 class Training:
-    """A run under an attack, as in `run`."""
+    """A run under attack, as in `run`."""
 
     def __init__(self, spec: RunSpec, data: TextData, attack: str | None, hostile: int, workers: int) -> None:
         self.spec, self.data, self.hostile = spec, data, hostile
@@ -101,7 +100,7 @@ class Training:
         self.refused = self.left_out = self.attacking = 0
 
     def play(self, number: int) -> None:
-        """Play a round. All train, so the honest workers train on the same units whatever the others do."""
+        """Run a round. All workers train, so the honest ones get the same units whatever the others do."""
         works = [self._trained(replica, number) for replica in self.replicas]
         attack = self.attack if self.attack is not None and self.attack.is_on(number) else None
         absent = self.away or (attack is not None and attack.misses(number))
@@ -117,7 +116,7 @@ class Training:
                 if worker >= self.hostile or not absent:
                     made = replace(work[p], delta=deltas[worker])
                     sent[worker] = contribution(worker, made, self.state, self.spec)
-                if CODECS[codec].error_feedback:  # of its own work, or what is a million times too long would add up
+                if CODECS[codec].error_feedback:  # of its honest work, or huge errors would add up
                     carries[worker][p] = own[worker] - round_trip(own[worker], codec)
             for worker, factor in self._step(sent, p).items():
                 hostile = attack is not None and worker < self.hostile
@@ -142,7 +141,7 @@ class Training:
         return replica.collect(number, self.state, units, loss)
 
     def _step(self, sent: dict[int, tuple[Payload, int]], p: int) -> dict[int, float]:
-        """Judge, aggregate and step, as the coordinator does. Return the factors by worker."""
+        """Judge, aggregate and step like the coordinator; return the factors by worker."""
         sync, (first, _) = self.spec.sync, next(iter(sent.values()))
         factors = self.screening.judge(p, sent, dict.fromkeys(range(self.hostile), self.missed))
         counting = [worker for worker, factor in factors.items() if factor > 0]

@@ -1,7 +1,7 @@
-"""What attacks on a coordinator cost the honest training beside them.
+"""What attacks on a coordinator cost the honest training that goes on meanwhile.
 
-__main__   the rows, one after the other, and their table
-besieged   a coordinator, workers that train on it, and what is measured of them
-worker     one honest worker, a process of its own
-attacks    the attacks; attacker.py is the process that makes one
+__main__   runs the rows one after another and prints their table
+besieged   a coordinator with workers that train, and the measurements
+worker     an honest worker, as a separate process
+attacks    the attacks; run as a module, the process that performs one
 """

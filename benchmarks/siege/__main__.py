@@ -1,14 +1,14 @@
-"""What attacks on a coordinator cost the honest training beside them: rounds per second and memory, before, during and
-after each.
+"""What attacks on a coordinator cost the honest training that goes on meanwhile: rounds per second and memory before,
+during and after each attack.
 
     python -m benchmarks.siege [--only ATTACK ...] [--quick] [--json]
 
-A coordinator of the defaults, which may open 1,024 files; two workers, scripts with `DiLoCo`, whose inner steps take
-0.2 s of a round; a run with 1,000 rounds behind it. The attackers are on this machine, with little priority and
-addresses of their own, each address a stranger's. They begin again as soon as they are cut off, and heed no refusal.
+The coordinator has default settings and may open 1,024 files. Two workers, scripts with `DiLoCo`, spend 0.2 s of a
+round in inner steps. The run has a history of 1,000 rounds. The attackers run on this machine with low priority, each
+from addresses that no worker uses. They reconnect as soon as they are disconnected, and ignore rejections.
 
-To pass: rounds at most 1.5 times as long during an attack, at most twice the memory, no lease lost, and rounds as fast
-as before when it is over.
+To pass: during an attack rounds take at most 1.5 times as long, memory is at most twice as large, and no lease is lost;
+afterwards rounds are as fast as before.
 """
 
 import argparse
@@ -24,34 +24,34 @@ from rich.table import Table
 from benchmarks.siege.attacks import ROWS
 from benchmarks.siege.besieged import FULL, QUICK, Size, besieged
 
-MOST_SLOWER, MOST_LARGER, MOST_SLOWER_AFTER = 1.5, 2.0, 1.15
+MAX_SLOWER, MAX_LARGER, MAX_SLOWER_AFTER = 1.5, 2.0, 1.15
 
 
 def measure(names: list[str], size: Size, *, quick: bool) -> list[dict[str, Any]]:
-    """Return the figures of each attack, each on a coordinator of its own."""
+    """Return the figures of each attack, each on a new coordinator."""
     rows = []
     for name in names:
         row = ROWS[name]
         with besieged(size) as made:
             rows.append(judged(made.attack(name, row.quick if quick else row.at_once)))
-        print(_said(rows[-1]), file=sys.stderr, flush=True)
+        print(_summary(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
 
 def judged(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with whether it has passed."""
+    """Return the row, and whether it has passed."""
     lost = sum(row[span]["lost_leases"] for span in ("before", "during", "after"))
     after = row["before"]["rounds_per_s"] / max(row["after"]["rounds_per_s"], 1e-9)
-    within = row["slower"] <= MOST_SLOWER and row["larger"] <= MOST_LARGER and after <= MOST_SLOWER_AFTER
+    within = row["slower"] <= MAX_SLOWER and row["larger"] <= MAX_LARGER and after <= MAX_SLOWER_AFTER
     return {**row, "lost_leases": lost, "slower_after": after, "passed": within and not lost}
 
 
-def _said(row: dict[str, Any]) -> str:
+def _summary(row: dict[str, Any]) -> str:
     return f"{row['attack']}: {row['slower']:.2f} × as long, {row['larger']:.2f} × the memory"
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table(title=f"to pass: {MOST_SLOWER} × as long, {MOST_LARGER} × the memory, at most", title_justify="left")
+    shown = Table(title=f"to pass: {MAX_SLOWER} × as long, {MAX_LARGER} × the memory, at most", title_justify="left")
     shown.add_column("attack")
     for name in ("rounds/s", "during", "after", "× as long", "MB", "during", "×", "leases lost"):
         shown.add_column(name, justify="right")
@@ -77,7 +77,7 @@ def main() -> None:
         prog="python -m benchmarks.siege", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS), metavar="ATTACK", help=", ".join(ROWS))
-    parser.add_argument("--quick", action="store_true", help="a few seconds each, which shows only that it works")
+    parser.add_argument("--quick", action="store_true", help="a few seconds each; shows only that it works")
     parser.add_argument("--json", action="store_true", help="add one line of JSON with all figures")
     given = parser.parse_args()
     rows = measure(given.only, QUICK if given.quick else FULL, quick=given.quick)

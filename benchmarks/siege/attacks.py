@@ -1,11 +1,16 @@
-"""The attacks, each as a coroutine that never ends of itself. None heeds what it is answered.
+"""The attacks, each as an endless coroutine that ignores the responses. They come from ADDRESSES, local addresses that
+nothing else uses.
 
-They come from addresses of this machine that are nobody else's, ADDRESSES of them.
+`python -m benchmarks.siege.attacks` performs one attack and prints the result as a line of JSON. It runs at low
+priority, so that the attackers' own work does not slow down the coordinator and the workers on the same machine.
 """
 
+import argparse
 import asyncio
 import itertools
 import json
+import os
+import resource
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -14,13 +19,13 @@ from dataclasses import dataclass, field
 ADDRESSES = [f"127.0.0.{number}" for number in range(2, 18)]
 MIB = 1 << 20
 HEADERS = b"".join(b"X-%d: %s\r\n" % (number, b"a" * 1000) for number in range(1000))  # about 1 MB
-FAR_ROUND = 500_000  # which the run does not reach
-PAUSE_S = 0.01  # before a connection that was refused is opened again
+FAR_ROUND = 500_000  # never reached by the run
+PAUSE_S = 0.01  # before a rejected connection is opened again
 
 
 @dataclass
 class Target:
-    """What is attacked, and what came of it: answers by status, bytes that were taken."""
+    """The attacked coordinator, and the results: responses by status, bytes that it accepted."""
 
     port: int
     run: str
@@ -40,7 +45,7 @@ class Target:
         self.sent_bytes += len(content)
 
     async def read(self, reader: asyncio.StreamReader) -> None:
-        """Read one answer with a length, and count it."""
+        """Read one response with a length, and count it."""
         head = await reader.readuntil(b"\r\n\r\n")
         self.answered[head.split()[1].decode()] += 1
         lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
@@ -48,8 +53,8 @@ class Target:
             await reader.readexactly(int(lengths[0]))
 
 
-async def again_and_again(target: Target, attack: Callable[[Target], Coroutine[None, None, None]]) -> None:
-    """Attack over one connection after the other."""
+async def repeat(target: Target, attack: Callable[[Target], Coroutine[None, None, None]]) -> None:
+    """Repeat the attack, with a new connection each time."""
     while True:
         try:
             await attack(target)
@@ -77,7 +82,7 @@ async def headers(target: Target) -> None:
 
 
 def join_of(target: Target, size: int) -> bytes:
-    """The head of a join of `size` bytes."""
+    """Return the head of a join with a body of `size` bytes."""
     path = f"/v1/runs/{target.run}/workers/hostile"
     return request("PUT", path, target.worker_token, "Content-Type: application/json", f"Content-Length: {size}")
 
@@ -94,7 +99,7 @@ async def join(target: Target) -> None:
 
 
 async def half_a_join(target: Target) -> None:
-    """A join of 16 MB, of which half is sent."""
+    """A join of 16 MB; only half of it is sent."""
     reader, writer = await target.open()
     try:
         await target.send(writer, join_of(target, 16 * MIB))
@@ -106,7 +111,7 @@ async def half_a_join(target: Target) -> None:
 
 
 async def reader(target: Target) -> None:
-    """The longest listing, as fast as it is answered, with a viewer token."""
+    """The longest listing, as fast as responses arrive, with a viewer token."""
     answers, writer = await target.open()
     asked = request("GET", f"/v1/runs/{target.run}/rounds?limit=1000", target.viewer_token)
     try:
@@ -128,19 +133,19 @@ async def exchanged_stream(target: Target) -> None:
 
 
 async def poll(target: Target) -> None:
-    """Long polls for a delta that does not come, with a viewer token."""
+    """Long polls for a delta that is never published, with a viewer token."""
     await _ask(
         target, f"/v1/runs/{target.run}/rounds/{FAR_ROUND}/fragments/0/delta", target.viewer_token, "Prefer: wait=60"
     )
 
 
 async def scrape(target: Target) -> None:
-    """The metrics, as fast as they are answered, with a viewer token."""
+    """The metrics, as fast as responses arrive, with a viewer token."""
     await _ask(target, "/metrics", target.viewer_token)
 
 
 async def line_check(target: Target) -> None:
-    """Line checks down, as fast as they are answered, with one of many exchanged tokens."""
+    """Line checks down, as fast as responses arrive, with one of many exchanged tokens."""
     await _ask(target, f"/v1/line-check?bytes={8 * MIB}", next(target.exchanged_tokens))
 
 
@@ -179,7 +184,7 @@ async def idle(target: Target) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """So many at once of one attack; `quick`: how many where it is to be over soon."""
+    """An attack and how many of it run at once; `quick`: with --quick."""
 
     attack: Callable[[Target], Coroutine[None, None, None]]
     at_once: int
@@ -204,8 +209,32 @@ ROWS = {
 async def attack_for(target: Target, row: Row, at_once: int, seconds: float) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await asyncio.gather(*(again_and_again(target, row.attack) for _ in range(at_once)))
+            await asyncio.gather(*(repeat(target, row.attack) for _ in range(at_once)))
 
 
-def told(target: Target) -> str:
+def result(target: Target) -> str:
     return json.dumps({"answered": dict(target.answered), "sent_bytes": target.sent_bytes})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("row", choices=ROWS)
+    parser.add_argument("at_once", type=int)
+    parser.add_argument("seconds", type=float)
+    parser.add_argument("port", type=int)
+    for name in ("run", "worker_token", "viewer_token"):
+        parser.add_argument(name)
+    parser.add_argument("exchanged_tokens", nargs="+")
+    given = parser.parse_args()
+    os.nice(19)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    target = Target(
+        given.port, given.run, given.worker_token, given.viewer_token, itertools.cycle(given.exchanged_tokens)
+    )
+    asyncio.run(attack_for(target, ROWS[given.row], given.at_once, given.seconds))
+    print(result(target), flush=True)
+
+
+if __name__ == "__main__":
+    main()

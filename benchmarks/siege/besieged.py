@@ -1,4 +1,4 @@
-"""A coordinator that may open 1,024 files, workers that train on it, and what is measured of them."""
+"""A coordinator that may open 1,024 files, with workers that train, and the measurements."""
 
 import json
 import os
@@ -43,7 +43,7 @@ events = 1000000
 
 @dataclass(frozen=True)
 class Size:
-    """Spans in seconds before, during and after an attack; rounds of the run's history; and what its workers do."""
+    """Seconds before, during and after an attack; the rounds of the run's history; the workers' work."""
 
     before_s: float
     during_s: float
@@ -60,7 +60,7 @@ QUICK = Size(2.0, 3.0, 2.0, 20)
 
 @dataclass
 class Span:
-    """What was measured in one span of time. Sizes are of the coordinator's memory, in bytes."""
+    """The measurements of one span of time. `peak_rss`: of the coordinator, in bytes."""
 
     rounds_per_s: float
     longest_round_s: float
@@ -77,15 +77,15 @@ class Besieged:
     worker_token: str
 
     def attack(self, name: str, at_once: int) -> dict[str, Any]:
-        """Measure before, during and after an attack, and say what came of it."""
+        """Return the measurements before, during and after an attack."""
         before = self._span(self.size.before_s)
         viewer_token, worker_token = self.running.token(Scope.VIEWER), self.running.token(Scope.WORKER)
-        command = [sys.executable, "-m", "benchmarks.siege.attacker", name, str(at_once), str(self.size.during_s)]
+        command = [sys.executable, "-m", "benchmarks.siege.attacks", name, str(at_once), str(self.size.during_s)]
         command += [str(self.running.port), RUN, worker_token, viewer_token, *self._exchanged()]
         attacker = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             during = self._span(self.size.during_s)
-            said, _ = attacker.communicate(timeout=60 + self.size.during_s)
+            printed, _ = attacker.communicate(timeout=60 + self.size.during_s)
         finally:
             attacker.kill()
             attacker.wait()
@@ -94,7 +94,7 @@ class Besieged:
         after = self._span(self.size.after_s)
         spans = {"before": before, "during": during, "after": after}
         return {"attack": name, "at_once": at_once, **{key: asdict(each) for key, each in spans.items()}} | {
-            **json.loads(said),
+            **json.loads(printed),
             "slower": before.rounds_per_s / max(during.rounds_per_s, 1e-9),
             "larger": during.peak_rss / before.peak_rss,
         }
@@ -109,7 +109,7 @@ class Besieged:
         return secrets
 
     def await_training(self, workers: list[subprocess.Popen[bytes]], log: Path) -> None:
-        """Return when all workers have taken part in a round. Raises RuntimeError if one of them ends before."""
+        """Wait until all workers have taken part in a round. Raises RuntimeError if one of them exits before."""
         while not any(
             each["kind"] == "round-opened" and len(each["data"]["workers"]) == WORKERS for each in self._events()
         ):
@@ -118,8 +118,8 @@ class Besieged:
             time.sleep(0.2)
 
     def _span(self, seconds: float) -> Span:
-        """Let time pass. Return what was published in it, and the peak of the coordinator's memory."""
-        Path(f"/proc/{self.running.pid}/clear_refs").write_text("5")  # the peak begins anew
+        """Wait; return the rounds published meanwhile and the coordinator's peak memory."""
+        Path(f"/proc/{self.running.pid}/clear_refs").write_text("5")  # resets the peak
         began = time.time()
         time.sleep(seconds)
         ended = time.time()
@@ -144,11 +144,11 @@ class Besieged:
 
 @contextmanager
 def besieged(size: Size) -> Iterator[Besieged]:
-    """A coordinator with a run of some past, and its workers, who train."""
+    """A coordinator with a run that has a history, and workers that train."""
     with TemporaryDirectory(prefix="outerstep-") as folder:
         coordinator = CoordinatorProcess(Path(folder) / "data", open_files=OPEN_FILES)
         workers: list[subprocess.Popen[bytes]] = []
-        os.environ["OUTERSTEP_COORDINATOR_PROXIES"] = ""  # whoever is on this machine counts as anybody
+        os.environ["OUTERSTEP_COORDINATOR_PROXIES"] = ""  # connections from this machine count per address too
         try:
             running = coordinator.start()
             token = running.token(Scope.WORKER)
@@ -171,16 +171,16 @@ def besieged(size: Size) -> Iterator[Besieged]:
 
 
 def _give_history(data_dir: Path, rounds: int) -> None:
-    """Write rows of so many rounds and their evaluations, all over, as a long run has them. Their numbers are beyond
-    what the run will reach, so that it makes nothing of them but listings."""
+    """Write rows of this many finished rounds and their evaluations, as a long run has them. Their numbers are beyond
+    what the run will reach, so they appear only in listings."""
     account = json.dumps({"upload_bytes": 1, "download_bytes": 1, "seconds": {"train": 1.0, "sync": 1.0}})
     with closing(sqlite3.connect(data_dir / "outerstep.db", timeout=60)) as database, database:
         ((run_id,),) = database.execute("SELECT id FROM runs")
         numbers = range(BEYOND, BEYOND + rounds)
         database.executemany(
             "INSERT INTO rounds "
-            "(run_id, round, opened_at, closed_at, tokens, loss, upload_bytes, delta_bytes, account) "
-            "VALUES (?, ?, 1, 2, 3, 4, 5, 6, ?)",
+            "(run_id, round, step, opened_at, closed_at, tokens, loss, upload_bytes, delta_bytes, account) "
+            "VALUES (?, ?, 0, 1, 2, 3, 4, 5, 6, ?)",
             [(run_id, number, account) for number in numbers],
         )
         database.executemany(

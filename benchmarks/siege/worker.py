@@ -1,5 +1,5 @@
-"""One honest worker, a process of its own: a script with `outerstep.DiLoCo`, whose inner steps take a fixed time, as an
-accelerator's would."""
+"""An honest worker as a separate process: a script with `outerstep.DiLoCo` whose inner steps take a fixed time, as on
+an accelerator."""
 
 import argparse
 import time

@@ -1,12 +1,10 @@
-"""One sync over long lines against what the line allows: `python -m benchmarks.wan`.
+"""The time of a sync over long lines, compared with the line's limit: `python -m benchmarks.wan`.
 
-__main__.py   the command: row after row
-rows.py       the lines that are measured, their limits and targets (pure)
-measuring.py  a coordinator, workers behind their lines, and what one row is made of
-plain.py      one TCP transfer of as many bytes, both ends of it
-training.py   the share of the workers' time that is left for inner steps
+__main__.py   the command, and its tables
+rows.py       the measured lines, their limits and targets (pure)
+measuring.py  a coordinator and workers behind their lines; the measurements of a row, and of training
+plain.py      a plain TCP transfer of the same size, both ends
 changing.py   syncs over a line that changes
-worker.py     a worker: a process behind its line, which takes orders (harness/orders.py)
+worker.py     a worker: a process behind its line that takes orders (harness/remote_process.py)
 peers.py      torchft and hivemind over the same lines
-showing.py    tables
 """

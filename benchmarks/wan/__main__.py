@@ -1,26 +1,26 @@
-"""Long lines: the time of a sync against what its line allows and against others, and what is left for training.
+"""Long lines: the time of a sync compared with its line's limit and with other systems, and the time left for training.
 
     python -m benchmarks.wan [--rows A,C,train] [--repeat 5] [--silence 60] [--peers gloo,torchft,hivemind] [--json]
 
-Each worker is a process in a network namespace of its own, behind a line at packet level (harness/lines.py): rates, a
-round trip, losses, and the congestion control of both ends. The coordinator is a process as anybody would start it. A
-row is one such line (rows.py), and of it are measured, one after the other:
+Each worker is a process in a separate network namespace behind a line simulated at packet level (harness/lines.py):
+rates, a round trip, losses, and the congestion control of both ends. The coordinator is an ordinary process. A row is
+one such line (rows.py). Measured are, one after another:
 
-  sync      from the first worker's start to the last one's end, on connections that are there, each after a silence as
-            long as inner steps would take; against the line's limit and the row's target
-  plain     one TCP transfer of as many bytes over one of the lines, on a new connection: the slower of up and down
-  others    the same mean by gloo in fp32, and by torchft and hivemind where --peers names them
-  planner   the seconds that `outerstep plan` says, and by how much they differ
-  core-s    what a sync keeps this machine's cores busy for, all workers, the coordinator and the lines together:
-            divided by its cores, the least that the sync takes here; `--workers 1` tells what the line alone takes
+  sync      from the first worker's start to the last one's end, on open connections, each after a silence as long as
+            inner steps would take; compared with the line's limit and the row's target
+  plain     one TCP transfer of the same size over one of the lines, on a new connection: the slower of up and down
+  others    the same mean by gloo in fp32, and by torchft and hivemind if --peers names them
+  planner   the seconds that `outerstep plan` predicts, and the difference
+  core-s    CPU time of a sync on this machine, of all workers, the coordinator and the lines together; divided by its
+            cores, it is the least time of a sync here; `--workers 1` shows what the line alone takes
 
 `train`: rounds of inner steps of a fixed length (60 s in all) over 500/110 Mbit/s, 60 ms: the share of the workers'
-time that is spent in inner steps; classic, and with an overlap of one of the round's inner steps.
+time in inner steps, classic and with an overlap of one of the round's inner steps.
 
-`changes`: row A's line; in the middle of a sync one worker's loses half its rate, or 5 % of its packets for a minute,
-or is gone for 30 s. What had arrived is not to be sent again.
+`changes`: row A's line; in the middle of a sync one worker's line loses half its rate, or 5 % of its packets for a
+minute, or is interrupted for 30 s. Bytes that had arrived must not be sent again.
 
-Needs root, iproute2 and a C compiler, with TLS openssl; exit code 3 where such lines cannot be made.
+Needs root, iproute2 and a C compiler, with TLS openssl; exit code 3 if such lines cannot be made.
 """
 
 import argparse
@@ -29,19 +29,28 @@ import os
 import platform
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from benchmarks.wan import changing, training
-from benchmarks.wan.measuring import WORKERS, Effort, measure
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.wan import changing
+from benchmarks.wan.measuring import WORKERS, Effort, measure, measure_training
 from benchmarks.wan.peers import PEERS
 from benchmarks.wan.rows import ROWS, chosen
-from benchmarks.wan.showing import show
-from harness.lines import NO_LINES_EXIT, why_not
+from harness.lines import FRAMING, LEAST_QUEUE_S, MTU, NO_LINES_EXIT, TCP_PAYLOAD, why_not
 
 TRAIN, CHANGES = "train", "changes"
 FURTHER = [TRAIN, CHANGES]
 TRAINED_PARAMETERS = 25_000_000
-QUICK_PART = 20  # of the parameters, and of the inner steps' time: one in so many
+QUICK_PART = 20  # divides the parameters and the inner steps' time
+CONSOLE = Console(width=240)
+LIMIT = (
+    f"limit: the slower way's payload × {MTU + FRAMING}/{TCP_PAYLOAD}, with the headers of full packets including "
+    f"Ethernet's {FRAMING} bytes, at its rate; queues of a round trip's bytes, at least {1000 * LEAST_QUEUE_S:.0f} ms"
+)
 
 
 def main() -> int:
@@ -64,7 +73,7 @@ def main() -> int:
         parser.error(str(error))
     tools = ["openssl"] if any(ROWS[name].tls for name in names if name in ROWS) else []
     if reason := why_not(*tools):
-        print(f"There are no slow lines on this machine: {reason}.", file=sys.stderr)
+        print(f"Slow lines are not available on this machine: {reason}.", file=sys.stderr)
         return NO_LINES_EXIT
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are cleaned up
@@ -76,7 +85,7 @@ def main() -> int:
     for name in names:
         print(f"measuring {name}", file=sys.stderr)
         if name == TRAIN:
-            trained = training.measure(TRAINED_PARAMETERS // part, 1 if arguments.quick else 2, 60 / part)
+            trained = measure_training(TRAINED_PARAMETERS // part, 1 if arguments.quick else 2, 60 / part)
         elif name == CHANGES:
             a = replace(ROWS["A"], parameters=ROWS["A"].parameters // part)
             changes = [replace(each, lasts_s=each.lasts_s / part) for each in changing.CHANGES]
@@ -89,6 +98,84 @@ def main() -> int:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
         print(json.dumps({"benchmark": "wan", **machine, "syncs": syncs, "training": trained, "changes": changed}))
     return 0
+
+
+def show(
+    syncs: Sequence[dict[str, Any]], training: Sequence[dict[str, Any]], changes: Sequence[dict[str, Any]]
+) -> None:
+    if syncs:
+        CONSOLE.print(_syncs(syncs))
+        CONSOLE.print(LIMIT, highlight=False)
+        for row in syncs:
+            for name, other in row["others"].items():
+                if other["remark"]:
+                    CONSOLE.print(f"{row['row']}: {name} {other['remark']}", highlight=False)
+    if training:
+        CONSOLE.print(_training(training))
+        for each in training:
+            stages = ", ".join(f"{name} {s:.2f}" for name, s in each["stages_s"].items() if name != "train")
+            CONSOLE.print(f"{each['kind']}: s per round, some at the same time: {stages}", highlight=False)
+    if changes:
+        CONSOLE.print(_changes(changes))
+
+
+def _syncs(rows: Sequence[dict[str, Any]]) -> Table:
+    first, syncs = rows[0], len(rows[0]["sync_s"])
+    table = Table(
+        *("row", "line down/up", "ms", "loss", "TCP", "parameters, codecs", "MB up, down", "on the wire"),
+        *("limit s", "plain TCP s", "sync s, worst", "planner", "core-s", "ratio", "excess rt"),
+        *(f"{name} s, ×" for name in first["others"]),
+        *("target", "verdict"),
+        title=f"one sync, workers: {first['workers']}; {syncs} syncs, each after {first['silence_s']:g} s of silence",
+    )
+    for r in rows:
+        payload, wire = r["payload_bytes"], r["wire_bytes"]
+        table.add_row(
+            *(r["row"], f"{r['down_mbit']:g}/{r['up_mbit']:g}", f"{1000 * r['round_trip_s']:.0f}", f"{r['loss']:.1%}"),
+            r["tcp"] + (", TLS" if r["tls"] else ""),
+            f"{r['parameters'] / 1e6:g} M {r['upload']}/{r['download']}",
+            *(f"{each['up'] / 1e6:.2f}, {each['down'] / 1e6:.2f}" for each in (payload, wire)),
+            *(f"{r['limit_s']:.2f}", f"{max(r['plain_s'].values()):.2f}", f"{r['median_s']:.2f}, {r['worst_s']:.2f}"),
+            f"{r['planned_s']:.2f}, {r['planned_s'] / r['median_s'] - 1:+.0%}",
+            f"{r['core_s']:.1f}",
+            *(f"{r['ratio']:.2f}", f"{r['excess_round_trips']:.1f}"),
+            *(_other(r["others"][name]["sync_s"], r["median_s"]) for name in first["others"]),
+            *(r["target"], "missed: " + "; ".join(r["missed"]) if r["missed"] else "met"),
+        )
+    return table
+
+
+def _other(other_s: float | None, sync_s: float) -> str:
+    return "–" if other_s is None else f"{other_s:.1f}, {other_s / sync_s:.1f}"
+
+
+def _training(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(
+        *("training", "line down/up", "ms", "parameters", "inner steps s per round", "overlap s", "other s", "share"),
+        *("target", "verdict"),
+    )
+    for r in rows:
+        table.add_row(
+            *(r["kind"], f"{r['down_mbit']:g}/{r['up_mbit']:g}", f"{1000 * r['round_trip_s']:.0f}"),
+            *(f"{r['parameters'] / 1e6:g} M", f"{r['round_s']:.1f}", f"{r['overlap_s']:.1f}", f"{r['sync_s']:.2f}"),
+            *(f"{r['share_in_steps']:.2%}", f"≥ {r['target']:.1%}"),
+            "met" if r["share_in_steps"] >= r["target"] else "missed",
+        )
+    return table
+
+
+def _changes(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(
+        *("row", "one line, in a sync", "undisturbed s", "floor s", "sync s", "MB up, down", "sent again"),
+        title="floor: what the line still carries, at the pace of the undisturbed sync",
+    )
+    for r in rows:
+        payload, again = (r[f"{kind}_bytes"] for kind in ("payload", "repeated"))
+        table.add_row(
+            *(r["row"], r["change"], *(f"{r[key]:.2f}" for key in ("undisturbed_s", "floor_s", "sync_s"))),
+            *(f"{each['up'] / 1e6:.2f}, {each['down'] / 1e6:.2f}" for each in (payload, again)),
+        )
+    return table
 
 
 if __name__ == "__main__":

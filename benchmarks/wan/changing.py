@@ -1,4 +1,4 @@
-"""Syncs over a line that changes in their middle: how long they take, what the line then allows, what is sent again."""
+"""Syncs over a line that changes meanwhile: their duration, the line's limit, and the bytes that are sent again."""
 
 import math
 import time
@@ -9,14 +9,14 @@ from typing import Any
 
 from benchmarks.wan.measuring import bench
 from benchmarks.wan.rows import Row
-from harness.far import seconds, together
 from harness.lines import Line, Shape
+from harness.remote import seconds, together
 
 
 @dataclass(frozen=True)
 class Change:
-    """From `after` of an undisturbed sync's time on, for `lasts_s`, one worker's line carries `rate` of what it did,
-    and loses that share of its packets, each way."""
+    """A change of one worker's line, from the share `after` of an undisturbed sync's time, for `lasts_s`: `rate` is the
+    factor of its rates, `loss` the share of lost packets, each way."""
 
     name: str
     after: float
@@ -29,7 +29,7 @@ class Change:
         return replace(shape, up_mbit=up, down_mbit=down, loss=self.loss or shape.loss)
 
     def floor_s(self, undisturbed_s: float) -> float:
-        """Return what a sync takes at least that took so long without the change."""
+        """Return the least duration of a sync with the change, from its duration without."""
         before_s = self.after * undisturbed_s
         rate = self.rate * (1 - self.loss)
         left_s = undisturbed_s - before_s - rate * self.lasts_s
@@ -44,12 +44,12 @@ CHANGES = (
 
 
 def measure(row: Row, changes: Sequence[Change], silence_s: float) -> list[dict[str, Any]]:
-    """Measure a sync without a change, and one with each of them."""
+    """Measure a sync without a change, and one with each change."""
     with bench(row.shape, row.tcp) as made:
         rounds = len(changes) + 2
         made.create_run("changing", rounds, codecs=(row.upload, row.download))
         made.order("sync", "changing", ca=None, elements=row.parameters, rounds=rounds)
-        together(made.workers, 1, 0.0)  # by which connections are made
+        together(made.workers, 1, 0.0)  # opens the connections
         (undisturbed,) = together(made.workers, 1, silence_s)
         took_s, line = seconds(undisturbed), made.lines[0]
         changed = []
@@ -57,7 +57,7 @@ def measure(row: Row, changes: Sequence[Change], silence_s: float) -> list[dict[
             (answers,) = together(made.workers, 1, silence_s, partial(_change, line, row.shape, change, took_s))
             line.shape(row.shape)
             changed.append((change, answers))
-    # The least: undisturbed, too, a part may be sent twice.
+    # The minimum, as a part may be sent twice even without a change.
     all_syncs = (undisturbed, *(answers for _, answers in changed))
     payload = {way: min(answers[0][way] for answers in all_syncs) for way in ("up", "down")}
     return [
@@ -75,7 +75,7 @@ def measure(row: Row, changes: Sequence[Change], silence_s: float) -> list[dict[
 
 
 def _change(line: Line, shape: Shape, change: Change, undisturbed_s: float) -> None:
-    """Change the line in the middle of a sync, for as long as the change lasts if that ends."""
+    """Change the line during a sync, and restore it after `lasts_s` if that is finite."""
     time.sleep(change.after * undisturbed_s)
     line.shape(change.on(shape))
     if change.lasts_s < math.inf:

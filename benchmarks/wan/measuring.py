@@ -1,4 +1,5 @@
-"""A coordinator and workers behind their lines, and what is measured of one row: syncs, a plain transfer, others."""
+"""A coordinator and workers behind their lines, and the measurements: of a row (syncs, a plain transfer, other
+systems), and of training (the share of the workers' time in inner steps)."""
 
 import os
 import statistics
@@ -14,16 +15,16 @@ import psutil
 from benchmarks.peers.environments import Unavailable
 from benchmarks.wan import peers
 from benchmarks.wan.plain import plain_s
-from benchmarks.wan.rows import Row, described, missed
-from harness.certificates import make_certificate
-from harness.coordinator import Running, coordinator_process
-from harness.far import Far, far, seconds, together
+from benchmarks.wan.rows import TRAINING_LINE, TRAINING_TARGETS, Row, described, missed
+from harness.coordinator import Running, coordinator_process, make_certificate
 from harness.lines import Line, Shape, on_the_wire, slow_lines
+from harness.remote import Remote, remote, seconds, together
 from outerstep import plan
 from outerstep.common.connections import CONGESTION_VARIABLE
 from protocol.messages import Scope
 
 WORKERS = 4
+INNER_STEPS = 6  # per round
 
 SPEC = """
 name = "{name}"
@@ -47,7 +48,7 @@ every_rounds = 1000
 
 @dataclass(frozen=True)
 class Effort:
-    """How much of it: workers; measured syncs, each after so many seconds of silence; transfers of others."""
+    """The number of workers; of measured syncs, each after `silence_s` seconds; and of other systems' transfers."""
 
     workers: int
     syncs: int
@@ -57,12 +58,12 @@ class Effort:
 
 @dataclass(frozen=True)
 class Bench:
-    """A coordinator, and its workers behind lines."""
+    """A coordinator and its workers behind lines."""
 
     running: Running
     token: str
     ca: Path | None
-    workers: list[Far]
+    workers: list[Remote]
 
     @property
     def lines(self) -> list[Line]:
@@ -76,14 +77,14 @@ class Bench:
         self.running.create_run(SPEC.format(name=name, upload=upload, download=download, **changes))
 
     def order(self, what: str, run: str, **more: Any) -> None:
-        """Give the order to all, as workers of the run."""
+        """Send the order to all workers of the run."""
         for rank, worker in enumerate(self.workers):
             worker.order(do=what, url=self.running.url, run=run, token=self.token, rank=rank, **more)
 
 
 @contextmanager
 def bench(shape: Shape, tcp: str, *, workers: int = WORKERS, tls: bool = False) -> Iterator[Bench]:
-    """Workers behind lines of this shape, and a coordinator before them."""
+    """Workers behind lines of this shape, and a coordinator on this machine."""
     with ExitStack() as stack:
         stack.enter_context(_asking_for(tcp))
         lines = stack.enter_context(slow_lines({f"worker-{rank}": shape for rank in range(workers)}, tcp=tcp))
@@ -93,7 +94,7 @@ def bench(shape: Shape, tcp: str, *, workers: int = WORKERS, tls: bool = False) 
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outerstep-wan-")))
             certificate = make_certificate(folder / "tls", host=f"IP:{address}")
         running = stack.enter_context(coordinator_process(address, certificate))
-        behind = [stack.enter_context(far(line, "benchmarks.wan.worker")) for line in lines.values()]
+        behind = [stack.enter_context(remote(line, "benchmarks.wan.worker")) for line in lines.values()]
         for worker in behind:
             worker.answer()
         yield Bench(running, running.token(Scope.WORKER), certificate and certificate.file, behind)
@@ -101,7 +102,7 @@ def bench(shape: Shape, tcp: str, *, workers: int = WORKERS, tls: bool = False) 
 
 @contextmanager
 def _asking_for(tcp: str) -> Iterator[None]:
-    """Let coordinator and workers ask for this congestion control, as where the system keeps BBR for itself."""
+    """Make coordinator and workers request this congestion control, as on systems that do not offer BBR by default."""
     before = os.environ.get(CONGESTION_VARIABLE)
     os.environ[CONGESTION_VARIABLE] = tcp
     try:
@@ -113,7 +114,7 @@ def _asking_for(tcp: str) -> Iterator[None]:
 
 
 def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:
-    """Measure one row, and the same mean by `others`, over the same lines."""
+    """Measure a row, and the same mean by the systems `others`, over the same lines."""
     with bench(row.shape, row.tcp, workers=effort.workers, tls=row.tls) as made:
         syncs = _syncs(made, row, effort)
         up, down = syncs["payload_bytes"]["up"], syncs["payload_bytes"]["down"]
@@ -134,22 +135,22 @@ def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:
         "ratio": median_s / limit_s,
         "excess_round_trips": (median_s - limit_s) / row.shape.round_trip_s,
         "target": str(row.target),
-        "most_s": row.target.most_s(limit_s, row.shape.round_trip_s),
+        "most_s": row.target.max_s(limit_s, row.shape.round_trip_s),
         "others": other_rows,
         "missed": missed(row, median_s, limit_s, others_s),
     }
 
 
 def planned_s(row: Row, workers: int) -> float:
-    """Return what `outerstep plan` says of the row, told what a speed test says of its line."""
+    """Return the duration that `outerstep plan` predicts from what a speed test of the line would show."""
     up, down = (mbit * 1e6 / on_the_wire(1) for mbit in (row.shape.up_mbit, row.shape.down_mbit))
     line = {"up": up, "down": down, "latency_s": row.shape.round_trip_s, "loss": row.shape.loss}
     workload = plan.Workload(parameters=row.parameters, workers=workers, step_s=1.0, steps=1000, **line)
-    return plan.exchange(workload, row.upload, row.download).sync_s
+    return plan.sync_cost(workload, row.upload, row.download).sync_s
 
 
 def _syncs(made: Bench, row: Row, effort: Effort) -> dict[str, Any]:
-    """Syncs on connections that are there: one before, by which they are made, is not counted."""
+    """Measure syncs on open connections. The first sync, which opens them, is not counted."""
     rounds = effort.syncs + 1
     made.create_run("sync", rounds, codecs=(row.upload, row.download))
     ca = None if made.ca is None else str(made.ca)
@@ -161,27 +162,27 @@ def _syncs(made: Bench, row: Row, effort: Effort) -> dict[str, Any]:
     return {
         "sync_s": [seconds(each) for each in answers],
         "core_s": statistics.median(core_s),
-        # The least: in some syncs a part is sent twice.
+        # The minimum, as some syncs send a part twice.
         "payload_bytes": {way: min(each[way] for sync in answers for each in sync) for way in ("up", "down")},
         "wire_bytes": {"up": up // effort.syncs, "down": down // effort.syncs},
     }
 
 
-def _sync(workers: Sequence[Far], silence_s: float) -> tuple[list[dict[str, Any]], float]:
-    """Return the workers' answers to one sync, and the core-seconds that the machine was busy meanwhile."""
+def _sync(workers: Sequence[Remote], silence_s: float) -> tuple[list[dict[str, Any]], float]:
+    """Return the workers' answers to one sync, and the machine's busy core-seconds meanwhile."""
     noted: list[float] = []
     (answers,) = together(workers, 1, silence_s, lambda: noted.append(_busy_s()))
     return answers, _busy_s() - noted[0]
 
 
 def _busy_s() -> float:
-    """Return the core-seconds that this machine was busy since its start, with whatever."""
+    """Return the busy core-seconds of this machine since its start, of all processes."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
 def _other(name: str, made: Bench, row: Row, effort: Effort) -> dict[str, Any]:
-    """Another system's syncs of as many values: the median, or why there is none."""
+    """Measure another system's syncs of as many values: their median, or why there is none."""
     rounds = 1 if row.shape.loss else effort.others  # with losses gloo takes a quarter of an hour
     if name == "gloo":
         answers = peers.gloo(made.workers, row.parameters, rounds)
@@ -192,3 +193,34 @@ def _other(name: str, made: Bench, row: Row, effort: Effort) -> dict[str, Any]:
             return {"sync_s": None, "remark": str(reason)}
     taken = [seconds(each) for each in answers]
     return {"sync_s": statistics.median(taken), "syncs_s": taken, "remark": ""}
+
+
+def measure_training(elements: int, rounds: int, round_s: float) -> list[dict[str, Any]]:
+    """Train over the line, classically and with an overlap of one inner step."""
+    with bench(TRAINING_LINE, "bbr") as made:
+        return [_train(made, elements, rounds, round_s / INNER_STEPS, overlap) for overlap in (0, 1)]
+
+
+def _train(made: Bench, elements: int, rounds: int, step_s: float, overlap: int) -> dict[str, Any]:
+    """Train `rounds` rounds; with overlap one more, as a run's last round has none and is not measured."""
+    name, kind = f"train-{overlap}", "overlap" if overlap else "classic"
+    made.create_run(name, rounds + overlap, INNER_STEPS, overlap)
+    made.order("train", name, elements=elements, step_s=step_s, measured=rounds)
+    answers = [worker.answer() for worker in made.workers]
+    wall = sum(each["ended"] - each["started"] for each in answers)
+    in_steps = sum(each["in_steps"] for each in answers)
+    with made.running.client() as http:
+        account = http.get(f"/v1/runs/{name}").raise_for_status().json()["account"]
+    return {
+        "kind": kind,
+        "down_mbit": TRAINING_LINE.down_mbit,
+        "up_mbit": TRAINING_LINE.up_mbit,
+        "round_trip_s": TRAINING_LINE.round_trip_s,
+        "parameters": elements,
+        "round_s": step_s * INNER_STEPS,
+        "overlap_s": step_s * overlap,
+        "sync_s": (wall - in_steps) / rounds / WORKERS,
+        "share_in_steps": in_steps / wall,
+        "target": TRAINING_TARGETS[kind],
+        "stages_s": {stage: s / rounds / WORKERS for stage, s in account["seconds"].items()},
+    }

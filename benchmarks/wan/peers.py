@@ -1,5 +1,5 @@
-"""Other systems over the same lines: each worker is a process behind its own, which reaches the others through the
-coordinator's side. How such a process goes about it is in benchmarks/peers/far_*.py, and gloo's in gloo.py."""
+"""Other systems over the same lines: each worker is a process behind its line, and reaches the others through the
+coordinator's side. The processes' code is in benchmarks/peers/remote_*.py, and for gloo in worker.py."""
 
 import tempfile
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from typing import Any
 
 from benchmarks.peers.comparison import WRONG_MEAN
 from benchmarks.peers.environments import Unavailable, cache, last_line, prepare
-from harness.far import Far, far, together
 from harness.lines import Line
+from harness.remote import Remote, remote, together
 
 PEERS = ("gloo", "torchft", "hivemind")
 
 
-def gloo(workers: Sequence[Far], elements: int, rounds: int) -> list[list[dict[str, Any]]]:
-    """Return the workers' answers, for each all-reduce of theirs."""
+def gloo(workers: Sequence[Remote], elements: int, rounds: int) -> list[list[dict[str, Any]]]:
+    """Return the workers' answers for each all-reduce."""
     with tempfile.TemporaryDirectory(prefix="outerstep-wan-") as folder:
         for rank, worker in enumerate(workers):
             order = {"do": "gloo", "elements": elements, "rounds": rounds}
@@ -24,10 +24,10 @@ def gloo(workers: Sequence[Far], elements: int, rounds: int) -> list[list[dict[s
 
 
 def other(peer: str, lines: Sequence[Line], elements: int, rounds: int) -> list[list[dict[str, Any]]]:
-    """Return the answers of a peer's processes, for each sync after a warm-up. Raises `Unavailable`."""
-    python, log = prepare(peer), cache() / f"far-{peer}.log"
+    """Return the answers of a peer's processes for each sync after a warm-up. Raises `Unavailable`."""
+    python, log = prepare(peer), cache() / f"remote-{peer}.log"
     with log.open("w") as file, ExitStack() as stack:
-        workers = [stack.enter_context(far(line, f"benchmarks.peers.far_{peer}", python, file)) for line in lines]
+        workers = [stack.enter_context(remote(line, f"benchmarks.peers.remote_{peer}", python, file)) for line in lines]
         meeting: Any = None
         try:
             for rank, worker in enumerate(workers):

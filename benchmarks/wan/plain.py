@@ -1,18 +1,18 @@
-"""One TCP transfer and nothing else: a new connection, and as many bytes as a sync has, up or down one line."""
+"""One plain TCP transfer on a new connection, up or down a line, of as many bytes as a sync has."""
 
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from harness.far import Far
+from harness.remote import Remote
 
 PIECE_BYTES = 1 << 18
 Direction = Literal["up", "down"]
 
 
-def plain_s(worker: Far, way: Direction, size: int) -> float:
-    """Return the seconds from before the connection until the other side has the last byte."""
+def plain_s(worker: Remote, way: Direction, size: int) -> float:
+    """Return the seconds from before the connection is opened until the last byte has arrived."""
     with socket.create_server((worker.line.address, 0)) as server, ThreadPoolExecutor(1) as pool:
         worker.order(do="plain", address=worker.line.address, port=server.getsockname()[1], way=way, size=size)
         worker.answer()
@@ -23,11 +23,11 @@ def plain_s(worker: Far, way: Direction, size: int) -> float:
 
 
 def transfer(address: str, port: int, way: Direction, size: int) -> None:
-    """The far end of it."""
+    """The remote end."""
     with socket.create_connection((address, port)) as connection:
         if way == "up":
             _send(connection, size)
-            connection.recv(1)  # until all of it is there
+            connection.recv(1)  # until everything has arrived
         else:
             _receive(connection, size)
 

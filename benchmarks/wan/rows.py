@@ -1,4 +1,4 @@
-"""The lines that are measured, what they allow, and what is expected on them. Pure."""
+"""The measured lines, their limits and targets. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,19 +6,19 @@ from typing import Any
 
 from harness.lines import Shape, on_the_wire
 
-# How many times as fast as these a sync has to be, by upload codec.
+# How many times faster than these systems a sync must be, by upload codec.
 TIMES_AS_FAST = {"gloo": {"int8": 6, "ternary": 15}, "hivemind": {"int8": 6, "ternary": 6}}
 
 
 @dataclass(frozen=True)
 class Target:
-    """A sync takes `times` the line's limit and `round_trips` at most, or `seconds`."""
+    """The most that a sync may take: `times` the line's limit plus `round_trips`, or `seconds`."""
 
     times: float = 0.0
     round_trips: int = 0
     seconds: float = 0.0
 
-    def most_s(self, limit_s: float, round_trip_s: float) -> float:
+    def max_s(self, limit_s: float, round_trip_s: float) -> float:
         return self.times * limit_s + self.round_trips * round_trip_s + self.seconds
 
     def __str__(self) -> str:
@@ -29,7 +29,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """A line, both ends' TCP, and what is sent over it."""
+    """A line, the congestion control of both ends, and what is sent over it."""
 
     name: str
     shape: Shape
@@ -41,7 +41,7 @@ class Row:
     tls: bool = False
 
     def limit_s(self, up_bytes: int, down_bytes: int) -> float:
-        """Return the seconds that so many payload bytes take at the line's rates, with the heads of full packets."""
+        """Return the seconds that these payload bytes take at the line's rates, with the headers of full packets."""
         up, down = (on_the_wire(each) * 8 / 1e6 for each in (up_bytes, down_bytes))
         return max(up / self.shape.up_mbit, down / self.shape.down_mbit)
 
@@ -74,9 +74,9 @@ TRAINING_TARGETS = {"classic": 0.96, "overlap": 0.995}
 
 
 def missed(row: Row, sync_s: float, limit_s: float, others_s: dict[str, float]) -> list[str]:
-    """Return in words what a sync of so many seconds lacks; `others_s` are the seconds of other systems."""
+    """Return the targets that a sync of `sync_s` seconds missed, in words. `others_s`: seconds of other systems."""
     found = []
-    if sync_s > (most_s := row.target.most_s(limit_s, row.shape.round_trip_s)):
+    if sync_s > (most_s := row.target.max_s(limit_s, row.shape.round_trip_s)):
         found.append(f"{sync_s:.2f} s > {most_s:.2f}")
     for system, other_s in others_s.items():
         times = TIMES_AS_FAST.get(system, {}).get(row.upload)
@@ -86,11 +86,11 @@ def missed(row: Row, sync_s: float, limit_s: float, others_s: dict[str, float]) 
 
 
 def chosen(names: str, known: Sequence[str]) -> list[str]:
-    """Return the names of a list with commas, in the order of `known`. ValueError for one that is not known."""
+    """Return the names in a comma-separated list, in the order of `known`. ValueError for an unknown name."""
     wanted = [name for name in names.split(",") if name]
     for name in wanted:
         if name not in known:
-            raise ValueError(f"there is no {name}: choose of {', '.join(known)}")
+            raise ValueError(f"unknown name {name}: choose from {', '.join(known)}")
     return [name for name in known if name in wanted]
 
 

@@ -1,25 +1,24 @@
-"""One worker of the benchmark, a process of its own behind its line, which takes orders (harness/orders.py).
+"""A worker of the benchmark: a process behind its line that takes orders (harness/remote_process.py).
 
 sync    what `outerstep worker` does between two rounds' inner steps: encode, upload, wait, download, outer step
-plain   one TCP transfer, without anything else
+plain   one plain TCP transfer
 gloo    torch.distributed's all-reduce of fp32 among all workers
-train   rounds of a script with `outerstep.DiLoCo`, whose inner steps take a fixed time, as an accelerator's would
+train   rounds of a script with `outerstep.DiLoCo`, whose inner steps take a fixed time, as on an accelerator
 """
 
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from benchmarks.wan.gloo import all_reduce
-from benchmarks.wan.noise import noise
 from benchmarks.wan.plain import Direction, transfer
-from harness.orders import orders, say, timed
+from harness.remote_process import answer, orders, timed
 from outerstep import DiLoCo
 from protocol.messages import Action, Assignment, JoinRequest
 from worker.joining.recovery import seed
@@ -32,9 +31,31 @@ from worker.state.outer_state import OuterState
 from worker.state.parameters import tensor_specs
 from worker.state.work import Contribution
 
+TIMEOUT = timedelta(minutes=30)
+
+
+def noise(elements: int, rank: int) -> torch.Tensor:
+    """Draw float32[elements], as hard to compress as a pseudo-gradient."""
+    return torch.randn(elements, generator=torch.Generator().manual_seed(rank)) * 1e-3
+
+
+def all_reduce(rank: int, workers: int, meeting: str, elements: int, rounds: int) -> None:
+    """Do `rounds` all-reduces. `meeting`: the file by which the workers find each other."""
+    values, summed = noise(elements, rank), torch.empty(elements)
+    where = f"file://{meeting}"
+    distributed.init_process_group("gloo", where, timeout=TIMEOUT, world_size=workers, rank=rank)
+
+    def reduce() -> None:
+        summed.copy_(values)
+        distributed.all_reduce(summed)
+
+    for _ in range(rounds):
+        timed(reduce)
+    distributed.destroy_process_group()
+
 
 class Flat(nn.Module):
-    """A model that is one vector, float32[elements], of zeros: its state 0 costs no line anything."""
+    """A model that is one vector of zeros, float32[elements], so that its state 0 compresses to nothing."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()
@@ -43,14 +64,14 @@ class Flat(nn.Module):
 
 def main() -> None:
     torch.set_num_threads(1)
-    say(at="started")
+    answer(at="started")
     act: dict[str, Callable[..., None]] = {"sync": synchronise, "plain": plain, "gloo": all_reduce, "train": train}
     for order in orders():
         act[order.pop("do")](**order)
 
 
 def synchronise(url: str, ca: str | None, run: str, token: str, rank: int, elements: int, rounds: int) -> None:
-    """Do `rounds` syncs. Each tells the payload bytes that it moved."""
+    """Do `rounds` syncs, and answer with the payload bytes that each one moved."""
     delta, model = noise(elements, rank), Flat(elements)
     with open_http(url, None if ca is None else Path(ca)) as http:
         client = Client(http, run, token)
@@ -90,8 +111,8 @@ def plain(address: str, port: int, way: Direction, size: int) -> None:
 
 
 def train(url: str, run: str, token: str, rank: int, elements: int, step_s: float, measured: int) -> None:
-    """Train to the run's end. Return when the first inner step began, when `measured` rounds were over, and the seconds
-    in steps between."""
+    """Train to the end of the run. Return the start of the first inner step, the end of `measured` rounds, and the
+    seconds in inner steps between them."""
     model, in_steps = Flat(elements), 0.0
     first: float | None = None
     ended: float | None = None
@@ -116,7 +137,7 @@ def train(url: str, run: str, token: str, rank: int, elements: int, step_s: floa
                     in_steps += step_ended - began
                     if diloco.round == measured or diloco.finished:
                         ended = time.monotonic()
-    say(started=first, ended=ended, in_steps=in_steps)
+    answer(started=first, ended=ended, in_steps=in_steps)
 
 
 if __name__ == "__main__":

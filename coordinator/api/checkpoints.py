@@ -23,8 +23,8 @@ from coordinator.http.openapi import (
 from coordinator.http.response_cache import cached_response
 from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
 from coordinator.run.live_run import LiveRun
-from coordinator.sync import seeding
-from coordinator.workers import membership
+from coordinator.sync import outer_state
+from coordinator.workers import leases
 from protocol.fragments import Layout
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page, PartReply
 from protocol.wire import max_payload_bytes, max_payloads_bytes
@@ -64,11 +64,11 @@ async def seed(
 def _accept(
     run: LiveRun, layout: Layout, worker: str, fragment: int, upload: ReceivedUpload
 ) -> tuple[CheckpointFragment | PartReply, bool]:
-    membership.check_lease(run, worker)  # it may have ended while the body arrived
+    leases.check_lease(run, worker)  # it may have ended while the body arrived
     found = upload.complete()
     if isinstance(found, PartReply):
         return found, False
-    return seeding.accept_state(run, layout, worker, fragment, found)
+    return outer_state.accept_state(run, layout, worker, fragment, found)
 
 
 @router.get("", response_model=Page[CheckpointInfo], responses=problem_responses(*RUN_PROBLEMS))

@@ -1,16 +1,16 @@
-"""A prefix of a bucket with backups, as a `Place`: s3://, gs:// and az://.
+"""Backups below a prefix of a bucket: s3://, gs:// and az://.
 
-    backups/{n}.json          the manifest of backup n, which is there once this is
+    backups/{n}.json          the manifest of backup n; without it there is no backup n
     backups/{n}.{digest}.db   its copy of the database, by its BLAKE3 digest
-    blobs/{digest}            blobs by their BLAKE3 digest: each once, however many backups need it
-    lock                      who makes a backup, and until when another has to leave it alone (lease.py)
+    blobs/{digest}            blobs by their BLAKE3 digest, each once however many backups need it
+    lock                      the process that makes a backup, and until when others must wait (lease.py)
 
-The order is the same as in a directory: blobs, database, manifest; an object is durable once it is there. Nothing is
-ever overwritten with other bytes: blobs and databases are named by their digest, and a manifest is created or not. So
-one whose lock was taken, as it was stopped for long, does no harm to another when it goes on: it finds that out.
+Objects are written in the same order as in a directory: blobs, database, manifest. An object is durable once it exists.
+Nothing is ever overwritten with other bytes: blobs and databases are named by their digest, and a manifest is created
+or not. So a backup that was suspended, and lost its lock to another, does no harm when it continues: it notices.
 
-Blobs are read from the coordinator's store, hashed and sent in one go, so only the copy of the database needs room on
-a local disk: in the system's directory for temporary files, which TMPDIR names.
+Blobs are read from the coordinator's store, hashed and sent in one pass. Only the copy of the database needs space on a
+local disk, in the system's directory for temporary files (TMPDIR).
 """
 
 import itertools
@@ -27,7 +27,7 @@ from coordinator.backup.lease import PATH as LOCK
 from coordinator.backup.lease import Lease, Lost
 from coordinator.backup.manifest import Content, Manifest, encode
 from coordinator.backup.objects import Objects
-from coordinator.backup.place import Damaged, manifest_of
+from coordinator.backup.store import Damaged, manifest_of
 from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.payloads import READ_BYTES
 from outerstep.common.connections import error_text
@@ -39,12 +39,12 @@ _BLOB = re.compile(r"[0-9a-f]{64}")
 _REMOVED_AT_ONCE = 1000
 
 
-class _Spoilt(Exception):
-    """What is read has not the digest that it should have."""
+class _Corrupt(Exception):
+    """The bytes that were read do not have the expected digest."""
 
 
 class BackupBucket:
-    """A prefix of a bucket, as a `Place`."""
+    """The backups below a prefix of a bucket, as a `BackupStore`."""
 
     def __init__(self, url: str, now: Callable[[], float] = time.time) -> None:
         self.disk = Path(tempfile.gettempdir())
@@ -52,8 +52,8 @@ class BackupBucket:
         self._lease = Lease(self._objects, now)
         self._now = now
         self._scratch = itertools.count()
-        self._folder = self.disk  # of one backup, within `locked`
-        self._blobs: dict[str, int] = {}  # those that are there, and their bytes, within `locked`
+        self._folder = self.disk  # for one backup, within `locked`
+        self._blobs: dict[str, int] = {}  # digest -> size of the stored blobs, within `locked`
 
     def __str__(self) -> str:
         return str(self._objects)
@@ -66,7 +66,7 @@ class BackupBucket:
 
     def manifest(self, number: int) -> Manifest:
         if (found := self._objects.get(_manifest(number))) is None:
-            raise Damaged(f"{self._objects.name(_manifest(number))} is not there any more")
+            raise Damaged(f"{self._objects.name(_manifest(number))} no longer exists")
         return manifest_of(found[0], number)
 
     def database_name(self, manifest: Manifest) -> str:
@@ -85,8 +85,8 @@ class BackupBucket:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        if (there := self._objects.top()) and not there & {"backups", "blobs", LOCK}:
-            raise OuterstepError(f"{self} has other objects than backups: name another prefix")
+        if (found := self._objects.top()) and not found & {"backups", "blobs", LOCK}:
+            raise OuterstepError(f"{self} has other objects than backups: give another prefix")
         self._lease = Lease(self._objects, self._now)
         with self._lease.held(), tempfile.TemporaryDirectory(prefix="outerstep-backup-") as folder:
             self._folder = Path(folder)
@@ -108,24 +108,26 @@ class BackupBucket:
     def add(self, manifest: Manifest, database: Path, interrupt: Callable[[], object]) -> None:
         with FileReader(database) as reader:
             if not self._upload(_database(manifest), reader, manifest.database.digest, interrupt):
-                raise OuterstepError(f"the disk of {self.disk} does not give back what was written to it: replace it")
+                raise OuterstepError(f"the disk of {self.disk} returns other bytes than were written: replace it")
         self._lease.check()
         path, content = _manifest(manifest.number), encode(manifest)
         if self._objects.create(path, content) is None and not self._has(path, content):
-            raise OuterstepError(f"another backup is {self._objects.name(path)}: do the same again")
+            raise OuterstepError(f"another backup has written {self._objects.name(path)}: repeat the command")
         try:
             self._lease.renew()
-        except Lost:  # what the manifest names may have been removed by who took the lock
+        except Lost:  # whoever took the lock may have removed what the manifest names
             self._objects.delete([path])
             raise
 
     def remove(self, number: int) -> None:
         self._remove([_manifest(number)])
 
-    def remove_databases_but(self, kept: list[Manifest], unread: set[int]) -> None:
+    def remove_databases_but(self, kept: list[Manifest], unreadable: set[int]) -> None:
         needed = {_database(manifest) for manifest in kept}
         found = [(f"backups/{name}", _DATABASE.fullmatch(name)) for name, _ in self._objects.within("backups")]
-        self._remove([path for path, match in found if match and path not in needed and int(match[1]) not in unread])
+        self._remove(
+            [path for path, match in found if match and path not in needed and int(match[1]) not in unreadable]
+        )
 
     def digests(self) -> list[str]:
         return list(self._blobs)
@@ -141,40 +143,40 @@ class BackupBucket:
             self._objects.delete(paths[start : start + _REMOVED_AT_ONCE])
 
     def _upload(self, path: str, reader: Reader, digest: str, interrupt: Callable[[], object]) -> bool:
-        """Make an object of what `reader` reads; return False, and make none, where it has not this digest."""
+        """Upload what `reader` reads. Return False, and create no object, if it does not have this digest."""
 
         def pieces() -> Iterator[bytearray]:
             hasher, at = blake3(), 0
             while True:
                 interrupt()
                 self._lease.check()
-                piece = bytearray(READ_BYTES)  # not the same again, which may still be under way
+                piece = bytearray(READ_BYTES)  # a new one: the last may still be uploading
                 try:
                     count = reader.read_into(memoryview(piece), at)
                 except OSError as error:
-                    raise _Spoilt(error_text(error)) from error
+                    raise _Corrupt(error_text(error)) from error
                 if not count:
                     break
                 hasher.update(memoryview(piece)[:count])
                 at += count
                 yield piece[:count]
             if hasher.hexdigest() != digest:
-                raise _Spoilt(path)
+                raise _Corrupt(path)
 
         try:
             self._objects.upload(path, reader.size, pieces())
-        except _Spoilt:
+        except _Corrupt:
             return False
         return True
 
     def _has(self, path: str, content: bytes) -> bool:
-        """Return True if the object has this content: the answer to the put that made it was lost."""
+        """Return True if the object has this content: then only the answer to its upload was lost."""
         found = self._objects.get(path)
         return found is not None and found[0] == content
 
 
 def existing(url: str) -> BackupBucket:
-    """Return the backups at `url`. Raises OuterstepError if there is none."""
+    """Return the backups at `url`. Raises OuterstepError if there are none."""
     found = BackupBucket(url)
     if not found.numbers():
         raise OuterstepError(f"there is no backup in {found}: `outerstep coordinator backup {found}` makes one")

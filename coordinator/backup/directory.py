@@ -1,13 +1,13 @@
-"""The directory of backups.
+"""A directory of backups.
 
-    backups/{n}.json   the manifest of backup n, which is there once this is
+    backups/{n}.json   the manifest of backup n; without it there is no backup n
     backups/{n}.db     its copy of the database
-    blobs/{digest}     blobs by their BLAKE3 digest: each once, however many backups need it
-    incoming/          being written; emptied by the next backup
-    lock               held while a backup is made
+    blobs/{digest}     blobs by their BLAKE3 digest, each once however many backups need it
+    incoming/          files being written; the next backup empties it
+    lock               locked while a backup is made
 
-Files are fsynced, get their name, and their folder is fsynced, in this order: blobs, database, manifest. So a manifest
-that is there names files that are, and after a kill or a power cut the backups before are as they were.
+Each file is fsynced, renamed, and its directory fsynced, in this order: blobs, database, manifest. So every file that a
+manifest names exists, and a kill or a power cut leaves earlier backups unchanged.
 """
 
 import itertools
@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from coordinator.backup.copying import copy_whole
 from coordinator.backup.manifest import Content, Manifest, encode
-from coordinator.backup.place import Damaged, manifest_of
+from coordinator.backup.store import Damaged, copy_whole, manifest_of
 from coordinator.store.blobs import FileReader, Reader
 from outerstep.common.connections import error_text
 from outerstep.common.files import fsync, open_locked, write_new
@@ -26,7 +25,7 @@ from protocol.errors import OuterstepError
 
 
 class BackupDirectory:
-    """A directory of backups, as a `Place`."""
+    """A directory of backups, as a `BackupStore`."""
 
     def __init__(self, root: Path) -> None:
         self.root = self.disk = root
@@ -66,10 +65,10 @@ class BackupDirectory:
     @contextmanager
     def locked(self) -> Iterator[None]:
         if self.root.is_dir() and not self._manifests.is_dir() and any(self.root.iterdir()):
-            raise OuterstepError(f"{self.root} has other files than backups: name a new or an empty directory")
+            raise OuterstepError(f"{self.root} has other files than backups: give a new or an empty directory")
         for folder in (self.root, self._manifests, self._blobs, self._incoming):
             if not folder.is_dir():
-                folder.mkdir(mode=0o700)  # not its parents: where a disk is not mounted, another would be filled
+                folder.mkdir(mode=0o700)  # not its parents: if a disk is not mounted, this would fill another one
                 fsync(folder.parent)
         with open_locked(self.root / "lock", f"another backup is being made in {self.root}; wait until it is done"):
             shutil.rmtree(self._incoming)
@@ -89,7 +88,7 @@ class BackupDirectory:
         file = self.scratch()
         if not copy_whole(reader, file, digest, interrupt):
             return False
-        file.replace(self._blob(digest))  # the name is durable once `add` has returned
+        file.replace(self._blob(digest))  # `add` makes the name durable
         return True
 
     def add(self, manifest: Manifest, database: Path, interrupt: Callable[[], object]) -> None:
@@ -107,10 +106,10 @@ class BackupDirectory:
         self._manifest(number).unlink()
         fsync(self._manifests)
 
-    def remove_databases_but(self, kept: list[Manifest], unread: set[int]) -> None:
-        there = unread.union(manifest.number for manifest in kept)
+    def remove_databases_but(self, kept: list[Manifest], unreadable: set[int]) -> None:
+        kept_numbers = unreadable.union(manifest.number for manifest in kept)
         for path in self._manifests.glob("*.db"):
-            if path.stem.isdecimal() and int(path.stem) not in there:
+            if path.stem.isdecimal() and int(path.stem) not in kept_numbers:
                 path.unlink()
 
     def digests(self) -> list[str]:
@@ -131,9 +130,9 @@ class BackupDirectory:
 
 
 def existing(root: Path) -> BackupDirectory:
-    """Return the directory of backups at `root`. Raises OuterstepError if there is none."""
+    """Return the backups in `root`. Raises OuterstepError if there are none."""
     if not root.is_dir():
-        raise OuterstepError(f"there is no directory {root}: name one that `outerstep coordinator backup` was given")
+        raise OuterstepError(f"there is no directory {root}: give the one that `outerstep coordinator backup` wrote to")
     found = BackupDirectory(root)
     if not found.numbers():
         raise OuterstepError(f"there is no backup in {root}: `outerstep coordinator backup {root}` makes one")
@@ -141,8 +140,8 @@ def existing(root: Path) -> BackupDirectory:
 
 
 def check_apart(root: Path, data_dir: Path) -> None:
-    """Raise OuterstepError if one of the directories is in the other: a disk that takes one would take both."""
+    """Raise OuterstepError if one directory contains the other: a failing disk would take both."""
     backups, data = root.resolve(), data_dir.resolve()
     if backups.is_relative_to(data) or data.is_relative_to(backups):
-        detail = f"the backups at {root} and the data directory {data_dir} are within each other"
-        raise OuterstepError(f"{detail}: name a directory for backups that is elsewhere, best on another disk")
+        detail = f"the directory of backups {root} and the data directory {data_dir} overlap"
+        raise OuterstepError(f"{detail}: store backups in another directory, preferably on another disk")

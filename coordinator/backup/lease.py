@@ -1,9 +1,9 @@
-"""A lock in a bucket: the object `lock`, which says who holds it and until when.
+"""A lock in a bucket: the object `lock`, which names the process that holds it and until when.
 
-It is taken and renewed by conditional puts, so that of two at once one alone succeeds. Who was killed does not give it
-back: once its time is over, and CLOCKS_S more as clocks differ, another takes it. Who holds it renews it every RENEW_S,
-on a thread of its own, as a part may be under way for long; and begins nothing that could harm another, which is the
-removal of an object, unless MARGIN_S of it remain.
+The lock is taken and renewed by conditional puts, so only one of two concurrent attempts succeeds. A killed process
+does not release it: another takes it once it has expired, plus CLOCKS_S because clocks differ. The holder renews it
+every RENEW_S on a separate thread, because a part may take long to upload. It removes objects, which could harm another
+backup, only while at least MARGIN_S remain.
 """
 
 import logging
@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 
 from pydantic import ValidationError
 
-from coordinator.backup.manifest import Part
+from coordinator.backup.manifest import Frozen
 from coordinator.backup.objects import Objects, Version
 from protocol.errors import OuterstepError
 
@@ -28,8 +28,8 @@ LEASE_S, RENEW_S, MARGIN_S, CLOCKS_S = 600.0, 60.0, 180.0, 60.0
 _TRIES = 3
 
 
-class Held(Part):
-    """What is in the lock. `until` in seconds since 1970: 0 once it was given back."""
+class Held(Frozen):
+    """The content of the lock. `until`: seconds since 1970; 0 once it was released."""
 
     holder: str
     id: str
@@ -37,23 +37,23 @@ class Held(Part):
 
 
 class Lost(OuterstepError):
-    """Another has the lock, or may have it."""
+    """Another process has the lock, or may have it."""
 
 
 class Lease:
-    """The lock of a place of backups, for one backup."""
+    """The lock of a backup store, held for one backup."""
 
     def __init__(self, objects: Objects, now: Callable[[], float]) -> None:
         self._objects, self._now = objects, now
         self._id = secrets.token_hex(16)
-        self._lock = threading.Lock()  # around what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._version: Version = {}
         self._until = 0.0
         self._gone = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock. Raises OuterstepError if another does, or if the store heeds no conditions."""
+        """Hold the lock. Raises OuterstepError if another process does, or if the store ignores conditional puts."""
         self._take()
         over = threading.Event()
         beat = threading.Thread(target=self._renew_until, args=(over,), name="backup-lock", daemon=True)
@@ -64,24 +64,24 @@ class Lease:
         finally:
             over.set()
             beat.join()
-            self._give_back()
+            self._release()
 
     def check(self) -> None:
-        """Raise Lost unless the lock is held for MARGIN_S more."""
+        """Raise Lost unless the lock is held for at least MARGIN_S."""
         with self._lock:
             if self._gone:
                 raise Lost(
-                    f"another backup has taken the lock {self._objects.name(PATH)}, as this one was held up for long: "
-                    "do the same again"
+                    f"another backup has taken the lock {self._objects.name(PATH)}, because this one was suspended for "
+                    "too long: repeat the command"
                 )
             if self._until - self._now() < MARGIN_S:
                 raise Lost(
-                    f"the lock {self._objects.name(PATH)} could not be renewed in time, so another may have it: do the "
-                    "same again"
+                    f"the lock {self._objects.name(PATH)} could not be renewed in time, so another backup may have "
+                    "it: repeat the command"
                 )
 
     def renew(self) -> None:
-        """Hold the lock for LEASE_S from now on. Raises Lost if another has it, and Transient."""
+        """Hold the lock for LEASE_S from now on. Raises Lost if another process has it, and Transient."""
         with self._lock:
             until = self._now() + LEASE_S
             if self._put(until):
@@ -105,32 +105,32 @@ class Lease:
             if version is not None:
                 self._version, self._until = version, until
                 return
-        raise OuterstepError(f"others take the lock {self._objects.name(PATH)} all the time: try again")
+        raise OuterstepError(f"other backups keep taking the lock {self._objects.name(PATH)}: try again later")
 
     def _check_conditions(self) -> None:
-        """Raise OuterstepError if the store makes the lock a second time: what it holds is the same."""
+        """Raise OuterstepError if the store creates the lock a second time (with the same content)."""
         with self._lock:
             version = self._objects.create(PATH, self._content(self._until))
         if version is not None:
             self._version = version
             raise OuterstepError(
-                f"the store of {self._objects} heeds no `If-None-Match`, so two backups at once could harm each other: "
-                "name one that does, or a directory"
+                f"the store of {self._objects} ignores `If-None-Match`, so concurrent backups could harm each other: "
+                "use a store that supports it, or a directory"
             )
 
     def _check_free(self, content: bytes) -> None:
-        """Raise OuterstepError if the lock with this content is somebody's."""
+        """Raise OuterstepError if the lock with this content is held."""
         try:
             held = Held.model_validate_json(content)
         except ValidationError as error:
             raise OuterstepError(
-                f"{self._objects.name(PATH)} is no lock of Outerstep: name another prefix, or delete it if it is spoilt"
+                f"{self._objects.name(PATH)} is not a lock of Outerstep: use another prefix, or delete it if corrupt"
             ) from error
         if held.until + CLOCKS_S > self._now():
             until = datetime.fromtimestamp(held.until + CLOCKS_S, UTC)
             raise OuterstepError(
-                f"another backup is being made in {self._objects}, by {held.holder}: wait until it is done; if it was "
-                f"killed, a backup after {until:%Y-%m-%d %H:%M:%S} UTC takes over"
+                f"another backup is being made in {self._objects}, by {held.holder}: wait until it is done. If it was "
+                f"killed, a backup started after {until:%Y-%m-%d %H:%M:%S} UTC takes over"
             )
 
     def _renew_until(self, over: threading.Event) -> None:
@@ -141,22 +141,22 @@ class Lease:
                 logger.error("%s", error)
                 if self._gone:
                     return
-            except OuterstepError as error:  # another try may mend it, and `check` knows until when
+            except OuterstepError as error:  # a retry may succeed; `check` knows how long there is time
                 logger.warning("the lock of a backup cannot be renewed: %s", error)
 
-    def _give_back(self) -> None:
-        """Let another take the lock at once; where this fails, it waits."""
+    def _release(self) -> None:
+        """Release the lock. If this fails, the next backup has to wait until it expires."""
         try:
             if not self._gone:
                 self._put(0.0)
         except OuterstepError as error:
-            logger.warning("the next backup has to wait, as the lock cannot be given back: %s", error)
+            logger.warning("the lock cannot be released, so the next backup has to wait: %s", error)
 
     def _put(self, until: float) -> bool:
-        """Write into the lock until when it is held; return False if it is another's."""
+        """Write the expiry into the lock. Return False if another process has it."""
         content = self._content(until)
         version = self._objects.replace(PATH, content, self._version)
-        # The answer to this put, or to one before, may have been lost: then the lock is this one's, in another version.
+        # The answer to this put or an earlier one may have been lost: then the lock is ours, in another version.
         if version is None and (found := self._objects.get(PATH)) is not None and self._id.encode() in found[0]:
             version = found[1] if found[0] == content else self._objects.replace(PATH, content, found[1])
         if version is None:

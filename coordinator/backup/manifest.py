@@ -1,7 +1,7 @@
-"""The manifest of a backup: what is in it, with the digest of each file. Pure.
+"""The manifest of a backup: what the backup contains, with the digest of each file. Pure.
 
-A manifest is a line with the BLAKE3 digest of the rest, and the rest, a JSON object. So who holds one that decodes can
-tell of each byte of the backup whether it is right.
+A manifest is one line with the BLAKE3 digest of the rest, followed by a JSON object. So with a manifest that decodes,
+every byte of the backup can be verified.
 """
 
 from typing import Annotated, Literal
@@ -11,17 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from protocol.digest import digest
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-# What `RunNames` gives: no part begins with a dot, so a name leads nowhere but below `runs/`.
+# As `RunNames` makes them. No part begins with a dot, so a name cannot lead out of `runs/`.
 BlobName = Annotated[str, StringConstraints(pattern=r"^runs(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$")]
 
 
-class Part(BaseModel):
-    """Of a manifest, or of a listing: immutable, and without a key that is not known."""
+class Frozen(BaseModel):
+    """An immutable model that allows no unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Content(Part):
+class Content(Frozen):
     """Bytes, by their BLAKE3 digest."""
 
     digest: Digest
@@ -29,26 +29,26 @@ class Content(Part):
 
 
 class Blob(Content):
-    """A blob, under its name in the coordinator's store."""
+    """A blob, with its name in the coordinator's store."""
 
     name: BlobName
 
 
-class RunSummary(Part):
-    """How far a run had come."""
+class RunSummary(Frozen):
+    """A run and its progress."""
 
     name: str
     state: str
     round: int
 
 
-class Manifest(Part):
-    """A backup. `lost`: blobs that rows name and that the coordinator itself did not have any more, or not whole."""
+class Manifest(Frozen):
+    """A backup. `lost` are blobs that rows name, but that the coordinator itself no longer had, or had damaged."""
 
     format: Literal[1] = 1
     number: int = Field(ge=1)
     made_at: float  # seconds since 1970
-    version: str  # of Outerstep, that made it
+    version: str  # of the Outerstep that made it
     runs: list[RunSummary]
     database: Content
     blobs: list[Blob]
@@ -56,20 +56,20 @@ class Manifest(Part):
 
     @property
     def bytes(self) -> int:
-        """The bytes of all that is in it, whether other backups share them or not."""
+        """Size of the database and of all blobs, including those that other backups share."""
         return self.database.size + sum({blob.digest: blob.size for blob in self.blobs}.values())
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Return the manifest as a file's content."""
+    """Return the manifest as the content of a file."""
     body = manifest.model_dump_json(indent=1).encode() + b"\n"
     return digest(body).hex().encode() + b"\n" + body
 
 
 def decode(content: bytes) -> Manifest:
-    """Return what `encode` was given. Raises ValueError, with what is wrong."""
-    told, _, body = content.partition(b"\n")
-    if digest(body).hex().encode() != told:
+    """Return the manifest that `encode` was given. Raises ValueError, with what is wrong."""
+    expected, _, body = content.partition(b"\n")
+    if digest(body).hex().encode() != expected:
         raise ValueError("its manifest is not what was written")
     try:
         return Manifest.model_validate_json(body)

@@ -1,4 +1,4 @@
-"""Backups that the running coordinator makes by itself, on a thread of its own: it holds no lock of a run."""
+"""Scheduled backups of the running coordinator, on a separate thread that holds no run's lock."""
 
 import logging
 import math
@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from coordinator.backup.copying import Interrupted
-from coordinator.backup.making import Source, make
-from coordinator.backup.place import Damaged, Place
-from coordinator.backup.places import Address, place_of
+from coordinator.backup.create import Source, create
+from coordinator.backup.locations import Location, open_store
+from coordinator.backup.store import BackupStore, Damaged, Interrupted
 from coordinator.run.live_run import LiveRun
 from protocol.errors import OuterstepError
 
@@ -23,16 +22,21 @@ RETRY_S = 300.0
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every so many seconds a backup at this place, of which the newest `keep` stay."""
+    """Back up to `location` every `every_s` seconds, and keep the newest `keep` backups."""
 
-    address: Address
+    location: Location
     every_s: float
     keep: int
 
 
 class Scheduled:
-    """The backups of one schedule. `last_at` is when the last good one was made, also by an earlier process or by a
-    command, in seconds since 1970; None before the first. `tick` is called a few times a second, from any thread."""
+    """Makes the backups of one schedule. `tick` is called a few times per second, from any thread.
+
+    last_at    when the last good backup was made, by whatever process, in seconds since 1970; None before the first
+    fault      why the last attempt failed; empty if it did not
+    failed_at  when it failed, in seconds since 1970
+    due        when the next attempt starts, by `clock`; infinite while one is running
+    """
 
     def __init__(
         self,
@@ -43,55 +47,55 @@ class Scheduled:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.last_at: float | None = None
-        self.fault = ""  # why the last one failed
-        self.failed_at: float | None = None  # when that was, in seconds since 1970
+        self.fault = ""
+        self.failed_at: float | None = None
         self.schedule, self.source = schedule, source
         self._closing, self._clock, self._now = closing, clock, now
         self._lock = threading.Lock()
-        self.due = -math.inf  # by the clock: at once, to see what is there; infinite while one is being made
-        self._made: float | None = None  # when, by the clock, the last one was; None if another process made it
-        self._told: set[int] = set()  # runs whose latest event about it says that one failed
+        self.due = -math.inf  # at once: the first tick looks at what is there
+        self._made: float | None = None  # when the last one was made, by `clock`; None if another process made it
+        self._failure_recorded: set[int] = set()  # runs whose latest event about backups says that one failed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="backup")
 
     def tick(self) -> None:
-        """Begin a backup if it is time."""
+        """Start a backup if one is due."""
         with self._lock:
             if self._clock() < self.due:
                 return
             self.due = math.inf
         self._thread.submit(self._work)
 
-    def tell(self, run: LiveRun) -> None:
-        """Record the event that a backup failed, once per run, and once the other."""
+    def record(self, run: LiveRun) -> None:
+        """Record as events of the run that backups fail, and that they succeed again; each once."""
         with run.lock:
-            if self.fault and run.id not in self._told and not run.ended:
+            if self.fault and run.id not in self._failure_recorded and not run.ended:
                 with run.change() as change:
-                    change.record("backup-failed", f"a backup failed: {self.fault}; it is tried again")
-                self._told.add(run.id)
-            elif not self.fault and run.id in self._told:
+                    change.record("backup-failed", f"a backup failed: {self.fault}; it will be retried")
+                self._failure_recorded.add(run.id)
+            elif not self.fault and run.id in self._failure_recorded:
                 with run.change() as change:
-                    change.record("backup-made", "backups are made again")
-                self._told.discard(run.id)
+                    change.record("backup-made", "backups succeed again")
+                self._failure_recorded.discard(run.id)
 
     @property
     def has_made(self) -> bool:
-        """Whether this process made the last good one."""
+        """True if this process made the last good backup."""
         return self._made is not None
 
     @property
     def last_age_s(self) -> float | None:
-        """How long ago the last good one was made, whatever was done to the wall clock since if this process made it;
-        None if there is none."""
+        """Age of the last good backup; None if there is none. If this process made it, changes of the wall clock do not
+        matter."""
         if self._made is not None:
             return self._clock() - self._made
         return None if self.last_at is None else self.age_s(self.last_at)
 
     def age_s(self, at: float) -> float:
-        """Return how long ago a backup was made, or failed, at `at`."""
+        """Return how long ago `at` was, in seconds since 1970."""
         return max(0.0, self._now() - at)
 
     def close(self) -> None:
-        """End the work, which `closing` interrupts."""
+        """Wait for the backup that is running, which `closing` interrupts."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _work(self) -> None:
@@ -99,13 +103,13 @@ class Scheduled:
         try:
             wait_s, self.fault = self._make_if_due(), ""
         except Interrupted:
-            logger.info("the backup is interrupted: the next one goes on with what was copied")
+            logger.info("the backup was interrupted: the next one continues with what was copied")
         except OuterstepError as error:
             self._note_fault(error)
-            logger.error("a backup failed: %s; it is tried again", error)
-        except Exception as error:  # nobody awaits it: the log and the events say it
+            logger.error("a backup failed: %s; it will be retried", error)
+        except Exception as error:  # nothing awaits the result: the log and the events report it
             self._note_fault(error)
-            logger.exception("a backup failed; it is tried again")
+            logger.exception("a backup failed; it will be retried")
         finally:
             with self._lock:
                 self.due = self._clock() + wait_s
@@ -114,21 +118,22 @@ class Scheduled:
         self.fault, self.failed_at = str(error) or type(error).__name__, self._now()
 
     def _make_if_due(self) -> float:
-        """Make a backup unless the newest one is new enough; return in how many seconds the next one is due."""
-        backups = place_of(self.schedule.address, self._now)
+        """Make a backup unless the newest one is recent enough. Return the seconds until the next one is due."""
+        backups = open_store(self.schedule.location, self._now)
         if (remaining_s := self._remaining_s(backups)) > 0:
             return remaining_s
-        made = make(self.source, backups, self.schedule.keep, self._now, self._interrupt)
-        told = (made.manifest.number, backups, made.copied_blobs, made.copied_bytes)
-        logger.info("made backup %d in %s: %d new blobs, %d bytes", *told)
-        if made.manifest.lost:
-            logger.warning("it is without %d blobs that are lost or spoilt", len(made.manifest.lost))
-        self.last_at, self._made = made.manifest.made_at, self._clock()
+        created = create(self.source, backups, self.schedule.keep, self._now, self._interrupt)
+        manifest = created.manifest
+        counts = (created.copied_blobs, created.copied_bytes)
+        logger.info("made backup %d in %s: %d new blobs, %d bytes", manifest.number, backups, *counts)
+        if manifest.lost:
+            logger.warning("backup %d lacks %d blobs that are lost or damaged", manifest.number, len(manifest.lost))
+        self.last_at, self._made = manifest.made_at, self._clock()
         return self.schedule.every_s
 
-    def _remaining_s(self, backups: Place) -> float:
-        """Return for how long the newest backup is new enough: not at all if it was made later than now by more than
-        `every_s`, for then the clock was set back."""
+    def _remaining_s(self, backups: BackupStore) -> float:
+        """Return how many seconds remain until the next backup is due; 0 if the newest lies more than `every_s` in the
+        future, because then the clock was set back."""
         for number in backups.numbers():
             with suppress(Damaged):
                 made_at = backups.manifest(number).made_at

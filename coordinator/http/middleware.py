@@ -16,13 +16,13 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.security.utils import get_authorization_scheme_param
+from opentelemetry import trace
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.problems import fault_response, reject
 from coordinator.logs import about_request
 from coordinator.quotas import caller_of
-from outerstep.common import tracing
 from protocol.errors import Problem
 from protocol.messages import Scope as TokenScope
 from protocol.versions import OURS, client_version, incompatibility
@@ -213,7 +213,7 @@ class TraceAttributes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_and_trace(message: Message) -> None:
             if message["type"] == "http.response.start":
-                tracing.tell(_attributes(scope.get("path_params", {})))
+                trace.get_current_span().set_attributes(_attributes(scope.get("path_params", {})))
             await send(message)
 
         await self._app(scope, receive, send_and_trace)

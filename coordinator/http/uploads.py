@@ -1,4 +1,4 @@
-"""Uploads: receive payloads of any size in bounded memory, into memory if there is room and otherwise into a file.
+"""Uploads: receive payloads of any size in bounded memory, into memory if the budget allows and otherwise into a file.
 
 A body is a payload, or with Content-Range one part of it.
 """
@@ -20,10 +20,9 @@ from fastapi.concurrency import run_in_threadpool
 from coordinator.http.bodies import chunks
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
-from coordinator.store.assembling import Whole
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.payloads import Body
-from coordinator.tuning.room import Room
+from coordinator.store.partial_uploads import PartialUpload
+from coordinator.store.payloads import Body, MemoryBudget
 from protocol.digest import parse_content_digest
 from protocol.errors import Problem, Remedy
 from protocol.messages import PartReply
@@ -147,7 +146,9 @@ class ReceivedUpload:
     """The received body of a request. `part` is None if it is a whole payload. Set `finished` if no other part of the
     payload is needed."""
 
-    def __init__(self, sink: Sink, data: DataDirectory, part: Part | None = None, whole: Whole | None = None) -> None:
+    def __init__(
+        self, sink: Sink, data: DataDirectory, part: Part | None = None, whole: PartialUpload | None = None
+    ) -> None:
         self._sink, self._data, self._whole, self.part = sink, data, whole, part
         self.finished = False
 
@@ -168,9 +169,9 @@ class ReceivedUpload:
 
 @asynccontextmanager
 async def receive_upload(
-    request: Request, service: Coordinator, max_bytes: int, round_bytes: int, room: Room | None = None
+    request: Request, service: Coordinator, max_bytes: int, round_bytes: int, budget: MemoryBudget | None = None
 ) -> AsyncIterator[ReceivedUpload]:
-    """Receive the request's body, into memory if `room` has some; the block then gets it, and calls `complete`.
+    """Receive the request's body, into memory if `budget` allows it; the block then gets it, and calls `complete`.
 
     `round_bytes`: the size of all payloads that the member sends in a round. At most ROUNDS times as many bytes may
     arrive at once, and as many may be stored of payloads with missing parts.
@@ -180,7 +181,7 @@ async def receive_upload(
     """
     size, announced, part = _announced(request, max_bytes)
     with service.quotas.upload(_owner(request), size, ROUNDS * round_bytes):
-        async with _received(request, service, size, announced, part, round_bytes, room) as upload:
+        async with _received(request, service, size, announced, part, round_bytes, budget) as upload:
             yield upload
 
 
@@ -197,16 +198,16 @@ async def _received(
     announced: bytes,
     part: Part | None,
     round_bytes: int,
-    room: Room | None,
+    budget: MemoryBudget | None,
 ) -> AsyncIterator[ReceivedUpload]:
-    content = None if room is None else await _take(room, size)
+    content = None if budget is None else await _take(budget, size)
     sink: Sink = FileSink(size, announced, service.data) if content is None else MemorySink(size, announced, content)
     try:
         await sink.receive(request, service.settings)
         if part is None:
             yield ReceivedUpload(sink, service.data)
         else:
-            with _part_of_whole(request, service, sink, part, round_bytes, room) as upload:
+            with _part_of_whole(request, service, sink, part, round_bytes, budget) as upload:
                 yield upload
     finally:
         sink.discard()
@@ -214,26 +215,26 @@ async def _received(
 
 @contextmanager
 def _part_of_whole(
-    request: Request, service: Coordinator, sink: Sink, part: Part, round_bytes: int, room: Room | None
+    request: Request, service: Coordinator, sink: Sink, part: Part, round_bytes: int, budget: MemoryBudget | None
 ) -> Iterator[ReceivedUpload]:
     """Give the block a part of a payload; forget that payload once it is accepted, or rejected for good."""
 
     def target() -> memoryview | Path:
-        memory = None if room is None else room.take(part.total)
+        memory = None if budget is None else budget.take(part.total)
         return service.data.scratch() if memory is None else memory
 
     key = _owner(request), request.url.path
-    whole = service.wholes.get(key, part.total, part.digest, target, ROUNDS * round_bytes)
+    whole = service.partial_uploads.get(key, part.total, part.digest, target, ROUNDS * round_bytes)
     upload = ReceivedUpload(sink, service.data, part, whole)
     try:
         with whole.used():
             yield upload
     except Problem as problem:
-        upload.finished = whole.spoilt or problem.remedy is not Remedy.RETRY
+        upload.finished = whole.corrupt or problem.remedy is not Remedy.RETRY
         raise
     finally:
         if upload.finished:
-            service.wholes.drop(key, whole)
+            service.partial_uploads.drop(key, whole)
 
 
 def part_response(reply: PartReply) -> Response:
@@ -241,13 +242,13 @@ def part_response(reply: PartReply) -> Response:
     return Response(reply.model_dump_json(), HTTPStatus.ACCEPTED, media_type="application/json")
 
 
-async def _take(room: Room, size: int) -> memoryview | None:
+async def _take(budget: MemoryBudget, size: int) -> memoryview | None:
     """Return memory for a body, or None. While other uploads free theirs, waiting costs less than going through a
     file."""
-    content = room.take(size)
-    while content is None and room.frees_up(size):
+    content = budget.take(size)
+    while content is None and budget.frees_up(size):
         await asyncio.sleep(POLL_S)
-        content = room.take(size)
+        content = budget.take(size)
     return content
 
 

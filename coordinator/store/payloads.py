@@ -1,6 +1,10 @@
-"""Payloads in blobs and local files: read chunk by chunk, so that they never have to fit into memory."""
+"""Payloads: read chunk by chunk from blobs and local files, and a budget for those that stay in memory."""
 
-from collections.abc import Iterator
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,13 +13,19 @@ from typing import Self
 from blake3 import blake3
 
 from coordinator.store.blobs import Blobs, FileReader, Reader
+from outerstep.common.files import aligned
 from protocol.wire import Payload
 
-READ_BYTES = 1 << 20
+READ_BYTES = 1 << 20  # of a file, at a time
+CONTRIBUTIONS_BYTES = 96 << 20
+DELTAS_BYTES = 24 << 20
+# On fast lines fragments are averaged in quick succession, and free memory at shorter intervals than this. On slow
+# lines they are averaged now and then, and hardly any upload begins so soon after it.
+FREES_UP_WITHIN_S = 0.3
 
 
 class ReadBuffer:
-    """Memory into which payloads are read, used again for every read: allocating would cost as much as reading."""
+    """Memory for reading payloads, reused for every read: allocating would cost as much as reading."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")
@@ -28,9 +38,9 @@ class ReadBuffer:
 
 
 class StoredPayload(Payload):
-    """A payload of which one chunk at a time is in memory: as many may be open as there are workers.
+    """A payload with one chunk in memory at a time, so as many can be open as there are workers.
 
-    It closes its `reader`. Several may share their `memory`; a chunk is valid until the next one is read into it.
+    It closes its `reader`. Several payloads may share `memory`; a chunk is valid until the next one is read into it.
     """
 
     def __init__(self, reader: Reader, memory: ReadBuffer | None = None) -> None:
@@ -47,7 +57,7 @@ class StoredPayload(Payload):
 
     def close(self) -> None:
         self._reader.close()
-        self._memory = ReadBuffer()  # frees it: the request that read from it may live much longer
+        self._memory = ReadBuffer()  # frees the memory: the request that read from it may live much longer
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +67,7 @@ class StoredPayload(Payload):
 
 
 class HashedPayload(StoredPayload):
-    """A payload that is read once, chunk after chunk, and hashed in passing."""
+    """A payload that is read once, in order, and hashed in passing."""
 
     def __init__(self, reader: Reader, memory: ReadBuffer) -> None:
         self._hasher, self._hashed_bytes = blake3(), 0
@@ -71,13 +81,13 @@ class HashedPayload(StoredPayload):
         return data
 
     def is_intact(self, digest: bytes) -> bool:
-        """Return True if all of it was read, in order, and has this BLAKE3 digest."""
+        """Return True if the whole payload was read, in order, and has this BLAKE3 digest."""
         return self._hashed_bytes == self.total_bytes and self._hasher.digest() == digest
 
 
 @dataclass(frozen=True)
 class Body:
-    """The body of an upload: a payload, not yet durable, in memory or in a local file of so many bytes."""
+    """The body of an upload: a payload of `size` bytes that is not yet durable, in memory or in a local file."""
 
     source: memoryview | Path
     size: int
@@ -89,7 +99,7 @@ class Body:
         return self.source if isinstance(self.source, memoryview) else None
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` with the bytes from `offset` on. OSError where there are not so many."""
+        """Fill `memory` with the bytes from `offset` on. Raises OSError if there are too few."""
         if isinstance(self.source, memoryview):
             memory[:] = self.source[offset : offset + len(memory)]
             return
@@ -108,7 +118,7 @@ class Body:
 
 
 def digest_of(reader: Reader) -> bytes:
-    """Return the BLAKE3 digest of what the reader reads."""
+    """Return the BLAKE3 digest of everything that `reader` reads."""
     hasher, memory, at = blake3(), memoryview(bytearray(READ_BYTES)), 0
     while count := reader.read_into(memory, at):
         hasher.update(memory[:count])
@@ -117,13 +127,13 @@ def digest_of(reader: Reader) -> bytes:
 
 
 def has_digest(blobs: Blobs, name: str, digest: bytes) -> bool:
-    """Return True if the blob is there, can be read and has this BLAKE3 digest."""
+    """Return True if the blob exists, can be read and has this BLAKE3 digest."""
     return fault_in(blobs, name, digest) is None
 
 
 def fault_in(blobs: Blobs, name: str, digest: bytes) -> str | None:
-    """Return what is wrong with a blob of this BLAKE3 digest, as in "the delta of round 3 is missing on disk"; None if
-    it is intact."""
+    """Return what is wrong with a blob that should have this BLAKE3 digest: "missing", "corrupt" or "unreadable (why)".
+    None if it is intact."""
     try:
         with blobs.open(name) as reader:
             return None if digest_of(reader) == digest else "corrupt"
@@ -131,3 +141,76 @@ def fault_in(blobs: Blobs, name: str, digest: bytes) -> str | None:
         return "missing"
     except OSError as error:
         return f"unreadable ({error.strerror})"
+
+
+# --- in memory --------------------------------------------------------------------------------------------------------
+
+
+class MemoryBudget:
+    """Limits the memory for payloads: contributions from their first byte until they are averaged, and the newest
+    deltas, which all workers fetch within moments of their publication.
+
+    A payload in memory need not be read from its file to be checked, averaged, stepped by or sent; all others are read
+    from their files. So memory is bounded, no matter how many workers there are and how slow they are. Deltas may use
+    `deltas_bytes` and whatever contributions leave free of `contributions_bytes`, so the limit is the same for two
+    workers as for thirty. Thread-safe. `clock` returns seconds.
+    """
+
+    def __init__(
+        self,
+        contributions_bytes: int = CONTRIBUTIONS_BYTES,
+        deltas_bytes: int = DELTAS_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.contributions_bytes, self._deltas_own_bytes = contributions_bytes, deltas_bytes
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._free_bytes = contributions_bytes
+        self._freed_at = -FREES_UP_WITHIN_S
+        self._returned: deque[int] = deque()  # by finalizers, which must not wait for a lock
+        self._deltas: OrderedDict[bytes, memoryview] = OrderedDict()  # by digest, the oldest first
+        self._deltas_bytes = 0
+
+    def take(self, size: int) -> memoryview | None:
+        """Return memory for a contribution of `size` bytes; None if the budget does not allow it.
+
+        The memory is returned to the budget as soon as nothing refers to it.
+        """
+        with self._lock:
+            self._take_back()
+            if size > self._free_bytes:
+                return None
+            self._free_bytes -= size
+            self._drop_deltas()
+        memory = aligned(size)
+        weakref.finalize(memory.obj, self._returned.append, size).atexit = False
+        return memory
+
+    def frees_up(self, size: int) -> bool:
+        """Return True if `size` bytes may be available soon, because some memory was freed just now."""
+        return size <= self.contributions_bytes and self._clock() - self._freed_at < FREES_UP_WITHIN_S
+
+    def add_delta(self, digest: bytes, delta: memoryview) -> None:
+        """Keep `delta`, whose BLAKE3 digest is `digest`, until newer deltas or contributions need its memory."""
+        with self._lock:
+            if digest in self._deltas:
+                return
+            self._deltas[digest] = delta
+            self._deltas_bytes += len(delta)
+            self._take_back()
+            self._drop_deltas()
+
+    def delta(self, digest: bytes) -> memoryview | None:
+        """Return the delta with this digest if it is still in memory, else None."""
+        with self._lock:
+            return self._deltas.get(digest)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            self._free_bytes += self._returned.popleft()
+            self._freed_at = self._clock()
+
+    def _drop_deltas(self) -> None:
+        while self._deltas_bytes > self._deltas_own_bytes + self._free_bytes:
+            _, oldest = self._deltas.popitem(last=False)
+            self._deltas_bytes -= len(oldest)

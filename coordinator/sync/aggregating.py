@@ -1,9 +1,9 @@
 """Aggregation: payloads of contributions in, frames of a delta out. Pure arithmetic in bounded memory.
 
-AGGREGATORS has the rules by the names that they have in run specs (`sync.aggregation`); what they leave out beforehand
-is in `screening/judging.py`. However many workers contribute, memory holds one fp32 chunk (two if the codec sends only
-some of the values), one worker's encoded chunk and the encoded delta; those that compare values hold a chunk of all.
-The sum is in worker-id order, never in order of arrival, so the bytes do not depend on timing.
+AGGREGATORS maps the names in run specs (`sync.aggregation`) to rules; `screening/judging.py` decides what is left out
+beforehand. Memory holds one fp32 chunk (two if the codec sends only some of the values), one worker's encoded chunk and
+the encoded delta, however many workers contribute. Rules that compare values hold one chunk of every worker. The sum is
+in worker-id order, never in order of arrival, so the bytes do not depend on timing.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from protocol.wire import Payload, pack_frame
 
 
 class Weighted(NamedTuple):
-    """A contribution, its share of all tokens, and its weight: as much of the share as counts."""
+    """A contribution, its share of all tokens, and its weight: the part of the share that counts."""
 
     payload: Payload
     share: np.float32
@@ -38,11 +38,11 @@ def aggregate(
     factors: Sequence[float] | None = None,
 ) -> list[Buffer]:
     """Aggregate (payload, tokens) pairs by AGGREGATORS[rule]; return the result's frames, encoded with `codec_name`.
-    `factors` are of the weights, in (0, 1]; None: all 1.
+    `factors` multiply the weights, each in (0, 1]; None: all 1.
 
         share_w = fp32(tokens_w / Σ tokens) ;  weight_w = fp32(tokens_w / Σ tokens · factor_w)
 
-    All payloads hold the same number of elements in chunks of the same size and are of one codec.
+    All payloads have the same number of elements, chunk size and codec.
     """
     codec, aggregator = CODECS[codec_name], AGGREGATORS[rule]
     total = sum(tokens for _, tokens in contributions)
@@ -65,7 +65,7 @@ def mean(weighted: Sequence[Weighted], index: int) -> F32:
         acc ← 0 ;  acc ← acc + weight_w · Δ_w    for each w in the given order
 
     If the codec sends only some of the values, the mean of a value is over the workers that sent it: with W the sum of
-    their shares, in the same order, the result is acc / W, or 0 if nobody sent it.
+    their shares, in the same order, the result is acc / W, or 0 if no worker sent it.
     """
     first = weighted[0].payload
     acc = np.zeros(first.chunks[index], np.float32)
@@ -82,9 +82,8 @@ def mean(weighted: Sequence[Weighted], index: int) -> F32:
 
 
 def trimmed_mean(weighted: Sequence[Weighted], index: int) -> F32:
-    """Return the mean of each value without the quarter of the workers that have the lowest and the quarter that have
-    the highest ones, of three without one each, whatever their weights (Yin, Chen, Ramchandran, Bartlett 2018,
-    definition 2)."""
+    """Return the trimmed mean of each value, ignoring weights: without the lowest and the highest quarter of the
+    workers, or without one each if there are three (Yin, Chen, Ramchandran, Bartlett 2018, definition 2)."""
     rows = np.sort(_decoded(weighted, index), axis=0)
     left_out = max(len(rows) // 4, int(len(rows) == 3))
     kept: F32 = rows[left_out : len(rows) - left_out].mean(axis=0, dtype=np.float32)
@@ -92,12 +91,12 @@ def trimmed_mean(weighted: Sequence[Weighted], index: int) -> F32:
 
 
 def median(weighted: Sequence[Weighted], index: int) -> F32:
-    """Return the median of each value, whatever the weights (the same, definition 1)."""
+    """Return the median of each value, ignoring weights (same paper, definition 1)."""
     return np.median(_decoded(weighted, index), axis=0, overwrite_input=True).astype(np.float32)
 
 
 def _decoded(weighted: Sequence[Weighted], index: int) -> F32:
-    """Return chunk `index` of all, float32[workers, elements]."""
+    """Return chunk `index` of all workers, float32[workers, elements]."""
     rows = np.empty((len(weighted), weighted[0].payload.chunks[index]), np.float32)
     for row, each in zip(rows, weighted, strict=True):
         each.payload.codec.decode(each.payload.chunk(index), row)

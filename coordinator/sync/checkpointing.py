@@ -1,7 +1,7 @@
 """Checkpoints of the coordinator's outer state: when one is due, and how it becomes durable, fragment by fragment.
 
-A checkpoint is complete once all of its fragments are durable. One is due every `checkpoints.every_rounds` rounds, at
-the end, and when a run comes to rest (stopped, paused or drained), so that nothing is lost that the run has learned.
+A checkpoint is complete when all its fragments are durable. One is due every `checkpoints.every_rounds` rounds, at the
+end of the run, and when the run is stopped, paused or drained, so that no progress is lost.
 """
 
 from pathlib import Path
@@ -27,18 +27,18 @@ def is_due(run: LiveRun, round_: int) -> bool:
 
 
 def is_due_at_rest(run: LiveRun, fragment: int) -> bool:
-    """Return True if the run rests at the state of `fragment`, which no round will change before the operator lets one,
-    and no checkpoint has it yet."""
+    """Return True if the run is at rest, so that no round changes the state of `fragment` until the operator resumes
+    it, and no checkpoint has that state yet."""
     with run.lock:
         at_rest = run.state is RunState.STOPPED or (run.state in RESTING and run.open is None)
         if not at_rest or run.outer.states[fragment].round != run.round:
             return False
-        with run.world.database.read() as session:
+        with run.context.database.read() as session:
             return session.get(CheckpointFragmentRow, (run.id, run.round, fragment)) is None
 
 
 def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
-    """Checkpoint the state of `fragment` at which the run has come to rest, if `is_due_at_rest`."""
+    """Checkpoint the state of `fragment` if `is_due_at_rest`."""
     with run.lock:
         round_, state_digest = run.outer.states[fragment]
         if not is_due_at_rest(run, fragment):
@@ -51,7 +51,7 @@ def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
 
 
 def write_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_digest: bytes) -> CheckpointFragmentRow:
-    """Add one fragment to a checkpoint durably: first its blob, then its row. `state`: its state file."""
+    """Add one fragment to a checkpoint, durably: first its blob, then its row. `state`: its state file."""
     with run.traced("checkpoint", max(round_ - 1, 0), fragment):  # of the round that led to the state
         with FileReader(state) as reader:
             size, digest = reader.size, digest_of(reader)
@@ -65,9 +65,9 @@ def write_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_
 
 
 def record_if_complete(change: Change, round_: int) -> bool:
-    """Record the checkpoint if its last fragment has just become durable; return True if so: older ones may be deleted.
+    """Record the checkpoint if its last fragment has just become durable. Return True if so: older ones may be deleted.
 
-    In the same transaction as the step, or a crash between the two would leave the last checkpoint incomplete for ever.
+    This is in the same transaction as the step: a crash between the two would leave the checkpoint incomplete forever.
     """
     run, session = change.run, change.session
     rows = session.scalars(
@@ -78,23 +78,23 @@ def record_if_complete(change: Change, round_: int) -> bool:
     if len(rows) < len(run.outer.states) or session.get(CheckpointRow, (run.id, round_)) is not None:
         return False
     digest = model_digest(row.state_digest for row in rows)
-    session.add(CheckpointRow(run_id=run.id, round=round_, created_at=run.world.now(), state_digest=digest))
+    session.add(CheckpointRow(run_id=run.id, round=round_, created_at=run.context.now(), state_digest=digest))
     change.record("checkpoint", f"checkpoint {round_} is complete", round=round_)
     return True
 
 
 def is_intact(run: LiveRun, row: CheckpointFragmentRow) -> bool:
-    """Return True if the fragment's blob is there and has its digest."""
+    """Return True if the fragment's blob exists and has its digest."""
     return damage(run, row) is None
 
 
 def damage(run: LiveRun, row: CheckpointFragmentRow) -> str | None:
-    """Return what is wrong with the fragment's blob, in a word; None if it is intact."""
+    """Return what is wrong with the fragment's blob (`fault_in`); None if it is intact."""
     return fault_in(run.blobs, run.names.checkpoint(row.round, row.fragment, row.digest), row.digest)
 
 
 def describe(row: CheckpointFragmentRow, layout: Layout) -> CheckpointFragment:
-    """Return what the REST interface shows of the row."""
+    """Return the row as the REST interface shows it."""
     return CheckpointFragment(
         fragment=row.fragment,
         elements=layout.elements[row.fragment],

@@ -1,7 +1,7 @@
 """Accepting a contribution: check it, make it durable, and only then acknowledge it.
 
 What is acknowledged will be in the delta. The blob is durable before its row is committed, and the row is committed
-before the answer is sent; a refused upload leaves neither. Blobs become durable in parallel; rows that wait for the
+before the response is sent; a rejected upload leaves neither. Blobs become durable in parallel; rows that wait for the
 lock at the same time are committed together.
 """
 
@@ -14,15 +14,16 @@ from coordinator.run.open_round import AcceptedContribution, OpenRound
 from coordinator.screening.measuring import Found
 from coordinator.store.payloads import Body
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
-from coordinator.sync import checking, screened
+from coordinator.sync import admission
+from coordinator.trust.verdicts import keep_in_memory, measure
 from coordinator.units.ledger import consume_units
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import ContributionReply
 from protocol.wire import ContributionHeader
 
-# Core statements, not objects of the session: they are most of a round's work, and loading a run's row would load its
-# whole layout.
+# Core statements instead of ORM objects: they are most of a round's work, and loading a run's row would load its whole
+# layout.
 _INSERT = insert(ContributionRow)
 _COUNT_RUN = (
     update(RunRow)
@@ -41,41 +42,41 @@ _COUNT_WORKER = (
 
 
 def accept_part(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> ContributionReply | None:
-    """Return None where the rest of a contribution with this digest may come; the answer to all of it where it was
-    accepted before. Problem where it would be refused, so that the rest is not sent."""
+    """Return None if the rest of a contribution with this digest may be sent; the final answer if it was accepted
+    before. Raises Problem if it would be rejected, so that the rest is not sent."""
     try:
-        if checking.open_for(run, worker, round_, fragment, digest) is not None:
+        if admission.open_for(run, worker, round_, fragment, digest) is not None:
             return None
     except Problem as problem:
         if problem.slug == "round-closed":
-            checking.record_late(run, worker, round_, fragment)
+            admission.record_late(run, worker, round_, fragment)
         raise
     return ContributionReply(round=round_, fragment=fragment, digest=digest.hex(), created=False)
 
 
 def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, body: Body) -> ContributionReply:
-    """Accept the contribution in `body`, or raise Problem or WireError."""
+    """Accept the contribution in `body`. Raises Problem or WireError."""
     with body.payload() as payload:
         header = payload.header
         if not isinstance(header, ContributionHeader):
             raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
-        checking.check_header(run, layout, worker, round_, fragment, header)
-        found = screened.kept(run, screened.found_in(run, header, payload))  # and checks it
+        admission.check_header(run, layout, worker, round_, fragment, header)
+        found = keep_in_memory(run, measure(run, header, payload))  # checks the payload, too
     try:
         created = _accept(run, header, body, found)
     except Problem as problem:
         if problem.slug == "round-closed":
-            checking.record_late(run, worker, round_, fragment)
+            admission.record_late(run, worker, round_, fragment)
         raise
     return ContributionReply(round=round_, fragment=fragment, digest=body.digest.hex(), created=created)
 
 
 def _accept(run: LiveRun, header: ContributionHeader, body: Body, found: Found | None) -> bool:
-    """Make the contribution durable and commit it; return False if it was accepted before."""
-    if not checking.admit(run, header, body.digest):  # before it costs an fsync
+    """Make the contribution durable and commit it. Return False if it was accepted before."""
+    if not admission.admit(run, header, body.digest):  # before it costs an fsync
         return False
     name = run.names.contribution(header.round, header.fragment, header.worker, body.digest)
-    run.blobs.put(name, body.source)  # without the lock, for the disk takes its time
+    run.blobs.put(name, body.source)  # without the lock: the disk is slow
     arrival = Arrival(header, name, body.digest, body.size, body.content, found)
     run.arrivals.append(arrival)
     _commit(run, arrival)
@@ -85,8 +86,8 @@ def _accept(run: LiveRun, header: ContributionHeader, body: Body, found: Found |
 
 
 def _commit(run: LiveRun, own: Arrival) -> None:
-    """Commit the arrival, unless somebody has done it for all who waited for the lock; otherwise do that, with one
-    transaction and so with one fsync. Refusing one does not affect the others."""
+    """Commit the arrival, together with all others that wait for the lock: one transaction and so one fsync. Do nothing
+    if another thread has committed it that way. Rejecting one does not affect the others."""
     with run.lock:
         arrivals: list[Arrival] = []
         while run.arrivals and not own.processed:
@@ -122,7 +123,7 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
         _insert(change, accepted)
         _count(change, opening, accepted, units)
 
-    now = change.run.world.clock()
+    now = change.run.context.clock()
 
     def apply() -> None:
         opening.consumed |= consumed
@@ -136,25 +137,27 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
                 fragment.contents[header.worker] = arrival.content
             arrival.created = True
 
-    change.then(apply)
+    change.after_commit(apply)
 
 
 def _is_first(arrival: Arrival, accepted: Sequence[Arrival]) -> bool:
-    """Return True if this transaction has not accepted the same yet. Problem if it has accepted another instead."""
+    """Return True if this transaction has not accepted the same contribution yet. Raises Problem if it has accepted
+    another one instead."""
     header = arrival.header
     for each in accepted:
         if (each.header.worker, each.header.fragment) == (header.worker, header.fragment):
             if each.digest != arrival.digest:
-                raise checking.conflict(header.worker, header.round, header.fragment, each.digest, each.header.units)
+                raise admission.conflict(header.worker, header.round, header.fragment, each.digest, each.header.units)
             return False
     return True
 
 
 def _is_due(run: LiveRun, arrival: Arrival) -> bool:
-    """Return True if it is to be committed. It is checked again, because the round may have closed meanwhile."""
+    """Return True if the arrival must be committed. It is checked again, because the round may have closed
+    meanwhile."""
     try:
         header = arrival.header
-        if checking.open_for(run, header.worker, header.round, header.fragment, arrival.digest) is None:
+        if admission.open_for(run, header.worker, header.round, header.fragment, arrival.digest) is None:
             return False
         if run.blobs.stat(arrival.name) is None:
             raise Problem("not-ready", "the same contribution came twice at once; send it again", retry_after_s=1)
@@ -165,11 +168,11 @@ def _is_due(run: LiveRun, arrival: Arrival) -> bool:
 
 
 def _delete_if_refused(run: LiveRun, arrival: Arrival) -> None:
-    """Delete the blob of a refused contribution, unless the accepted one is the same: then the two share it."""
+    """Delete the blob of a rejected contribution, unless the accepted one is the same: then both share the blob."""
     header = arrival.header
     if (
         arrival.error is not None
-        and checking.accepted_digest(run, header.worker, header.round, header.fragment) != arrival.digest
+        and admission.accepted_digest(run, header.worker, header.round, header.fragment) != arrival.digest
     ):
         run.blobs.delete(arrival.name)
 
@@ -177,7 +180,7 @@ def _delete_if_refused(run: LiveRun, arrival: Arrival) -> None:
 def _consume(
     change: Change, opening: OpenRound, header: ContributionHeader, consumed: dict[str, list[list[int]]]
 ) -> int:
-    """Consume the units and return how many were not consumed before. A worker's fragments name the same units.
+    """Consume the units. Return how many were not consumed before: all fragments of a worker name the same units.
 
     `consumed`: as `OpenRound.consumed`, of this transaction.
     """
@@ -190,7 +193,7 @@ def _consume(
 
 
 def _insert(change: Change, accepted: Sequence[Arrival]) -> None:
-    """Insert the rows of the contributions, in the transaction that consumes their units."""
+    """Insert the rows of the contributions in the transaction that consumes their units."""
     run = change.run
     rows = [
         {
@@ -204,7 +207,7 @@ def _insert(change: Change, accepted: Sequence[Arrival]) -> None:
             "inner_steps": arrival.header.inner_steps,
             "loss": arrival.header.loss,
             "norm": arrival.header.norm,
-            "accepted_at": run.world.now(),
+            "accepted_at": run.context.now(),
         }
         for arrival in accepted
     ]
@@ -212,7 +215,7 @@ def _insert(change: Change, accepted: Sequence[Arrival]) -> None:
 
 
 def _count(change: Change, opening: OpenRound, accepted: Sequence[Arrival], units: Sequence[int]) -> None:
-    """Add the contributions to the counts of the run and its workers. `units`: how many each has consumed."""
+    """Add the contributions to the counters of the run and its workers. `units`: how many each one has consumed."""
     run = change.run
     known = {worker for fragment in opening.fragments for worker in fragment.contributed}
     counts = []

@@ -1,10 +1,11 @@
-"""Deltas: made from the contributions, and made again, byte for byte, if the stored one is corrupt."""
+"""Deltas: aggregated from the contributions, rebuilt byte for byte if the stored one is corrupt, and their status."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from sqlalchemy import select
 
+from coordinator.rounds.opening import status, waits_for
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import AcceptedContribution
 from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, fault_in, has_digest
@@ -13,12 +14,13 @@ from coordinator.sync import retention
 from coordinator.sync.aggregating import aggregate
 from outerstep.common.files import aligned
 from protocol.digest import Buffer, digest
-from protocol.errors import OuterstepError, WireError
+from protocol.errors import OuterstepError, Problem, WireError
+from protocol.messages import FragmentState
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 
 
 class ContributionsLost(OuterstepError):
-    """Raised when the disk no longer has the contributions of `workers` as they were acknowledged."""
+    """The disk no longer has the contributions of `workers` as they were acknowledged."""
 
     def __init__(self, workers: list[str]) -> None:
         super().__init__(f"the disk has lost the contribution of {', '.join(workers)}")
@@ -36,10 +38,10 @@ def make_delta(
 ) -> memoryview:
     """Aggregate the contributions into a delta, a payload in memory. Raises ContributionsLost.
 
-    `factors` are of the weights, by worker: one of 0 is left out. At least one is not.
+    `factors` multiply the weights, by worker. A worker with factor 0 is left out; at least one has another factor.
 
-    Those whose payload is in `contents` come from memory; the blobs of the others are read once, and their digests
-    checked in passing. The same contributions and `base` always give the same bytes.
+    Payloads in `contents` are used from memory. The other blobs are read once, and their digests checked in passing.
+    The same contributions and `base` always give the same bytes.
     """
     in_order = sorted((worker, each) for worker, each in contributed.items() if factors[worker] > 0)
     buffer = ReadBuffer()
@@ -98,7 +100,7 @@ def _concatenate(parts: Sequence[Buffer]) -> memoryview:
 def lost_contributions(
     run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution]
 ) -> list[str]:
-    """Return, in worker-id order, the workers whose contribution's blob is missing or corrupt."""
+    """Return the workers whose contribution's blob is missing or corrupt, in worker-id order."""
     return [
         worker
         for worker, each in sorted(contributed.items())
@@ -106,13 +108,13 @@ def lost_contributions(
     ]
 
 
-def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
-    """Check the published delta's blob; if it is missing or corrupt, make it again from the contributions.
+def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
+    """Check the blob of a published delta. If it is missing or corrupt, rebuild it from the contributions.
 
-    Returns False if that is impossible. Then the blob is deleted: a checkpoint covers its round, and workers that ask
-    for it are sent there.
+    Return False if that is impossible. Then the blob is deleted: a checkpoint covers its round, and workers that ask
+    for the delta are sent to the checkpoint.
     """
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get(FragmentRow, (run.id, round_, fragment))
     if row is None or row.delta_digest is None:
         return True
@@ -120,7 +122,7 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
     damage = fault_in(run.blobs, name, row.delta_digest)
     if damage is None:
         return True
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         contributions = session.scalars(
             select(ContributionRow).where(
                 ContributionRow.run_id == run.id, ContributionRow.round == round_, ContributionRow.fragment == fragment
@@ -128,29 +130,29 @@ def mend_delta(run: LiveRun, round_: int, fragment: int) -> bool:
         ).all()
     with run.lock:
         if not retention.keeps_delta(run, round_) or (round_, fragment) in run.outer.lost_deltas:
-            return False  # deleted by the retention rule meanwhile, or recorded before
+            return False  # deleted by retention in the meantime, or recorded before
     weights = row.contributors or {}
     contributed = {
         each.worker: AcceptedContribution(weights[each.worker], each.digest)
         for each in contributions
         if each.worker in weights
     }
-    mended = len(contributed) == len(weights) and _make_again(run, round_, fragment, contributed, row)
-    if not mended:
+    rebuilt = len(contributed) == len(weights) and _rebuild(run, round_, fragment, contributed, row)
+    if not rebuilt:
         run.blobs.delete(name)
         run.outer.lose_delta(round_, fragment)
     where = f"the delta of round {round_}, fragment {fragment}"
     with run.change() as change:
-        if mended:
-            message = f"{where} was {damage} on disk; it was made again from its contributions, to the same bytes"
+        if rebuilt:
+            message = f"{where} was {damage} on disk; it was rebuilt from its contributions, to the same bytes"
             change.record("mended", message, round=round_, fragment=fragment)
         else:
             message = f"{where} is {damage} on disk and its contributions are gone; workers recover from a checkpoint"
             change.record("corrupt", message, round=round_, fragment=fragment)
-    return mended
+    return rebuilt
 
 
-def _make_again(
+def _rebuild(
     run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution], row: FragmentRow
 ) -> bool:
     expected = row.delta_digest
@@ -160,7 +162,7 @@ def _make_again(
     worker, first = min(contributed.items())
     with StoredPayload(run.blobs.open(run.names.contribution(round_, fragment, worker, first.digest))) as payload:
         assert isinstance(payload.header, ContributionHeader)
-        base = payload.header.base  # the run's state of that round: another one is refused
+        base = payload.header.base  # the run's state of that round: contributions to another one are rejected
     factors = {worker: row.verdicts[worker]["factor"] for worker in contributed}
     delta = make_delta(run, round_, fragment, contributed, {}, base, factors)
     if digest(delta) != expected:
@@ -168,3 +170,59 @@ def _make_again(
     name = run.names.delta(round_, fragment, expected)
     run.blobs.delete(name)
     return run.blobs.put(name, delta)
+
+
+# --- status -----------------------------------------------------------------------------------------------------------
+
+
+def status_from_memory(
+    run: LiveRun, number: int, fragment: int, member: str | None, early: bool
+) -> tuple[bool, bytes | str] | None:
+    """Return the same as `status_under_lock` from memory alone; None if that needs the lock.
+
+    Memory is enough for a delta that was just published, and for a member that has contributed to the open round, or is
+    about to. `member`: the worker that asks; None for a reader. `early`: its contribution is still on its way.
+    """
+    recent = run.outer.deltas.get((number, fragment))
+    if recent is not None:
+        return True, recent
+    opening = run.open
+    if opening is None or opening.number != number or run.ended:
+        return None
+    each = opening.fragments[fragment]
+    if (member not in each.contributed and not early) or each.state is FragmentState.PUBLISHED:
+        return None
+    return False, f"round {number}, fragment {fragment}: {waits_for(run, each)}"
+
+
+def status_under_lock(
+    run: LiveRun, number: int, fragment: int, member: str | None, early: bool
+) -> tuple[bool, bytes | str]:
+    """Return (True, the delta's digest); or (False, what it waits for) before it is published.
+
+    A member asks for the delta of its own contribution. So unless it asks early, it gets Problem `contribution-lost` if
+    the coordinator does not have that contribution: the disk has lost it, or the database was restored from a backup.
+    """
+    with run.lock:
+        opening = run.open
+        each = None if opening is None or opening.number != number else opening.fragments[fragment]
+        if number >= run.round and (each is None or each.state is not FragmentState.PUBLISHED):
+            if run.ended:
+                raise Problem("run-ended", f"the run {run.name} is {run.state} and never published round {number}")
+            if member is not None and number > run.round:
+                raise Problem("round-not-open", f"the run is at round {run.round}; recover its state", round=run.round)
+            if each is None:
+                return False, f"round {number} is not open: {status(run)}"
+            collecting = each.state is FragmentState.COLLECTING
+            if member is not None and not early and collecting and member not in each.contributed:
+                raise Problem(
+                    "contribution-lost",
+                    f"there is no contribution of {member} to round {number}, fragment {fragment}; send it again",
+                )
+            return False, f"round {number}, fragment {fragment}: {waits_for(run, each)}"
+        with run.context.database.read() as session:
+            row = session.get(FragmentRow, (run.id, number, fragment))
+        if row is None:
+            raise Problem("gone", f"round {number} is history; recover from the latest checkpoint")
+        assert row.delta_digest is not None
+        return True, row.delta_digest

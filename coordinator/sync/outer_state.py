@@ -1,53 +1,60 @@
-"""The coordinator's own outer state.
+"""The coordinator's own outer state: uploaded as state 0, stepped after every round, derived again if it is lost.
 
-After a round, the coordinator takes the same outer step as every worker, by the same decoded delta. The state can be
-derived again from a checkpoint and the deltas after it, so it need not be fsynced.
+After a round, the coordinator takes the same outer step as every worker, with the same decoded delta. The state can be
+derived again from a checkpoint and the deltas after it, so it is not fsynced.
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from sqlalchemy import select
+import numpy as np
+from sqlalchemy import delete, select
 
-from coordinator.run.bell import EVENTS
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.outer import State
+from coordinator.run.waiters import EVENTS
 from coordinator.store.blobs import FileReader
 from coordinator.store.database import disk_is_full
-from coordinator.store.payloads import StoredPayload
+from coordinator.store.payloads import Body, StoredPayload
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow, OuterStateRow
 from coordinator.sync import checkpointing, retention
-from coordinator.sync.deltas import mend_delta
-from coordinator.sync.state_file import StateReader, stepped, write_state
-from coordinator.trust import guard as guarding
-from protocol.errors import OuterstepError, WireError
+from coordinator.sync.deltas import rebuild_delta_if_damaged
+from coordinator.sync.state_file import F32, StateReader, stepped, write_state
+from coordinator.trust.guard import BOUND, MaxMagnitude, check_values
+from outerstep.common.quantities import counted
+from protocol.digest import model_digest
+from protocol.errors import OuterstepError, Problem, WireError
+from protocol.fragments import Layout
+from protocol.messages import CheckpointFragment
+from protocol.spec.sections import check_pin
 from protocol.wire import Payload
 
 logger = logging.getLogger(__name__)
 
 
 def catch_up(run: LiveRun, fragment: int) -> None:
-    """Take the outer steps of `fragment` for all rounds that are over.
+    """Take the outer steps of `fragment` for all rounds that have ended.
 
-    A step waits for the end of its round, because until then workers wait for its other fragments to be aggregated.
-    Raises OuterstepError if the disk has lost what a step needs.
+    A step is taken only when its round has ended, because until then workers wait for its other fragments to be
+    aggregated. Raises OuterstepError if the disk has lost what a step needs.
     """
     while (before := run.outer.states[fragment].round) < run.round:
-        if not _is_there(run.outer.files.path(fragment, before)):
+        if not _is_complete(run.outer.files.path(fragment, before)):
             go_back_to_checkpoint(run, fragment)
             continue
-        if _recent_delta(run, before, fragment) is None and not mend_delta(run, before, fragment):
+        if _recent_delta(run, before, fragment) is None and not rebuild_delta_if_damaged(run, before, fragment):
             go_back_to_checkpoint(run, fragment, after=before)
             continue
         with run.traced("outer-step", before, fragment):
             _step(run, fragment)
 
 
-def _is_there(path: Path) -> bool:
-    """Return True if the state file is there and has its whole length."""
+def _is_complete(path: Path) -> bool:
+    """Return True if the state file exists and has its full length."""
     try:
         with StateReader(FileReader(path)):
             return True
@@ -56,13 +63,13 @@ def _is_there(path: Path) -> bool:
 
 
 def _step(run: LiveRun, fragment: int) -> None:
-    """Take one outer step, by the delta of the state's round."""
+    """Take one outer step, with the delta of the state's round."""
     before = run.outer.states[fragment].round
     after = before + 1
     target = run.outer.files.path(fragment, after)
-    extent = guarding.Extent()
+    largest = MaxMagnitude()
     with StateReader(FileReader(run.outer.files.path(fragment, before))) as state:
-        digest = step(run, state, before, fragment, target, extent)
+        digest = step(run, state, before, fragment, target, largest)
     checkpointed = checkpointing.is_due(run, after)
     if checkpointed:
         checkpointing.write_fragment(run, after, fragment, target, digest)
@@ -70,34 +77,44 @@ def _step(run: LiveRun, fragment: int) -> None:
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
         row.round, row.state_digest = after, digest
         completed = checkpointed and checkpointing.record_if_complete(change, after)
-        guarding.look_at_the_extent(change, extent, after, fragment)
-        change.then(partial(run.outer.set, fragment, State(after, digest)))
+        check_values(change, largest, after, fragment)
+        change.after_commit(partial(run.outer.set, fragment, State(after, digest)))
         change.wake(EVENTS)
     if completed:
         retention.clean(run)
 
 
-def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path, extent: guarding.Extent) -> bytes:
-    """Step the state of round `before` by that round's delta into the file `target`; return the new state's digest."""
+def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path, largest: MaxMagnitude) -> bytes:
+    """Apply the delta of round `before` to that round's state, and write the result to the file `target`. Return the
+    new state's digest."""
     with _delta(run, before, fragment) as delta:
-        chunks = extent.watch(stepped(state, delta, run.spec.outer))
+        chunks = largest.watch(stepped(state, delta, run.spec.outer))
         return write_state(target, run.name, before + 1, fragment, state.elements, chunks)
+
+
+def theta_norm(run: LiveRun, fragment: int, round_: int) -> float:
+    """Return the L2 norm of the fragment's θ in state `round_`, from its file."""
+    squares = 0.0
+    with StateReader(FileReader(run.outer.files.path(fragment, round_))) as state:
+        for theta, _ in state.read_chunks():
+            squares += float(np.dot(theta, theta))
+    return math.sqrt(squares)
 
 
 def _recent_delta(run: LiveRun, round_: int, fragment: int) -> memoryview | None:
     """Return the published delta if it is still in memory, else None."""
     digest = run.outer.deltas.get((round_, fragment))
-    return None if digest is None else run.world.room.delta(digest)
+    return None if digest is None else run.context.memory.delta(digest)
 
 
 @contextmanager
 def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
-    """Open the published delta, from memory if it is still there. Raises FileNotFoundError."""
+    """Open the published delta, from memory if possible. Raises FileNotFoundError."""
     content = _recent_delta(run, round_, fragment)
     if content is not None:
         yield Payload.from_bytes(content)
     else:
-        with run.world.database.read() as session:
+        with run.context.database.read() as session:
             row = session.get(FragmentRow, (run.id, round_, fragment))
         if row is None or row.delta_digest is None:
             raise FileNotFoundError(f"the database has no delta of round {round_}, fragment {fragment}")
@@ -106,15 +123,15 @@ def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
 
 
 def set_state_0(change: Change, digests: list[bytes]) -> None:
-    """Make state 0, whose files are in place, the outer state. `digests`: its state digests, by fragment."""
+    """Make state 0 the outer state; its files are in place. `digests`: its state digests, by fragment."""
     run = change.run
     for fragment, digest in enumerate(digests):
         change.session.add(OuterStateRow(run_id=run.id, fragment=fragment, round=0, state_digest=digest))
-    change.then(partial(run.outer.begin, [State(0, digest) for digest in digests]))
+    change.after_commit(partial(run.outer.begin, [State(0, digest) for digest in digests]))
 
 
 def fetch_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
-    """Make one fragment of a checkpoint the local file of the outer state."""
+    """Copy one fragment of a checkpoint to the local file of the outer state."""
     name = run.names.checkpoint(row.round, row.fragment, row.digest)
     run.blobs.fetch(name, run.outer.files.path(row.fragment, row.round))
 
@@ -122,10 +139,10 @@ def fetch_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
 def restore(run: LiveRun) -> None:
     """After a start, bring the outer state to that of the open or next round.
 
-    A state file that is missing or corrupt (it was not fsynced) is derived again from the newest intact checkpoint;
-    then the steps by the deltas after it are taken.
+    A state file that is missing or corrupt (it was not fsynced) is derived again: from the newest intact checkpoint, by
+    the deltas after it.
     """
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         seeded = session.scalars(select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).limit(1)).all()
         rows = session.scalars(
             select(OuterStateRow).where(OuterStateRow.run_id == run.id).order_by(OuterStateRow.fragment)
@@ -139,9 +156,9 @@ def restore(run: LiveRun) -> None:
             if not has_state_digest(outer.files.path(fragment, round_), digest):
                 go_back_to_checkpoint(run, fragment)
             catch_up(run, fragment)
-    except (OuterstepError, OSError) as error:  # the other runs are served, and this one says what it needs
+    except (OuterstepError, OSError) as error:  # the other runs go on; this one reports what it needs
         if disk_is_full(error):
-            raise  # that is no damage: the next start finds room, or says so again
+            raise  # not damage: the next start finds space, or fails again
         logger.exception("%s: the outer state cannot be restored", run.name)
         outer.stop(str(error))
         return
@@ -149,8 +166,8 @@ def restore(run: LiveRun) -> None:
 
 
 def go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
-    """Make the newest intact checkpoint of `fragment`, of a state later than `after`, its outer state."""
-    with run.world.database.read() as session:
+    """Go back to the newest intact checkpoint of `fragment` that is later than state `after`."""
+    with run.context.database.read() as session:
         saved = session.scalars(
             select(CheckpointFragmentRow)
             .join(
@@ -169,7 +186,7 @@ def go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
     checkpoint = next(intact, None)
     if checkpoint is None:
         raise OuterstepError(
-            f"no checkpoint of fragment {fragment} that could give its state again is sound on disk; restore the "
+            f"no intact checkpoint is left from which the state of fragment {fragment} could be rebuilt; restore the "
             f"data directory of the run {run.name} from a backup"
         )
     round_ = checkpoint.round
@@ -178,13 +195,110 @@ def go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
         change.record("rederived", f"fragment {fragment} of the outer state is derived again from checkpoint {round_}")
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
         row.round, row.state_digest = round_, checkpoint.state_digest
-        change.then(partial(run.outer.set, fragment, State(round_, checkpoint.state_digest)))
+        change.after_commit(partial(run.outer.set, fragment, State(round_, checkpoint.state_digest)))
 
 
 def has_state_digest(path: Path, state_digest: bytes) -> bool:
-    """Return True if the state file is there and has this state digest."""
+    """Return True if the state file exists and has this state digest."""
     try:
         with StateReader(FileReader(path)) as state:
             return state.state_digest() == state_digest
     except (OSError, WireError):
         return False
+
+
+# --- state 0, which a worker uploads ----------------------------------------------------------------------------------
+
+
+def accept_state(
+    run: LiveRun, layout: Layout, worker: str, fragment: int, body: Body
+) -> tuple[CheckpointFragment, bool]:
+    """Accept an uploaded fragment of state 0. Return it, and True if it is new.
+
+    State 0 is made by one worker from the seed in the run spec. Raises WireError if the bytes are not a payload, and
+    Problem: invalid-payload (not the expected payload, or a momentum that is not +0), state-conflict, pin-mismatch.
+    """
+    elements = layout.elements[fragment]
+    with body.payload() as payload:
+        header = payload.header
+        expected = ("state", run.name, 0, fragment, "fp32", 2 * elements)
+        got = (header.kind, header.run, header.round, header.fragment, header.codec, header.elements)
+        if got != expected:
+            raise Problem("invalid-payload", f"the payload is {got}, expected {expected}")
+        payload.check()
+        canonical = run.context.data.scratch()
+        try:
+            state_digest = write_state(canonical, run.name, 0, fragment, elements, _halves(payload, elements))
+            with run.lock:
+                row, created = _accept(run, worker, fragment, canonical, state_digest)
+                rows = [] if run.seeded else _uploaded(run)
+                if len(rows) == len(layout.fragments):
+                    _check_pinned(run, worker, [each.state_digest for each in rows])
+                    for each in rows:
+                        fetch_checkpoint(run, each)
+                    with run.change() as change:
+                        _begin(change, layout, [each.state_digest for each in rows])
+        finally:
+            canonical.unlink(missing_ok=True)
+    return checkpointing.describe(row, layout), created
+
+
+def _accept(
+    run: LiveRun, worker: str, fragment: int, canonical: Path, state_digest: bytes
+) -> tuple[CheckpointFragmentRow, bool]:
+    with run.context.database.read() as session:
+        row = session.get(CheckpointFragmentRow, (run.id, 0, fragment))
+    if row is not None and row.state_digest == state_digest:
+        return row, False
+    if run.seeded or run.members.seeder != worker:
+        raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
+    run.members.hear_seeder(run.context.clock())
+    return checkpointing.write_fragment(run, 0, fragment, canonical, state_digest), True
+
+
+def _uploaded(run: LiveRun) -> list[CheckpointFragmentRow]:
+    with run.context.database.read() as session:
+        return session.query(CheckpointFragmentRow).filter_by(run_id=run.id, round=0).order_by("fragment").all()
+
+
+def _check_pinned(run: LiveRun, worker: str, digests: list[bytes]) -> None:
+    """Raise Problem `pin-mismatch` if the spec pins another state 0; another worker is then asked to upload it."""
+    try:
+        check_pin("state", run.spec.pins.state, model_digest(digests).hex())
+    except Problem as problem:
+        with run.change() as change:
+            change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
+            change.record("seeder-refused", f"state 0 of {worker} is refused: {problem.detail}", worker=worker)
+            change.after_commit(partial(run.members.dismiss_seeder, run.context.clock()))
+            change.wake()
+        raise
+
+
+def _begin(change: Change, layout: Layout, digests: list[bytes]) -> None:
+    """Start the run from state 0, once all its fragments are uploaded and in place."""
+    digest, now = model_digest(digests), change.run.context.now()
+    change.session.add(CheckpointRow(run_id=change.run.id, round=0, created_at=now, state_digest=digest))
+    message = f"state 0 is there: {layout.total_elements} parameters in {counted(len(digests), 'fragment')}"
+    change.record("seeded", message)
+    set_state_0(change, digests)
+    change.wake()
+
+
+def _halves(payload: Payload, elements: int) -> Iterator[tuple[F32, F32]]:
+    """Yield the uploaded state 0 as chunks (θ, u), with one in memory at a time.
+
+    Raises Problem `invalid-payload` if a value of θ is out of bounds or one of u is not +0. u follows θ in the payload,
+    so the error may come at the end.
+    """
+    start = 0
+    for index, n in enumerate(payload.chunks):
+        values = np.empty(n, np.float32)
+        payload.codec.decode(payload.chunk(index), values)
+        theta, momentum = np.split(values, [max(elements - start, 0)])
+        if momentum.view(np.uint32).any():
+            raise Problem("invalid-payload", "the momentum u of state 0, the second half of the values, is not +0")
+        if theta.size:
+            if not np.abs(theta).max() <= BOUND:
+                raise Problem("invalid-payload", f"a value of state 0 is {np.abs(theta).max():.3g}, beyond {BOUND:g}")
+            yield theta, np.zeros_like(theta)
+        start += n

@@ -1,7 +1,7 @@
-"""Publishing: aggregate the fragments that are closed, publish their deltas, then step the outer state.
+"""Publishing: aggregate closed fragments, publish their deltas, then step the outer state.
 
-Each fragment has a job of its own, on another thread. All that it does is deterministic and leaves nothing half done,
-so after any fault it is simply done again.
+Each fragment has its own job on another thread. Everything that a job does is deterministic and leaves nothing half
+done, so after any fault it simply starts again.
 """
 
 import logging
@@ -10,20 +10,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 
-from coordinator.run.bell import delta_of
+from sqlalchemy import select
+
 from coordinator.run.decide import advance
-from coordinator.run.live_run import LiveRun, Settling
+from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenRound
 from coordinator.run.outer import Job
-from coordinator.run.steps import round_steps, steps_trained
+from coordinator.run.schedule import round_steps, steps_trained
+from coordinator.run.waiters import delta_of
 from coordinator.screening.judging import Judgement
-from coordinator.store.tables import FragmentRow, RoundRow
-from coordinator.sync import checkpointing, outer_state, retention, screened
+from coordinator.store.tables import ContributionRow, FragmentRow, RoundRow
+from coordinator.sync import checkpointing, outer_state, retention
 from coordinator.sync.deltas import ContributionsLost, lost_contributions, make_delta
-from coordinator.sync.losing import lose_contributions
-from coordinator.trust.equal_work import tell_like_work
+from coordinator.trust.equal_work import report_similar_work
+from coordinator.trust.verdicts import conclude_round, judge_fragment, report_verdicts
 from coordinator.units.epochs import check_epochs
-from coordinator.units.ledger import merge_adjacent
+from coordinator.units.ledger import merge_adjacent, unconsume_units
 from protocol.digest import digest
 from protocol.errors import WireError
 from protocol.messages import FragmentState, RunState
@@ -33,31 +35,31 @@ logger = logging.getLogger(__name__)
 RETRY_S = 5.0
 
 
-def start_due(settling: Settling) -> None:
-    """Begin the job of each fragment that has work, unless it is at work; after a fault, only RETRY_S later."""
-    run, now = settling.run, settling.run.world.clock()
+def start_due(run: LiveRun) -> None:
+    """Start the job of each fragment that has work and whose job is not running. After a fault, wait RETRY_S."""
+    now = run.context.clock()
     if run.outer.damage is not None:
         return
     for index, job in enumerate(run.outer.jobs):
         if not job.running and now >= job.retry_at and _is_due(run, index):
             job.running = True
-            run.world.submit(_work, run, index, job)
+            run.context.submit(_work, run, index, job)
 
 
 def _is_due(run: LiveRun, index: int) -> bool:
-    """Return True if fragment `index` is to be aggregated, stepped or checkpointed."""
+    """Return True if fragment `index` must be aggregated, stepped or checkpointed."""
     behind = run.outer.states[index].round != run.round
     return behind or _aggregating(run, index) is not None or checkpointing.is_due_at_rest(run, index)
 
 
 def _aggregating(run: LiveRun, index: int) -> OpenRound | None:
-    """Return the open round if its fragment `index` is to be aggregated, else None."""
+    """Return the open round if its fragment `index` must be aggregated, else None."""
     aggregating = run.open is not None and run.open.fragments[index].state is FragmentState.AGGREGATING
     return run.open if aggregating and run.state is not RunState.STOPPED else None
 
 
 def _work(run: LiveRun, index: int, job: Job) -> None:
-    """Step, checkpoint and publish fragment `index` until nothing is left to do."""
+    """Step, checkpoint and publish fragment `index` until there is nothing left to do."""
     try:
         while True:
             outer_state.catch_up(run, index)
@@ -65,16 +67,16 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
             with run.lock:
                 opening = _aggregating(run, index)
                 if opening is None and not _is_due(run, index):
-                    # Under the same lock as the check: no later work is missed.
+                    # Under the same lock as the check, so that later work is not missed.
                     job.running, job.retry_at, job.fault = False, -math.inf, None
                     return
             if opening is not None:
                 with run.traced("publish", opening.number, index):
                     _publish(run, opening, index)
-    except Exception as error:  # nobody awaits the job: the log and the events say it
+    except Exception as error:  # nothing awaits the job: the log and the events report it
         with run.lock:
-            job.running, job.retry_at = False, run.world.clock() + RETRY_S
-            if run.world.storage_failed(error) is not None:
+            job.running, job.retry_at = False, run.context.clock() + RETRY_S
+            if run.context.storage_failed(error) is not None:
                 return
             if job.fault == str(error):
                 return
@@ -82,11 +84,12 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
             with run.change() as change:
                 message = f"fragment {index} could not be published: {error}; trying again every {RETRY_S:.0f} s"
                 change.record("fault", message, fragment=index)
-                change.then(partial(setattr, job, "fault", str(error)))
+                change.after_commit(partial(setattr, job, "fault", str(error)))
 
 
 def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
-    """Aggregate fragment `index` into a durable delta and publish it; or collect again what the disk has lost of it."""
+    """Aggregate fragment `index` into a durable delta and publish it. If the disk has lost contributions, collect them
+    again instead."""
     fragment = opening.fragments[index]
     with run.lock:
         contributed = {
@@ -102,19 +105,20 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     except ContributionsLost as lost:
         lose_contributions(run, opening, index, lost.workers)
         return
-    aggregated_at = run.world.now()
+    aggregated_at = run.context.now()
     contents.clear()
     fragment.contents.clear()
     delta_digest = digest(delta)
     run.blobs.put(run.names.delta(opening.number, index, delta_digest), delta)
-    run.world.room.add_delta(delta_digest, delta)
+    run.context.memory.add_delta(delta_digest, delta)
     _record_delta(run, opening, index, judgement, len(delta), delta_digest, aggregated_at)
 
 
 def _judged(run: LiveRun, round_: int, index: int, contributed: Mapping[str, AcceptedContribution]) -> Judgement:
     """Judge the contributions. Raises ContributionsLost."""
     try:
-        return screened.judged(run, round_, index, contributed)
+        theta_norm = partial(outer_state.theta_norm, run, index, round_)
+        return judge_fragment(run, round_, index, contributed, theta_norm)
     except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
         if lost := lost_contributions(run, round_, index, contributed):
             raise ContributionsLost(lost) from None
@@ -130,22 +134,22 @@ def _record_delta(
     digest: bytes,
     aggregated_at: float,
 ) -> None:
-    """Publish the durable delta, which never changes again. The last fragment of a round ends it."""
+    """Publish the durable delta, which never changes again. The last fragment of a round ends the round."""
     round_, fragment = opening.number, opening.fragments[index]
     with run.change() as change:
         if run.state is RunState.STOPPED:  # while the delta was made
             return
-        session, now = change.session, run.world.now()
+        session, now = change.session, run.context.now()
         last = all(other.state is FragmentState.PUBLISHED for other in opening.fragments if other is not fragment)
         published = advance(fragment.state, "published")
         row = session.get_one(FragmentRow, (run.id, round_, index))
+        report_verdicts(change, round_, index, judgement)
         row.reference = judgement.reference
         row.verdicts = {worker: asdict(verdict) for worker, verdict in judgement.verdicts.items()}
-        screened.tell(change, round_, index, judgement)
-        tell_like_work(change, round_, index, judgement)
+        report_similar_work(change, round_, index, judgement)
         if last:
             session.flush()
-            screened.conclude(change, opening)
+            conclude_round(change, opening)
         steps = steps_trained(run, session) if last else 0
         finished = last and run.step + steps == run.spec.total_inner_steps
         row.state, row.delta_bytes, row.delta_digest = published, size, digest
@@ -156,7 +160,7 @@ def _record_delta(
             merge_adjacent(session, run.id, round_ + 1, settled=retention.oldest_checkpoint(run))
             change.record("round-published", f"round {round_} is published: {fragment.reason}", round=round_)
             if steps < round_steps(run):
-                message = f"round {round_} was handed in after {steps} of {round_steps(run)} inner steps by all workers"
+                message = f"in round {round_} every worker contributed after {steps} of {round_steps(run)} inner steps"
                 change.record("short-round", f"{message}: the others are trained in later rounds", round=round_)
             check_epochs(change)
             if finished:
@@ -165,8 +169,64 @@ def _record_delta(
 
         def apply() -> None:
             fragment.state = published
-            run.tally.judged(verdict.factor for verdict in judgement.verdicts.values())
+            run.counters.count_judged(verdict.factor for verdict in judgement.verdicts.values())
             run.outer.add_delta(round_, index, digest, last=last)
 
-        change.then(apply)
+        change.after_commit(apply)
         change.wake(None if finished else delta_of(index))
+
+
+# --- lost contributions -----------------------------------------------------------------------------------------------
+
+
+def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: list[str]) -> None:
+    """Remove the contributions of `workers` to fragment `index`, which the disk has lost, and collect them again.
+
+    A coordinator without redundant disks cannot recover them by itself. But a worker holds what was acknowledged in
+    memory until the round is over, so it is asked to send it again (`contribution-lost`).
+    """
+    fragment, round_ = opening.fragments[index], opening.number
+    with run.change() as change:
+        session, collecting = change.session, advance(fragment.state, "contribution lost")
+        row = session.get_one(FragmentRow, (run.id, round_, index))
+        row.state, row.reason, row.contributors, row.quorum_at, row.closed_at = collecting, "", None, None, None
+        for worker in workers:
+            _forget(change, session.get_one(ContributionRow, (run.id, round_, index, worker)))
+        message = f"round {round_}, fragment {index}: the disk has lost the contribution of {', '.join(workers)}"
+        change.record("contribution-lost", message, round=round_, fragment=index, workers=workers)
+
+        def apply() -> None:
+            for worker in workers:
+                lost = fragment.contributed.pop(worker)
+                run.blobs.delete(run.names.contribution(round_, index, worker, lost.digest))
+            fragment.state, fragment.quorum_at, fragment.weights = collecting, None, {}
+            opening.without_earlier_units.clear()
+            opening.consumed.clear()
+
+        change.after_commit(apply)
+        change.wake()
+
+
+def _forget(change: Change, row: ContributionRow) -> None:
+    """Delete the row and subtract it from the counters. With the worker's last row of the round, its units stop being
+    consumed."""
+    run, session, run_row = change.run, change.session, change.row
+    worker = change.worker_row(row.worker)
+    worker.upload_bytes -= row.size
+    run_row.upload_bytes -= row.size
+    session.delete(row)
+    session.flush()
+    others = session.scalars(
+        select(ContributionRow.fragment)
+        .where(
+            ContributionRow.run_id == run.id,
+            ContributionRow.round == row.round,
+            ContributionRow.worker == row.worker,
+        )
+        .limit(1)
+    ).first()
+    if others is None:
+        units = unconsume_units(session, run.id, row.worker, row.round, live=row.worker in run.members)
+        run_row.tokens -= units * run.spec.unit_tokens
+        worker.contributions -= 1
+        worker.tokens -= units * run.spec.unit_tokens

@@ -1,11 +1,11 @@
-"""What is deleted, and when: nothing that a checkpoint does not cover.
+"""Retention: what is deleted, and when. Nothing is deleted before a checkpoint covers it.
 
-Blobs. The newest `checkpoints.keep` checkpoints stay, and every delta from the oldest of them on, so a worker can
-always come from there to the present; the delta that led to the newest one stays in any case, for workers are just
-fetching it. Contributions go once the newest checkpoint covers them.
+Blobs. The newest `checkpoints.keep` checkpoints are kept, and every delta from the oldest of them on, so a worker can
+always get from there to the present. The delta that led to the newest one is kept in any case, because workers are
+fetching it. Contributions are deleted once the newest checkpoint covers them.
 
-Rows. Of the last `retention.rounds` rounds, and of every round that has a delta, each contribution, assignment and
-report stays; of older rounds only their sums. The newest `retention.events` events stay.
+Rows. Each contribution, assignment and report is kept for the last `retention.rounds` rounds, and for every round that
+has a delta. For older rounds only sums are kept. The newest `retention.events` events are kept.
 """
 
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ from coordinator.trust import held_out
 Sums = tuple[int, float | None, int, int]
 Latest = tuple[float | None, float | None, float | None]
 
-EVENTS_SLACK = 500  # so many events above the limit are not worth a deletion yet
+EVENTS_SLACK = 500  # events above the limit before a deletion is worth it
 
 
 def complete_checkpoints(run: LiveRun) -> list[int]:
-    """Return the rounds of the complete checkpoints, newest first, without those that the disk has spoilt for good."""
-    with run.world.database.read() as session:
+    """Return the rounds of the complete checkpoints, newest first, without those that are damaged for good."""
+    with run.context.database.read() as session:
         rounds = session.scalars(
             select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
         ).all()
@@ -44,7 +44,7 @@ def complete_checkpoints(run: LiveRun) -> list[int]:
 
 
 def oldest_checkpoint(run: LiveRun) -> int:
-    """Return the round of the oldest checkpoint that is kept, behind which the run cannot go back."""
+    """Return the round of the oldest checkpoint that is kept. The run cannot be rolled back further."""
     kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
     return kept[-1] if kept else 0
 
@@ -71,12 +71,20 @@ def clean(run: LiveRun) -> None:
 
     Callers must not hold the lock: with a thousand workers there are tens of thousands of files. Rows go first, so no
     row names a missing blob. A blob below `oldest_kept` is never needed again: the bounds only rise, and the run cannot
-    be rolled back or removed while one of its jobs is at work. After a crash in between, the next start deletes the
-    blobs (`upkeep/restoring.py`).
+    be rolled back or removed while one of its jobs is at work. After a crash, the next start deletes the rest
+    (`upkeep/restoring.py`).
     """
+    for kind, first in forget(run).items():
+        for name, _ in run.blobs.list(run.names.kind(kind)):
+            if round_of(name) < first:
+                run.blobs.delete(name)
+
+
+def forget(run: LiveRun) -> dict[Kind, int]:
+    """Delete the rows that the rule does not keep; return `oldest_kept`."""
     with run.lock:
         if not (first_rounds := oldest_kept(run)):
-            return  # the checkpoint was damaged in the meantime
+            return {}  # the checkpoint was damaged in the meantime
         newest = first_rounds["contributions"]
         kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
         with run.change() as change:
@@ -86,14 +94,11 @@ def clean(run: LiveRun) -> None:
                 )
             summed_before = min(first_rounds["deltas"], run.round - run.spec.retention.rounds)
             _forget_history(run, change.session, summed_before)
-    for kind, first in first_rounds.items():
-        for name, _ in run.blobs.list(run.names.kind(kind)):
-            if round_of(name) < first:
-                run.blobs.delete(name)
+    return first_rounds
 
 
 def _forget_history(run: LiveRun, session: Session, before: int) -> None:
-    """Replace the rows of rounds before `before` by their sums."""
+    """Replace the rows of rounds before `before` with their sums."""
     rows = session.scalars(
         select(RoundRow).where(RoundRow.run_id == run.id, RoundRow.round < before, RoundRow.tokens.is_(None))
     ).all()
@@ -103,13 +108,13 @@ def _forget_history(run: LiveRun, session: Session, before: int) -> None:
         ((row.quorum_at, row.collected_at, row.aggregated_at),) = latest_of(session, run.id, [row.round]).values()
     if rows:
         session.flush()
-        held_out.sum_up(session, run.id, before)
+        held_out.replace_by_means(session, run.id, before)
         for table in (ContributionRow, LateContributionRow, FragmentRow, AssignmentRow, ReportRow):
             session.execute(delete(table).where(table.run_id == run.id, table.round < before))
 
 
 def sums_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, Sums]:
-    """Return of each of `rounds`: tokens, mean training loss weighted by them, of the workers that have told theirs,
+    """Return for each of `rounds`: tokens, mean training loss weighted by tokens (of the workers that reported one),
     bytes of contributions, bytes of deltas."""
     if not rounds:
         return {}
@@ -125,8 +130,8 @@ def sums_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, S
         .group_by(ContributionRow.round, ContributionRow.worker)
         .subquery()
     )
-    told = case((per_worker.c.loss.is_not(None), per_worker.c.tokens))
-    columns = func.sum(per_worker.c.tokens), func.sum(told), func.sum(told * per_worker.c.loss)
+    reported = case((per_worker.c.loss.is_not(None), per_worker.c.tokens))
+    columns = func.sum(per_worker.c.tokens), func.sum(reported), func.sum(reported * per_worker.c.loss)
     trained = session.execute(select(per_worker.c.round, *columns).group_by(per_worker.c.round))
     uploaded = session.execute(
         select(ContributionRow.round, func.sum(ContributionRow.size)).where(*key).group_by(ContributionRow.round)
@@ -136,14 +141,16 @@ def sums_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, S
         .where(FragmentRow.run_id == run_id, FragmentRow.round.between(first, last))
         .group_by(FragmentRow.round)
     )
-    tokens = {round_: (total, weighted / of_told if of_told else None) for round_, total, of_told, weighted in trained}
+    tokens = {
+        round_: (total, weighted / reporting if reporting else None) for round_, total, reporting, weighted in trained
+    }
     up, down = ({each[0]: each[1] for each in found} for found in (uploaded, delta))
     return {round_: (*tokens.get(round_, (0, None)), up.get(round_) or 0, down.get(round_) or 0) for round_ in rounds}
 
 
 def latest_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, Latest]:
-    """Return of each of `rounds` when the last of its fragments had its quorum, was closed, and was aggregated; None
-    before."""
+    """Return for each of `rounds` when the last of its fragments reached its quorum, was closed, and was aggregated;
+    None for what has not happened yet."""
     if not rounds:
         return {}
     columns = (FragmentRow.quorum_at, FragmentRow.closed_at, FragmentRow.aggregated_at)
@@ -157,17 +164,17 @@ def latest_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int,
 
 
 def trim_events(run: LiveRun) -> None:
-    """Delete the oldest events above the limit, once there may be a few hundred of them."""
+    """Delete the oldest events above the limit, once there may be EVENTS_SLACK too many."""
     if run.events_recorded < EVENTS_SLACK:
         return
     with run.change() as change:
-        newest_to_go = change.session.scalars(
+        newest_to_delete = change.session.scalars(
             select(EventRow.id)
             .where(EventRow.run_id == run.id)
             .order_by(EventRow.id.desc())
             .offset(run.spec.retention.events)
             .limit(1)
         ).one_or_none()
-        if newest_to_go is not None:
-            change.session.execute(delete(EventRow).where(EventRow.run_id == run.id, EventRow.id <= newest_to_go))
-        change.then(lambda: setattr(run, "events_recorded", 0))
+        if newest_to_delete is not None:
+            change.session.execute(delete(EventRow).where(EventRow.run_id == run.id, EventRow.id <= newest_to_delete))
+        change.after_commit(lambda: setattr(run, "events_recorded", 0))

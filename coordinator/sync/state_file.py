@@ -1,4 +1,4 @@
-"""One fragment's outer state in a file, stepped chunk by chunk so that a model never has to fit into memory.
+"""One fragment's outer state in a file, stepped chunk by chunk, so a model never has to fit into memory.
 
 The file is itself a payload of kind `state` with raw fp32 frames, θ then u, so a checkpoint is served as it is.
 """
@@ -61,9 +61,9 @@ class StateReader(StoredPayload):
 def write_state(
     path: Path, run: str, round_: int, fragment: int, elements: int, chunks: Iterator[tuple[F32, F32]]
 ) -> bytes:
-    """Write a state file from its chunks (θ, u), over an older one if there is one; return the state digest.
+    """Write a state file from its chunks (θ, u), replacing an older one. Return the state digest.
 
-    An older file that has a second name shares it with a checkpoint: it is not overwritten, a new file takes its name.
+    An older file with a second name is shared with a checkpoint: it is not overwritten, but unlinked first.
     """
     frame_bytes = [4 * n for n in chunk_sizes(2 * elements, CHUNK_ELEMENTS)]
     head = pack_header(
@@ -96,7 +96,7 @@ def write_state(
 
 
 def stepped(state: StateReader, delta: Payload, outer: OuterSpec) -> Iterator[tuple[F32, F32]]:
-    """Yield the chunks (θ, u) of the state after the outer step by a published delta."""
+    """Yield the chunks (θ, u) of the state after the outer step with a published delta."""
     start = 0
     for index, n in enumerate(delta.chunks):
         theta, momentum = state.read(start, n)

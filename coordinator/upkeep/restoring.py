@@ -1,39 +1,53 @@
-"""The restoring of a run after a start: it is rebuilt in memory from the database and goes on where it was.
+"""Restoring a run after a start: rebuild it in memory from the database, and delete blobs that nothing needs.
 
 Nothing acknowledged is lost: every contribution and delta has a row, and every row a durable blob. Every live worker
-gets a full new lease, because it is not the workers' fault how long the coordinator was away.
+gets a new lease for a full term, however long the coordinator was down.
 """
 
+import logging
 import math
+from collections.abc import Callable
 
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenFragment, OpenRound
-from coordinator.run.steps import round_steps
-from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow, WorkerRow
-from coordinator.sync import outer_state
+from coordinator.run.schedule import round_steps
+from coordinator.store.blobs import Kind, round_of
+from coordinator.store.tables import (
+    AssignmentRow,
+    CheckpointFragmentRow,
+    ContributionRow,
+    FragmentRow,
+    RoundRow,
+    WorkerRow,
+)
+from coordinator.sync import outer_state, retention
 from coordinator.trust import quarantine
-from coordinator.upkeep import setting_aside, sweeping
+from coordinator.upkeep import rolling_back
 from protocol.messages import FragmentState, Metrics, WorkerState
+
+logger = logging.getLogger(__name__)
 
 
 def restore(run: LiveRun) -> None:
-    """Rebuild the run in memory and let it settle."""
+    """Rebuild the run in memory, then let it settle."""
     with run.lock:
-        setting_aside.set_aside_newer(run)
-        setting_aside.begin_again_if_restored(run)
+        rolling_back.set_aside_newer(run)
+        rolling_back.begin_again_if_restored(run)
         _restore_workers(run)
         opening = _open_round(run)
-        sweeping.sweep(run)
+        retention.forget(run)  # or rows would name blobs that are swept next
+        sweep(run)
         if run.model is not None:
             outer_state.restore(run)
         run.restored(opening)
 
 
 def _restore_workers(run: LiveRun) -> None:
-    now = run.world.clock()
-    with run.world.database.read() as session:
+    now = run.context.clock()
+    with run.context.database.read() as session:
         rows = session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
         ).all()
@@ -46,26 +60,26 @@ def _restore_workers(run: LiveRun) -> None:
     for name, token in owners:
         run.members.own(name, token)
     for row in rows:
-        assert row.token_hash is not None, "only who holds no lease has none"
+        assert row.token_hash is not None, "a live worker holds a lease"
         metrics = Metrics.model_validate(row.metrics)
         run.members.join(row.name, row.token_hash, now, metrics, row.token, proven=bool(row.contributions))
-    _restore_paces(run)
+    _restore_step_rates(run)
 
 
-def _restore_paces(run: LiveRun) -> None:
-    """Let every worker have as many steps again as it has contributed to the last round: how long they took is not
-    known any more."""
+def _restore_step_rates(run: LiveRun) -> None:
+    """Let every worker have as many steps again as it contributed to the last round. How long they took is no longer
+    known."""
     steps = select(ContributionRow.worker, func.max(ContributionRow.tokens)).group_by(ContributionRow.worker)
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         rows = session.execute(
             steps.where(ContributionRow.run_id == run.id, ContributionRow.round == run.round - 1)
         ).all()
     seen = {worker: (tokens // run.spec.unit_tokens, math.inf) for worker, tokens in rows}
-    run.paces.see(seen, run.members.claimed_paces())
+    run.step_rates.observe(seen, run.members.claimed_step_rates())
 
 
 def _open_round(run: LiveRun) -> OpenRound | None:
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         if session.get(RoundRow, (run.id, run.round)) is None:
             return None
         fragments = session.scalars(
@@ -83,7 +97,7 @@ def _open_round(run: LiveRun) -> OpenRound | None:
         run.round,
         run.step,
         round_steps(run),
-        run.world.clock(),
+        run.context.clock(),
         set(assigned),
         [
             OpenFragment(state=FragmentState(row.state), reason=row.reason, weights=row.contributors or {})
@@ -93,3 +107,54 @@ def _open_round(run: LiveRun) -> OpenRound | None:
     for row in contributions:
         opening.fragments[row.fragment].contributed[row.worker] = AcceptedContribution(row.tokens, row.digest)
     return opening
+
+
+# --- blobs that nothing needs -----------------------------------------------------------------------------------------
+
+
+def sweep(run: LiveRun) -> None:
+    """Delete the blobs that no row names, and those that the retention rule does not keep: a crash may come between a
+    blob and its row."""
+    first_rounds = retention.oldest_kept(run)
+    for kind, names_of in _NAMES.items():
+        found = {name for name, _ in run.blobs.list(run.names.kind(kind))}
+        if not found:
+            continue
+        with run.context.database.read() as session:
+            oldest = max(min(map(round_of, found)), first_rounds.get(kind, 0))  # older rows have no blobs
+            known = names_of(run, session, oldest)
+        for name in found - known:
+            logger.info("%s: deleting %s, which is not needed", run.name, name)
+            run.blobs.delete(name)
+
+
+def _contributions(run: LiveRun, session: Session, oldest: int) -> set[str]:
+    """Return the names of the blobs of every row from round `oldest` on."""
+    row = ContributionRow
+    rows = session.execute(
+        select(row.round, row.fragment, row.worker, row.digest).where(row.run_id == run.id, row.round >= oldest)
+    )
+    return {run.names.contribution(*each) for each in rows}
+
+
+def _deltas(run: LiveRun, session: Session, oldest: int) -> set[str]:
+    row = FragmentRow
+    rows = session.execute(
+        select(row.round, row.fragment, row.delta_digest).where(
+            row.run_id == run.id, row.round >= oldest, row.delta_digest.is_not(None)
+        )
+    )
+    return {run.names.delta(round_, fragment, digest or b"") for round_, fragment, digest in rows}
+
+
+def _checkpoints(run: LiveRun, session: Session, oldest: int) -> set[str]:
+    row = CheckpointFragmentRow
+    rows = session.execute(select(row.round, row.fragment, row.digest).where(row.run_id == run.id, row.round >= oldest))
+    return {run.names.checkpoint(*each) for each in rows}
+
+
+_NAMES: dict[Kind, Callable[[LiveRun, Session, int], set[str]]] = {
+    "contributions": _contributions,
+    "deltas": _deltas,
+    "checkpoints": _checkpoints,
+}

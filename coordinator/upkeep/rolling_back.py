@@ -1,11 +1,15 @@
-"""Going back to a checkpoint, because what was learned since is spoilt, or because somebody says so.
+"""Going back to an earlier state: a rollback to a checkpoint, or a database restored from a backup.
 
-Afterwards the run is as it was when that state was reached: its round, its place in the schedule, its work units. Rows
-and blobs of later rounds are set aside (`setting_aside.py`), the rows as one file of JSON beside the blobs, for whoever
-wants to know what happened. Every worker joins again, and is told to recover the state.
+A rollback happens because the guard found the model spoilt, or because the operator asks for it. Afterwards the run is
+as it was when that state was reached: its round, its position in the schedule, its work units. Rows and blobs of later
+rounds are set aside under `set-aside/`, the rows as one JSON file beside the blobs, so that an operator can inspect or
+delete them. Every worker joins again, and has to recover the state.
 
-One transaction decides. Before it, nothing of the run has changed; after it, a crash leaves blobs that no row knows,
-which the next start sets aside or sweeps, and state files that it derives again from the checkpoint.
+One transaction decides. Before it, nothing of the run has changed. After it, a crash leaves blobs that no row names,
+which the next start sets aside or deletes, and state files that it derives again from the checkpoint.
+
+A database restored from a backup may be older than the blobs beside it. The database decides: the run continues from
+its round, and newer blobs, of a history that the database does not have, are set aside as well.
 """
 
 import json
@@ -15,8 +19,8 @@ from typing import Any
 
 from sqlalchemy import delete, select, update
 
-from coordinator.rounds.steering import CHANGES
 from coordinator.run.live_run import Change, LiveRun
+from coordinator.store.blobs import KINDS, Kind, move, round_of
 from coordinator.store.identity import Actor
 from coordinator.store.tables import (
     AssignmentRow,
@@ -24,52 +28,42 @@ from coordinator.store.tables import (
     CheckpointRow,
     ContributionRow,
     EvaluationRow,
-    EventRow,
     FragmentRow,
     LateContributionRow,
     OuterStateRow,
     ReportRow,
     RoundRow,
+    RunRow,
     WorkerRow,
 )
 from coordinator.sync import checkpointing, outer_state
-from coordinator.trust.guard import GUARD
-from coordinator.units.ledger import merge_adjacent, return_since
+from coordinator.trust import guard
+from coordinator.units.ledger import merge_adjacent, return_since, return_units
 from coordinator.units.pools import all_pools
-from coordinator.upkeep import setting_aside
 from protocol.errors import Problem
 from protocol.messages import RollBack, RunState, WorkerState
 
 _BUSY_S = 1.0
-_WORDS = ("spoilt", "rolled-back", *CHANGES)  # of the guard, and of the operator: the last one counts
 _OF_ROUNDS = (RoundRow, FragmentRow, AssignmentRow, ContributionRow, LateContributionRow, ReportRow)
 _OF_STATES = (EvaluationRow, CheckpointRow, CheckpointFragmentRow)  # state N is there before round N
 
 
 def roll_back_if_due(run: LiveRun, *, verifying: Callable[[], bool]) -> None:
-    """Go back where the guard has said so, and nobody has said anything since. Called at every tick."""
+    """Roll back if the guard has decided so, and no operator has decided anything since. Called at every tick."""
     if run.state is not RunState.PAUSED or run.spec.guard.action != "rollback":
         return
-    with run.world.database.read() as session:
-        last = session.scalars(
-            select(EventRow)
-            .where(EventRow.run_id == run.id, EventRow.kind.in_(_WORDS))
-            .order_by(EventRow.id.desc())
-            .limit(1)
-        ).first()
-    if last is None or last.kind != "spoilt" or last.data["to"] is None:
+    with run.context.database.read() as session:
+        ordered = guard.record_of(session.get_one(RunRow, run.id))
+    if ordered.to is None:
         return
-    order = RollBack(to=last.data["to"], from_round=run.round, without=last.data["without"])
+    order = RollBack(to=ordered.to, from_round=run.round, without=list(ordered.without))
     try:
-        roll_back(run, order, Actor(), who=GUARD, verifying=verifying, resume=bool(order.without))
+        roll_back(run, order, Actor(), who=guard.GUARD, verifying=verifying, resume=bool(order.without))
     except Problem as problem:
         if problem.slug == "not-ready":
             return  # the next tick tries again
         with run.change() as change:
-            message = f"the run cannot go back to state {order.to}: {problem.detail}; it stays paused"
-            data = last.data
-            state, good, without = data["state"], data["good"], data["without"]
-            change.record("spoilt", message, state=state, good=good, to=None, without=without)
+            guard.drop_order(change, problem.detail)
 
 
 def roll_back(
@@ -81,46 +75,48 @@ def roll_back(
     who: str = "the operator",
     resume: bool = False,
 ) -> None:
-    """Make checkpoint `order.to` the run's state. `verifying` tells whether files are being checked;
-    with `resume` the run goes on from there, whatever its state was.
+    """Make checkpoint `order.to` the run's state. `verifying` returns True while the run's files are being verified.
+    With `resume` the run continues from there, whatever its state was.
 
-    Raises Problem: not-found (no such checkpoint, or it is damaged; no such worker), rolled-back, not-ready (work on
-    the run's files is under way).
+    Raises Problem: not-found (no such checkpoint, or it is damaged; no such worker), rolled-back, not-ready (a job is
+    working on the run's files).
     """
     to = order.to
     for row in _checkpoint(run, to):
         if not checkpointing.is_intact(run, row):
-            raise Problem("not-found", f"fragment {row.fragment} of checkpoint {to} is damaged on disk: choose another")
+            raise Problem(
+                "not-found", f"fragment {row.fragment} of checkpoint {to} is damaged on disk: choose another one"
+            )
     with run.lock:
         if run.round < order.from_round:
-            detail = f"the run {run.name} is at state {run.round}, and was seen at {order.from_round}"
+            detail = f"the run {run.name} is at state {run.round}, and was at {order.from_round} when you asked"
             raise Problem("rolled-back", f"{detail}: it was rolled back meanwhile")
         rows = _checkpoint(run, to)
         if verifying() or run.outer.any_job_running:
             raise Problem("not-ready", f"files of the run {run.name} are still being worked on", retry_after_s=_BUSY_S)
-        place = setting_aside.next_place(run)
-        run.blobs.put(f"{place}rows.json", json.dumps(_history(run, to), indent=1).encode())
+        prefix = next_prefix(run)
+        run.blobs.put(f"{prefix}rows.json", json.dumps(_history(run, to), indent=1).encode())
         run.suspend()
         opening = run.open
         try:
             with run.change() as change:
-                _go_back(change, to, rows)
-                _let_go(change, order.without)
-                _tell(change, to, place, order.without, who)
+                _reset(change, to, rows)
+                _end_leases_and_ban(change, order.without)
+                _record(change, to, prefix, order.without, who)
                 change.audit(by, "rolled-back", f"rolled the run back to state {to}")
                 if resume:
                     change.set_state(RunState.RUNNING)
             opening = None
             for row in rows:
                 outer_state.fetch_checkpoint(run, row)
-            setting_aside.set_aside(run, to, place)
+            set_aside(run, to, prefix)
             outer_state.restore(run)
         finally:
             run.restored(opening)
 
 
 def _checkpoint(run: LiveRun, round_: int) -> list[CheckpointFragmentRow]:
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         if session.get(CheckpointRow, (run.id, round_)) is None:
             kept = session.scalars(
                 select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round)
@@ -137,14 +133,14 @@ def _checkpoint(run: LiveRun, round_: int) -> list[CheckpointFragmentRow]:
 
 
 def _later_than(state: int) -> list[tuple[Any, int]]:
-    """Return the tables that have rows by round, each with the first round that is later than the state."""
+    """Return each table that has rows by round, with the first of its rounds that is later than the state."""
     return [(table, state) for table in _OF_ROUNDS] + [(table, state + 1) for table in _OF_STATES]
 
 
 def _history(run: LiveRun, to: int) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows that are to go, by table."""
+    """Return the rows that the rollback deletes, by table."""
     history: dict[str, list[dict[str, Any]]] = {}
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         for table, first in _later_than(to):
             columns = table.__table__.columns
             rows = session.execute(select(*columns).where(table.run_id == run.id, table.round >= first)).mappings()
@@ -154,7 +150,7 @@ def _history(run: LiveRun, to: int) -> dict[str, list[dict[str, Any]]]:
     return history
 
 
-def _go_back(change: Change, to: int, checkpoint: Collection[CheckpointFragmentRow]) -> None:
+def _reset(change: Change, to: int, checkpoint: Collection[CheckpointFragmentRow]) -> None:
     run, session = change.run, change.session
     opened = session.get(RoundRow, (run.id, to))
     step = run.step if opened is None else opened.step
@@ -173,7 +169,8 @@ def _go_back(change: Change, to: int, checkpoint: Collection[CheckpointFragmentR
 
 
 def _return_units(change: Change, to: int) -> None:
-    """Return to their pools the units of `to` and later rounds; the counts that are checked against them follow."""
+    """Return the units of `to` and later rounds to their pools, and adjust the counters that are checked against
+    them."""
     run, session = change.run, change.session
     returned = return_since(session, run.id, to)
     for pool in all_pools(session, run):
@@ -187,8 +184,8 @@ def _return_units(change: Change, to: int) -> None:
     merge_adjacent(session, run.id, to, settled=to)
 
 
-def _let_go(change: Change, without: Collection[str]) -> None:
-    """End all leases, for what the workers hold is of rounds that are gone; ban some."""
+def _end_leases_and_ban(change: Change, without: Collection[str]) -> None:
+    """End all leases, because what the workers hold belongs to deleted rounds; ban the workers `without`."""
     run, session = change.run, change.session
     rows = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id)).all()
     if unknown := set(without) - {row.name for row in rows}:
@@ -199,16 +196,105 @@ def _let_go(change: Change, without: Collection[str]) -> None:
         elif row.state == WorkerState.LIVE:
             row.state = WorkerState.LOST
         row.token_hash = None
-        change.then(partial(run.members.leave, row.name))
+        change.after_commit(partial(run.members.leave, row.name))
 
 
-def _tell(change: Change, to: int, place: str, without: Collection[str], who: str) -> None:
+def _record(change: Change, to: int, prefix: str, without: Collection[str], who: str) -> None:
     run = change.run
     names = sorted(without)
-    banned = f"; {', '.join(names)} may not take part any more" if names else ""
+    banned = f"; {', '.join(names)} may not take part any longer" if names else ""
     message = (
-        f"{who} rolled the run back from state {run.round} to state {to}{banned}. What was of later rounds is in "
-        f"{place}, and every worker joins again"
+        f"{who} rolled the run back from state {run.round} to state {to}{banned}. What later rounds left is in "
+        f"{prefix}, and every worker joins again"
     )
-    change.record("rolled-back", message, round=to, from_round=run.round, place=place, without=names, by=who)
+    change.record("rolled-back", message, round=to, from_round=run.round, place=prefix, without=names, by=who)
+    change.row.rolled_back = {"round": to, "from_round": run.round, "place": prefix}
+    guard.note_roll_back(change, to, by_guard=who == guard.GUARD)
     change.wake()
+
+
+# --- files that are newer than the database ---------------------------------------------------------------------------
+
+
+def set_aside_newer(run: LiveRun) -> None:
+    """Move the blobs of rounds that the database does not have to `set-aside/`, and record it as an event."""
+    # Unless a backup was restored, no blob is of a later round than the run's: a round is in the database before its
+    # blobs.
+    names = (name for kind in KINDS for name, _ in run.blobs.list(run.names.kind(kind)))
+    newer = [name for name in names if round_of(name) > run.round]
+    if not newer:
+        return
+    latest = max(map(round_of, newer))
+    if (prefix := _prefix_of_rollback(run, latest)) is not None:
+        set_aside(run, run.round, prefix)
+        return
+    prefix = next_prefix(run)
+    with run.change() as change:  # before moving: a crash in between then only repeats this
+        message = (
+            f"the database is older than the files (it knows {run.round} rounds, there are files of round {latest}): "
+            f"it was restored from a backup. The run continues from round {run.round}; the newer files were moved to "
+            f"{prefix}, and every worker joins again"
+        )
+        change.record("restored-from-backup", message, round=run.round, files_of_round=latest)
+        _end_leases(change)
+    _move(run, newer, prefix)
+
+
+def begin_again_if_restored(run: LiveRun) -> None:
+    """If the data directory was restored from a backup, have every worker join again, and record it as an event.
+
+    There are no newer blobs then that would show it, and yet workers may be ahead.
+    """
+    if (backup := run.context.data.restored) is None:
+        return
+    with run.change() as change:
+        message = f"{backup} was restored. The run continues from round {run.round}, and every worker joins again"
+        change.record("restored-from-backup", message, round=run.round, files_of_round=run.round)
+        _end_leases(change)
+
+
+def _end_leases(change: Change) -> None:
+    run = change.run
+    live = change.session.scalars(
+        select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
+    ).all()
+    for row in live:  # their tokens are of a history that is gone; their names stay reserved
+        row.state, row.token_hash = WorkerState.LOST, None
+        return_units(change.session, run.id, row.name)
+
+
+def next_prefix(run: LiveRun) -> str:
+    """Return an unused prefix below `set-aside/`."""
+    earlier = {
+        int(name.removeprefix(run.names.set_aside).split("/")[0]) for name, _ in run.blobs.list(run.names.set_aside)
+    }
+    return f"{run.names.set_aside}{max(earlier, default=-1) + 1}/"
+
+
+def set_aside(run: LiveRun, state: int, prefix: str) -> None:
+    """Move the blobs that are newer than the run's state `state` to `prefix`: checkpoints of later states, and the
+    contributions and deltas of its round and later ones."""
+    first: dict[Kind, int] = {"checkpoints": state + 1, "contributions": state, "deltas": state}
+    newer = [
+        name
+        for kind, round_ in first.items()
+        for name, _ in run.blobs.list(run.names.kind(kind))
+        if round_of(name) >= round_
+    ]
+    _move(run, newer, prefix)
+
+
+def _move(run: LiveRun, names: list[str], prefix: str) -> None:
+    for name in names:
+        move(run.blobs, name, prefix + name.removeprefix(run.names.all), run.context.data.scratch())
+
+
+def _prefix_of_rollback(run: LiveRun, latest: int) -> str | None:
+    """Return the prefix of a rollback that a crash interrupted before it had moved all blobs of rounds up to `latest`.
+    None if there was none: then a round was opened since, or the last rollback was another one."""
+    with run.context.database.read() as session:
+        last = session.get_one(RunRow, run.id).rolled_back
+        if last is None or last["round"] != run.round or latest > last["from_round"]:
+            return None
+        opened = session.get(RoundRow, (run.id, run.round)) is not None
+    return None if opened else last["place"]

@@ -1,8 +1,8 @@
-"""A disk or a database that fails: full, locked, read-only. What is wrong is shown until it is over.
+"""Faults of the disk or the database: full, locked, read-only. A fault is shown for as long as it lasts.
 
-Nothing has to be undone: a write that fails leaves neither a file nor a row, the request is answered with
-`storage-full` or `not-ready`, and its sender tries again. Writes fail many times a second, so the log has one line when
-it begins, one every REMIND_S, and one when it is over.
+Nothing has to be undone: a failed write leaves neither a file nor a row. The request gets `storage-full` or
+`not-ready`, and its sender retries. Because writes fail many times per second, the log has one line when a fault
+begins, one every REMIND_S, and one when it is over.
 """
 
 import logging
@@ -21,13 +21,13 @@ from protocol.messages import Cause
 logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 1 << 20
-QUIET_S = 30.0  # without a failed write, before the disk is probed: the small probe fits long before a delta does
+QUIET_S = 30.0  # without a failed write before the disk is probed: the small probe fits long before a delta does
 REMIND_S = 300.0
 
 
 @dataclass
 class _Outage:
-    """A fault that lasts. Times are of the monotonic clock: when a write failed first and last, and the last line."""
+    """A fault that lasts. Times are monotonic: of the first and the last failed write, and of the last log line."""
 
     fault: Fault
     since: float
@@ -37,29 +37,29 @@ class _Outage:
 
 
 class Storage:
-    """The record of what is wrong with disk and database.
+    """Records faults of the disk and the database.
 
-    `note` may be called from any thread; `check` and `tick` are called a few times a second.
+    `note` may be called from any thread; `check` and `tick` are called a few times per second.
     """
 
     def __init__(self, data: DataDirectory, database: Database, clock: Callable[[], float]) -> None:
         self._data, self._database, self._clock = data, database, clock
         self._lock = threading.Lock()
         self._outages: dict[Cause, _Outage] = {}
-        self._told_full: set[int] = set()  # runs whose latest event about it says that the disk is full
-        self._met: dict[int, _Outage] = {}  # by run: an outage of the database, to be recorded once it is over
+        self._recorded_full: set[int] = set()  # runs whose latest event about it says that the disk is full
+        self._met: dict[int, _Outage] = {}  # by run: a database outage, recorded as an event once it is over
 
     @property
     def fault(self) -> Fault | None:
-        """What is wrong now; None if nothing is. A full disk comes first, as it can be the cause of the other."""
+        """The current fault; None if there is none. A full disk comes first, because it can cause the other one."""
         for cause in (Cause.STORAGE_FULL, Cause.STORAGE_UNAVAILABLE):
             if (outage := self._outages.get(cause)) is not None:
                 return outage.fault
         return None
 
     def note(self, error: BaseException) -> Fault | None:
-        """Return what `error`, raised by a write, says of disk or database, and remember it; None if it says nothing
-        of them."""
+        """Return the fault that `error`, raised by a write, reports, and record it; None if it is not about the disk or
+        the database."""
         fault, now = fault_of(error), self._clock()
         if fault is None:
             return None
@@ -67,7 +67,7 @@ class Storage:
             outage = self._outages.get(fault.cause)
             if outage is None:
                 self._outages[fault.cause] = _Outage(fault, now, now, now)
-                logger.error("%s (data directory %s); writes are tried again", fault.reason, self._data.root)
+                logger.error("%s (data directory %s); writes will be retried", fault.reason, self._data.root)
                 return fault
             outage.last, outage.fault = now, fault
             outage.failures += 1
@@ -78,7 +78,7 @@ class Storage:
         return fault
 
     def check(self) -> None:
-        """Find out whether disk and database can be written again."""
+        """End the outage if the disk and the database can be written again."""
         for cause, outage in list(self._outages.items()):
             if self._clock() - outage.last >= QUIET_S and self._can_be_written():
                 lasted = duration_text(outage.last - outage.since)
@@ -98,16 +98,16 @@ class Storage:
         return True
 
     def tick(self, run: LiveRun) -> None:
-        """Record as events of the run that the disk is full, as soon as there is room for that, and that it has room
-        again; and an outage of the database, which can be recorded only once it is over."""
-        with run.lock:  # so that of two ticks at once only one records it
+        """Record as events of the run that the disk is full, as soon as there is space for that, and that it has space
+        again; and an outage of the database, once it is over."""
+        with run.lock:  # so that only one of two concurrent ticks records it
             full = Cause.STORAGE_FULL in self._outages
-            if full and run.id not in self._told_full and not run.ended:
-                _record(run, "storage-full", "the coordinator's disk is full; the run goes on when there is room")
-                self._told_full.add(run.id)
-            elif not full and run.id in self._told_full:
-                _record(run, "storage-room", "the coordinator's disk has room again")
-                self._told_full.discard(run.id)
+            if full and run.id not in self._recorded_full and not run.ended:
+                _record(run, "storage-full", "the coordinator's disk is full; the run continues when there is space")
+                self._recorded_full.add(run.id)
+            elif not full and run.id in self._recorded_full:
+                _record(run, "storage-room", "the coordinator's disk has space again")
+                self._recorded_full.discard(run.id)
             if (outage := self._outages.get(Cause.STORAGE_UNAVAILABLE)) is not None:
                 if not run.ended:
                     self._met[run.id] = outage
@@ -123,7 +123,7 @@ def _record(run: LiveRun, kind: str, message: str) -> None:
 
 
 def write_probe(path: Path) -> None:
-    """Write a file of PROBE_BYTES and delete it again. Raises OSError."""
+    """Write a file of PROBE_BYTES and delete it. Raises OSError."""
     try:
         with path.open("xb") as file:
             file.write(bytes(PROBE_BYTES))

@@ -1,9 +1,9 @@
-"""The verification of files, after a start, every hour, and once a reader finds one missing: disks corrupt what nobody
-reads, and people delete files.
+"""Verifying files: after a start, every hour, and when a reader finds one missing. Disks corrupt what is not read, and
+people delete files.
 
-A checkpoint or delta that is missing or corrupt is made again if what it was made from is still there, and must get the
-same digest; otherwise an event says that it is lost, and nobody is sent to it any more. Contributions are verified when
-they are aggregated.
+A checkpoint or delta that is missing or corrupt is rebuilt from what it was made from, if that still exists, and must
+get the same digest. Otherwise an event reports that it is lost, and no worker is sent to it any longer. Contributions
+are verified when they are aggregated.
 """
 
 import logging
@@ -18,10 +18,10 @@ from coordinator.run.live_run import LiveRun
 from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.tables import CheckpointFragmentRow, FragmentRow
 from coordinator.sync import checkpointing, retention
-from coordinator.sync.deltas import mend_delta
+from coordinator.sync.deltas import rebuild_delta_if_damaged
 from coordinator.sync.outer_state import go_back_to_checkpoint, has_state_digest, step
 from coordinator.sync.state_file import StateReader
-from coordinator.trust.guard import Extent
+from coordinator.trust.guard import MaxMagnitude
 from protocol.errors import OuterstepError
 
 logger = logging.getLogger(__name__)
@@ -31,10 +31,10 @@ RETRY_S = 5.0
 
 
 def start_when_due(run: LiveRun, due: dict[int, float], submit: Callable[..., object]) -> None:
-    """Start `verify` if it is due, or a blob was found missing, by `submit` on another thread than those that publish.
-    `due`: by run, when it is."""
+    """Start `verify` if it is due or was requested. `submit` runs it on another thread than the publishing jobs. `due`:
+    run id -> time of the next verification; infinite while one is running."""
     with run.lock:
-        now = run.world.clock()
+        now = run.context.clock()
         when = due.get(run.id, now)
         if when != math.inf and (now >= when or run.outer.verification_wanted):
             due[run.id] = math.inf
@@ -47,18 +47,18 @@ def _verify(run: LiveRun, due: dict[int, float]) -> None:
     try:
         if not verify(run):
             wait_s = RETRY_S
-    except Exception as error:  # nobody awaits it: the log says it
-        if run.world.storage_failed(error) is None:
+    except Exception as error:  # nothing awaits the result: the log reports it
+        if run.context.storage_failed(error) is None:
             logger.exception("%s: the files could not be verified", run.name)
     finally:
-        due[run.id] = run.world.clock() + wait_s
+        due[run.id] = run.context.clock() + wait_s
 
 
 def verify(run: LiveRun) -> bool:
-    """Verify every delta and every checkpoint that the retention rule keeps, and the outer state; make again what is
-    missing or corrupt. If no checkpoint is left, make one of the current state. Return False if this has to be tried
-    again soon, as a fragment was just being stepped."""
-    with run.world.database.read() as session:
+    """Verify every delta and every checkpoint that the retention rule keeps, and the outer state. Rebuild what is
+    missing or corrupt. If no checkpoint is left, make one of the current state. Return False to be called again soon,
+    because a fragment was being stepped."""
+    with run.context.database.read() as session:
         deltas = session.execute(
             select(FragmentRow.round, FragmentRow.fragment)
             .where(FragmentRow.run_id == run.id, FragmentRow.delta_digest.is_not(None))
@@ -70,41 +70,41 @@ def verify(run: LiveRun) -> bool:
             .order_by(CheckpointFragmentRow.round, CheckpointFragmentRow.fragment)
         ).all()
     for round_, fragment in deltas:
-        if run.world.closing.is_set():
+        if run.context.closing.is_set():
             return True
         if retention.keeps_delta(run, round_):
-            mend_delta(run, round_, fragment)
+            rebuild_delta_if_damaged(run, round_, fragment)
     damaged = set[int]()
     for row in saved:
-        if run.world.closing.is_set():
+        if run.context.closing.is_set():
             return True
         damage = checkpointing.damage(run, row)
-        if damage is not None and not _mend_checkpoint(run, row, damage):
+        if damage is not None and not _rebuild_checkpoint_fragment(run, row, damage):
             damaged.add(row.round)
     for round_ in run.outer.damaged_checkpoints.keys() - damaged:
-        run.outer.mark_intact(round_)  # deleted by the retention rule, or somebody has put its files back
+        run.outer.mark_intact(round_)  # deleted by retention, or an operator has restored its files
     none_left = bool(run.outer.damaged_checkpoints) and not retention.complete_checkpoints(run)
-    # Of a run with neither a checkpoint nor its state nothing can be made again: then `_mend_state` says so.
-    done = [_mend_state(run, fragment) for fragment in range(len(run.outer.states))]
+    # With neither a checkpoint nor the state, nothing can be rebuilt: `_repair_state` then reports it.
+    done = [_repair_state(run, fragment) for fragment in range(len(run.outer.states))]
     return all(done) and not (none_left and not _checkpoint_now(run))
 
 
-def _mend_checkpoint(run: LiveRun, row: CheckpointFragmentRow, damage: str) -> bool:
-    """Make the checkpoint's fragment again. Return False if that is impossible: nobody is sent to the checkpoint any
-    more, until its file is back."""
+def _rebuild_checkpoint_fragment(run: LiveRun, row: CheckpointFragmentRow, damage: str) -> bool:
+    """Rebuild the checkpoint's fragment. Return False if that is impossible: then no worker is sent to the checkpoint
+    until its file is back."""
     where = f"fragment {row.fragment} of checkpoint {row.round}"
     if not _is_kept(run, row):
         return True
-    if _make_again(run, row):
+    if _rebuild(run, row):
         with run.change() as change:
-            message = f"{where} was {damage} on disk; it was made again, to the same bytes"
+            message = f"{where} was {damage} on disk; it was rebuilt, to the same bytes"
             change.record("mended", message, round=row.round, fragment=row.fragment)
         return True
     if row.round not in run.outer.damaged_checkpoints:
         with run.change() as change:
-            message = f"{where} is {damage} on disk and cannot be made again"
+            message = f"{where} is {damage} on disk and cannot be rebuilt"
             change.record("corrupt", message, round=row.round, fragment=row.fragment)
-            change.then(partial(run.outer.mark_damaged, row.round, message))
+            change.after_commit(partial(run.outer.mark_damaged, row.round, message))
     return False
 
 
@@ -113,9 +113,9 @@ def _is_kept(run: LiveRun, row: CheckpointFragmentRow) -> bool:
     return row.round in [*retention.complete_checkpoints(run), *run.outer.damaged_checkpoints]
 
 
-def _mend_state(run: LiveRun, fragment: int) -> bool:
-    """Where the file of a fragment's current state is missing or corrupt, go back to a checkpoint, from which the
-    publishing job comes to the present. Return False while that is at work."""
+def _repair_state(run: LiveRun, fragment: int) -> bool:
+    """If the file of a fragment's current state is missing or corrupt, go back to a checkpoint, from which the
+    publishing job steps it to the present. Return False while that job is running."""
     with run.lock:
         state = run.outer.states[fragment]
     path = run.outer.files.path(fragment, state.round)
@@ -124,19 +124,19 @@ def _mend_state(run: LiveRun, fragment: int) -> bool:
     with run.lock:
         if run.outer.jobs[fragment].running or run.outer.states[fragment] != state:
             return False
-        if not has_state_digest(path, state.digest):  # once more: it may have been stepped over while it was read
+        if not has_state_digest(path, state.digest):  # once more: the file may have been overwritten while it was read
             try:
                 go_back_to_checkpoint(run, fragment)
             except OuterstepError as error:
                 with run.change() as change:
                     change.record("corrupt", str(error), round=state.round, fragment=fragment)
-                    change.then(partial(run.outer.stop, str(error)))
+                    change.after_commit(partial(run.outer.stop, str(error)))
         return True
 
 
 def _checkpoint_now(run: LiveRun) -> bool:
-    """Make a checkpoint of the current state, though none is due. Return False while that is not possible."""
-    with run.lock:  # so that no fragment is stepped meanwhile
+    """Make a checkpoint of the current state, although none is due. Return False while that is not possible."""
+    with run.lock:  # so that no fragment is stepped in the meantime
         states = list(run.outer.states)
         if any(each.round != run.round for each in states) or run.outer.any_job_running:
             return False
@@ -153,16 +153,16 @@ def _checkpoint_now(run: LiveRun) -> bool:
     return True
 
 
-def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
-    """Make the fragment again: from the outer state if it is of the same round, else from an older checkpoint and the
+def _rebuild(run: LiveRun, row: CheckpointFragmentRow) -> bool:
+    """Rebuild the fragment: from the outer state if that is of the same round, else from an older checkpoint and the
     deltas after it. Return True if that was possible."""
     current = run.outer.files.path(row.fragment, row.round)
-    with run.lock:  # or it might be stepped over meanwhile
+    with run.lock:  # or it might be overwritten by a step
         state = run.outer.states[row.fragment]
         if state == (row.round, row.state_digest) and has_state_digest(current, row.state_digest):
             _replace(run, row, current)
             return True
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         older = session.scalars(
             select(CheckpointFragmentRow)
             .where(
@@ -179,23 +179,23 @@ def _make_again(run: LiveRun, row: CheckpointFragmentRow) -> bool:
 
 
 def _derive(run: LiveRun, base: CheckpointFragmentRow, row: CheckpointFragmentRow) -> bool:
-    """Make the fragment again from checkpoint `base` and the deltas after it; return False if one of them is lost."""
+    """Rebuild the fragment from checkpoint `base` and the deltas after it. Return False if one of them is lost."""
     opened: Callable[[], Reader] = partial(run.blobs.open, run.names.checkpoint(base.round, base.fragment, base.digest))
     scratch: list[Path] = []
     try:
         digest = base.state_digest
         for before in range(base.round, row.round):
-            if not mend_delta(run, before, row.fragment):
+            if not rebuild_delta_if_damaged(run, before, row.fragment):
                 return False
-            scratch.append(run.world.data.scratch())
+            scratch.append(run.context.data.scratch())
             with StateReader(opened()) as state:
-                digest = step(run, state, before, row.fragment, scratch[-1], Extent())
+                digest = step(run, state, before, row.fragment, scratch[-1], MaxMagnitude())
             opened = partial(FileReader, scratch[-1])
         if digest != row.state_digest:
             return False
         _replace(run, row, scratch[-1])
         return True
-    except FileNotFoundError:  # a delta that the retention rule, or an earlier verification, has deleted
+    except FileNotFoundError:  # a delta that retention or an earlier verification has deleted
         return False
     finally:
         for path in scratch:

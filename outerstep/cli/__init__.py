@@ -1,5 +1,5 @@
-"""The command line. A command is imported when it is asked for, so that `outerstep --help` is quick; and each imports
-what it needs when it runs, so that its own --help needs no extra."""
+"""The command line. A command's module is imported only when that command is used, so `outerstep --help` is quick.
+Commands import their heavy libraries only when they run, so their --help needs no extra."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -17,13 +17,13 @@ from protocol.text import PrintableFormatter
 
 
 class CommandGroup(TyperGroup):
-    """A group of commands that turns the errors that are expected into a line and an exit code."""
+    """A group of commands that turns expected errors into one line and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except OuterstepError as error:
-            from outerstep.cli.faults import exit_code
+            from outerstep.cli.errors import exit_code
             from outerstep.cli.printing import say
 
             say(f"outerstep: {' '.join(str(error).split())}", err=True)
@@ -31,14 +31,14 @@ class CommandGroup(TyperGroup):
 
 
 class Entry(NamedTuple):
-    """A command or a group of commands: how it is imported, and its line in the list of commands."""
+    """A command or group: how to import it, and its line in the list of commands."""
 
     load: Callable[[], typer.Typer]
     help: str
 
 
 class Commands(CommandGroup):
-    """The top of the command line: the commands of `ENTRIES`."""
+    """The top-level group: the commands of `ENTRIES`."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -53,7 +53,7 @@ class Commands(CommandGroup):
 
 
 class _Loaded(Mapping[str, Any]):
-    """The commands of `ENTRIES`, each imported when it is asked for."""
+    """The commands of `ENTRIES`, each imported when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
         return _load(name)
@@ -77,20 +77,25 @@ def _command(name: str, function: Callable[..., None], epilog: str | None = None
     return within
 
 
-def _group(name: str, group: typer.Typer, *commands: Callable[..., None]) -> typer.Typer:
-    """`commands`: those of the group that have modules of their own."""
-    for each in commands:
-        group.command()(each)
+def _group(name: str, group: typer.Typer, commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
+    for each, function in commands.items():
+        group.command(each)(function)
     within = typer.Typer(rich_markup_mode=None)
     within.add_typer(group, name=name)
     return within
 
 
 def _coordinator() -> typer.Typer:
-    from outerstep.cli import backup, coordinator, status
+    from outerstep.cli import backup, coordinator
 
-    own = (backup.backup, backup.backups, backup.restore, status.status, coordinator.notify_test)
-    return _group("coordinator", coordinator.app, *own)
+    commands = {
+        "backup": backup.backup,
+        "backups": backup.backups,
+        "restore": backup.restore,
+        "status": coordinator.status,
+        "notify-test": coordinator.notify_test,
+    }
+    return _group("coordinator", coordinator.app, commands)
 
 
 def _migrate() -> typer.Typer:
@@ -112,22 +117,55 @@ def _doctor() -> typer.Typer:
 
 
 def _run() -> typer.Typer:
-    from outerstep.cli import evaluate, pin, privacy, rollback, run, track, watch, workers
+    from outerstep.cli import models, privacy, run, steer, watch, workers
 
-    own = (workers.workers, workers.worker, watch.watch, watch.events, evaluate.evaluate, track.track)
-    return _group("run", run.app, *own, rollback.rollback, pin.pin, privacy.privacy)
+    commands = {
+        "create": run.create,
+        "ls": run.list_runs,
+        "show": run.show,
+        "units": run.units,
+        "checkpoints": run.checkpoints,
+        "pause": steer.pause,
+        "resume": steer.resume,
+        "drain": steer.drain,
+        "stop": steer.stop,
+        "rm": steer.remove,
+        "evict": steer.evict,
+        "readmit": steer.readmit,
+        "release": steer.release,
+        "export": models.export,
+        "workers": workers.workers,
+        "worker": workers.worker,
+        "watch": watch.watch,
+        "events": watch.events,
+        "evaluate": models.evaluate,
+        "track": watch.track,
+        "rollback": steer.rollback,
+        "pin": models.pin,
+        "privacy": privacy.privacy,
+    }
+    return _group("run", typer.Typer(help="Create, follow, steer and export runs.", no_args_is_help=True), commands)
 
 
 def _token() -> typer.Typer:
     from outerstep.cli import token
 
-    return _group("token", token.app)
+    commands = {
+        "create": token.create,
+        "rotate": token.rotate,
+        "ls": token.list_tokens,
+        "audit": token.audit,
+        "revoke": token.revoke,
+    }
+    group = typer.Typer(help="Create, list, rotate and revoke tokens. Needs an admin token.", no_args_is_help=True)
+    return _group("token", group, commands)
 
 
 def _data() -> typer.Typer:
     from outerstep.cli import data
 
-    return _group("data", data.app)
+    group = typer.Typer(help="Prepare and inspect token sets to train on.", no_args_is_help=True)
+    return _group("data", group, {"prepare": data.prepare, "show": data.show})
 
 
 def _demo() -> typer.Typer:
@@ -148,20 +186,20 @@ def _privacy() -> typer.Typer:
     return _command("privacy", privacy.preview)
 
 
-# By name, in the order of the list. A line is the first sentence of what the command itself says with --help.
+# By name, in the order of the list. The help is the first sentence of the command's own --help.
 ENTRIES: dict[str, Entry] = {
-    "migrate": Entry(_migrate, "Bring a coordinator's database to the newest schema."),
+    "migrate": Entry(_migrate, "Migrate a coordinator's database to the newest schema."),
     "worker": Entry(_worker, "Join a run as a worker and train until it ends."),
-    "doctor": Entry(_doctor, "Say whether this machine can train a run as a worker, and what to fix where it cannot."),
+    "doctor": Entry(_doctor, "Check whether this machine can train a run as a worker, and say what to fix."),
     "demo": Entry(
         _demo, "See it work: a coordinator and several workers on this machine train a small model on real text."
     ),
-    "plan": Entry(_plan, "Say what a run would cost on given lines, and recommend codecs and H for it."),
-    "privacy": Entry(_privacy, "Say what the [privacy] of a run spec would hold: epsilon at its delta, by rounds."),
-    "coordinator": Entry(_coordinator, "Run a coordinator until SIGTERM or Ctrl-C, or, with a command, do that."),
+    "plan": Entry(_plan, "Estimate what a run costs on given network connections, and recommend codecs and H."),
+    "privacy": Entry(_privacy, "Show the guarantee of a run spec's [privacy]: epsilon at its delta, by rounds."),
+    "coordinator": Entry(_coordinator, "Run a coordinator until SIGTERM or Ctrl-C, or one of its commands."),
     "run": Entry(_run, "Create, follow, steer and export runs."),
-    "token": Entry(_token, "Make, list, rotate and revoke tokens. Needs an admin token."),
-    "data": Entry(_data, "Prepare token sets to train on, and look into them."),
+    "token": Entry(_token, "Create, list, rotate and revoke tokens. Needs an admin token."),
+    "data": Entry(_data, "Prepare and inspect token sets to train on."),
 }
 
 
@@ -191,14 +229,15 @@ def outerstep(
 ) -> None:
     """Train one model with DiLoCo on GPU boxes that are far apart.
 
-    A coordinator holds the run; workers join it by outbound requests alone, train, and average every few hundred steps.
+    A coordinator holds the run. Workers join it with outbound requests only, train, and average every few hundred
+    steps.
 
     \b
     See it work on this machine:
       outerstep demo
 
     \b
-    The way of a run:
+    A run from start to end:
       outerstep coordinator --data ./data
       export OUTERSTEP_TOKEN=$(cat ./data/admin.token)
       outerstep run create run.toml
@@ -207,7 +246,7 @@ def outerstep(
       outerstep run watch my-run
       outerstep run export my-run --out ./model
     """
-    if logging.lastResort is not None:  # what commands log that set up no logging
+    if logging.lastResort is not None:  # for commands that do not set up logging
         logging.lastResort.setFormatter(PrintableFormatter())
 
 

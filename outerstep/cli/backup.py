@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from outerstep.cli.coordinator import DatabaseOption, database_url_of, settings_of
-from outerstep.cli.faults import UsageError, import_extra
+from outerstep.cli.errors import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
 from outerstep.common.quantities import bytes_text
 from outerstep.display import table
@@ -29,108 +29,110 @@ def backup(
     data: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
     database_url: DatabaseOption = None,
     keep: Annotated[
-        int | None, typer.Option(min=1, help="So many backups, the newest, stay there. Default: 7.")
+        int | None, typer.Option(min=1, help="Number of backups to keep, the newest ones. Default: 7.")
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Back up a coordinator, which may run meanwhile.
+    """Back up a coordinator, even while it runs.
 
-    Copies the database and the blobs that it needs, as of one moment. What an earlier backup there has already is not
-    copied again. Older backups than the newest --keep go once the new one is durable. admin.token is not copied.
+    Copies the database and the blobs that it needs, as of one moment. Blobs that an earlier backup already has are not
+    copied again. Backups beyond the newest --keep are deleted once the new one is durable. admin.token is not copied.
 
     \b
     Example:
       outerstep coordinator backup /mnt/backups --data ./data
       outerstep coordinator backup s3://bucket/outerstep --data ./data
     """
-    making, places = _module("making", "backup"), _module("places", "backup")
-    os.umask(0o077)  # what it writes is for nobody else on this machine
+    creating, locations = _module("create", "backup"), _module("locations", "backup")
+    os.umask(0o077)  # its files must not be readable by other users
     settings = settings_of({"data_dir": data, "database_url": database_url, "backup_keep": keep})
-    address = _address(places, to)
-    places.check(address, settings.data_dir)
-    source = making.Source(_database(settings), making.files_of(settings.data_dir))
-    made = making.make(source, place := places.place_of(address), settings.backup_keep)
-    manifest = made.manifest
+    location = _location(locations, to)
+    locations.check(location, settings.data_dir)
+    source = creating.Source(_database(settings), creating.files_of(settings.data_dir))
+    created = creating.create(source, store := locations.open_store(location), settings.backup_keep)
+    manifest = created.manifest
     if output is Format.JSON:
         print_json(
             {
                 **_summary(manifest),
-                "copied_blobs": made.copied_blobs,
-                "copied_bytes": made.copied_bytes,
-                "removed": sorted(made.removed),
+                "copied_blobs": created.copied_blobs,
+                "copied_bytes": created.copied_bytes,
+                "removed": sorted(created.removed),
             }
         )
     else:
-        new = f"{made.copied_blobs} new of {len(manifest.blobs)} blobs, {bytes_text(made.copied_bytes)}"
-        say(f"made backup {manifest.number} in {place}: {new}")
-        if made.removed:
-            say(f"removed {_numbered(made.removed)}; --keep {settings.backup_keep}")
+        new = f"{created.copied_blobs} new of {len(manifest.blobs)} blobs, {bytes_text(created.copied_bytes)}"
+        say(f"made backup {manifest.number} in {store}: {new}")
+        if created.removed:
+            say(f"removed {_numbered(created.removed)}; --keep {settings.backup_keep}")
     if manifest.lost:
         shown = ", ".join(manifest.lost[:3]) + (", …" if len(manifest.lost) > 3 else "")
-        say(f"without {len(manifest.lost)} blobs that are lost or spoilt in {settings.data_dir}: {shown}", err=True)
+        say(f"without {len(manifest.lost)} blobs that are lost or corrupt in {settings.data_dir}: {shown}", err=True)
 
 
 def backups(place: PlaceArgument, output: FormatOption = Format.TABLE) -> None:
-    """List backups, newest first, and whether they are whole: every byte is read.
+    """List backups, newest first, and verify them: every byte is read.
 
-    Ends with exit code 3 if one is damaged.
+    Exits with code 3 if one is damaged.
 
     \b
     Example:
       outerstep coordinator backups /mnt/backups
     """
-    checking, places = _module("checking", "backups"), _module("places", "backups")
-    infos = checking.Checker(places.existing(_address(places, place))).infos()
+    checking, locations = _module("restore", "backups"), _module("locations", "backups")
+    infos = checking.Checker(locations.open_existing(_location(locations, place))).infos()
     if output is Format.JSON:
         print_json(infos)
     else:
         console().print(table(["backup", "made at", "runs", "bytes", "blobs", "state"], [_row(info) for info in infos]))
     damaged = [info for info in infos if info.damage]
     if damaged:
-        told = "; ".join(f"backup {info.number}: {info.damage}" for info in damaged)
-        remedy = "restore another one; once you delete a damaged blob, the next backup copies it anew"
-        raise OuterstepError(f"{told}. Do not rely on it: {remedy}")
+        damage = "; ".join(f"backup {info.number}: {info.damage}" for info in damaged)
+        remedy = "restore another one; if you delete a damaged blob, the next backup copies it again"
+        raise OuterstepError(f"{damage}. Do not rely on it: {remedy}")
 
 
 def restore(
     place: PlaceArgument,
     data: Annotated[
-        Path, typer.Option("--data", metavar="NEW", help="The new data directory: empty, or made.", show_default=False)
+        Path,
+        typer.Option(
+            "--data", metavar="NEW", help="The new data directory: empty, or not existing yet.", show_default=False
+        ),
     ],
     number: Annotated[
-        int | None, typer.Option("--backup", metavar="N", help="Which backup. Default: the newest whole one.")
+        int | None, typer.Option("--backup", metavar="N", help="Which backup. Default: the newest intact one.")
     ] = None,
     new_admin_token: Annotated[
-        bool, typer.Option("--new-admin-token", help="Make another admin token too, in NEW/admin.token.")
+        bool, typer.Option("--new-admin-token", help="Also create a new admin token, in NEW/admin.token.")
     ] = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Restore a backup into a new data directory.
 
-    Every byte is compared with its digest before it is called restored. Then start the coordinator there, best at the
-    address of before, where workers wait for it: they join again by themselves, and those that are ahead fetch the
-    run's state. Tokens of then are good again; admin.token is not in a backup, so whoever has lost that file with the
-    disk asks for a new one.
+    Every byte is verified against its digest. Then start the coordinator with that directory, preferably at its old
+    address, where the workers wait for it: they rejoin by themselves, and those that are ahead fetch the run's state.
+    The tokens of that time are valid again. admin.token is not in a backup; if you lost it, use --new-admin-token.
 
     \b
     Example:
       outerstep coordinator restore /mnt/backups --data ./data-2 --new-admin-token
       outerstep coordinator --data ./data-2
     """
-    putting_back, places = _module("putting_back", "restore"), _module("places", "restore")
+    restoring, locations = _module("restore", "restore"), _module("locations", "restore")
     os.umask(0o077)
-    address = _address(places, place)
-    found = places.existing(address)
-    places.check(address, data)
-    manifest = putting_back.restore(found, number, data, lambda text: say(text, err=True))
-    token_file = putting_back.new_admin_token(data) if new_admin_token else None
+    location = _location(locations, place)
+    found = locations.open_existing(location)
+    locations.check(location, data)
+    manifest = restoring.restore(found, number, data, lambda text: say(text, err=True))
+    token_file = restoring.new_admin_token(data) if new_admin_token else None
     if output is Format.JSON:
         print_json({**_summary(manifest), "admin_token_file": None if token_file is None else str(token_file)})
     else:
         runs = ", ".join(f"{run.name} at state {run.round}" for run in manifest.runs) or "no runs"
         say(f"restored backup {manifest.number} of {time_text(manifest.made_at)} into {data}: {runs}")
         if token_file is not None:
-            say(f"made an admin token: {token_file}")
+            say(f"created an admin token: {token_file}")
     if manifest.lost:
         say(f"without {len(manifest.lost)} blobs that were lost before the backup was made", err=True)
 
@@ -145,7 +147,7 @@ def _row(info: Any) -> list[str]:
     runs = ", ".join(f"{run.name} {run.round}" for run in info.runs)
     made_at = "?" if info.made_at is None else time_text(info.made_at)
     size = "?" if info.bytes is None else bytes_text(info.bytes)
-    return [str(info.number), made_at, runs, size, str(info.blobs), "damaged" if info.damage else "whole"]
+    return [str(info.number), made_at, runs, size, str(info.blobs), "damaged" if info.damage else "intact"]
 
 
 def _numbered(numbers: list[int]) -> str:
@@ -156,10 +158,10 @@ def _module(name: str, command: str) -> ModuleType:
     return import_extra(f"coordinator.backup.{name}", extra="coordinator", command=f"outerstep coordinator {command}")
 
 
-def _address(places: ModuleType, named: str) -> Any:
-    """Return the directory or the URL that was named. Raises UsageError for what is none of them."""
+def _location(locations: ModuleType, named: str) -> Any:
+    """Return the directory or URL that was named. Raises UsageError for a URL with another scheme."""
     try:
-        return places.address_of(named)
+        return locations.parse_location(named)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -167,11 +169,11 @@ def _address(places: ModuleType, named: str) -> Any:
 def _database(settings: Any) -> Any:
     """Return the URL of the database. Raises UsageError if there is none."""
     url = database_url_of(settings)
-    if not _module("making", "backup").database.exists(url):
+    if not _module("create", "backup").database.exists(url):
         if not settings.data_dir.is_dir():
-            raise UsageError(f"there is no directory {settings.data_dir}: give --data")
+            raise UsageError(f"the directory {settings.data_dir} does not exist: give --data")
         raise UsageError(
-            f"{settings.data_dir} has no database, so it is no coordinator's data directory: give another --data, or "
-            "--database-url where the database is elsewhere"
+            f"{settings.data_dir} has no database, so it is not a coordinator's data directory: give another --data, "
+            "or --database-url if the database is elsewhere"
         )
     return url

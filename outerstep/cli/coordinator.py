@@ -1,18 +1,22 @@
-"""The commands `outerstep coordinator` and `outerstep migrate`; those below the former are in `backup.py`."""
+"""The commands `outerstep coordinator`, `coordinator status`, `coordinator notify-test` and `migrate`."""
 
 import errno
 import os
 import ssl
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from outerstep.cli.connection import LogFileOption, check_log
-from outerstep.cli.faults import UsageError, import_extra, validated
-from outerstep.cli.printing import say
+from outerstep.cli.errors import UsageError, import_extra, validated
+from outerstep.cli.options import Connection, LogFileOption, check_log, with_connection
+from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
 from outerstep.common.connections import error_text, ssl_context
-from outerstep.common.quantities import parse_seconds
+from outerstep.common.quantities import bytes_text, duration_text, parse_seconds, share_text
+from outerstep.display import table
+from protocol.messages import Finding, LoggedError, ServerStatus
 
 FLAGS = {
     "data_dir": "--data",
@@ -32,11 +36,12 @@ FLAGS = {
 }
 
 app = typer.Typer()
+SHOWN_ERRORS = 10
 
 DataOption = Annotated[
     Path | None,
     typer.Option(
-        "--data", help="The data directory: contributions, deltas, checkpoints, the database. Made where missing."
+        "--data", help="The data directory: contributions, deltas, checkpoints, the database. Created if missing."
     ),
 ]
 DatabaseOption = Annotated[
@@ -53,14 +58,12 @@ NotifyOption = Annotated[
     typer.Option(
         "--notify",
         metavar="URL|@FILE",
-        help="The webhook to notify, or a file that holds its URL. See docs/operating.md.",
+        help="The webhook to notify, or a file that contains its URL. See docs/operating.md.",
     ),
 ]
 NotifyFormatOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="FORMAT", help="What that webhook expects: json, slack, discord or ntfy. Default: by its host."
-    ),
+    typer.Option(metavar="FORMAT", help="The webhook's format: json, slack, discord or ntfy. Default: by its host."),
 ]
 
 
@@ -70,9 +73,9 @@ def coordinator(
     data: DataOption = None,
     database_url: DatabaseOption = None,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all, :: for all of IPv6 too.")
+        str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all, :: for all including IPv6.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for any that is free.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for any free port.")] = None,
     tls_certificate: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="PEM certificate chain, to serve HTTPS without a proxy."),
@@ -81,23 +84,23 @@ def coordinator(
         Path | None, typer.Option(exists=True, dir_okay=False, help="PEM private key of the certificate.")
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="console, lines to read, or json, an object a line.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="console (text lines) or json (one object per line).")] = None,
     log_file: LogFileOption = None,
     backup: Annotated[
         str | None,
-        typer.Option("--backup", metavar="DIR|URL", help="Back up to there, again and again. See also backup."),
+        typer.Option("--backup", metavar="DIR|URL", help="Make scheduled backups there. See also `backup`."),
     ] = None,
     backup_every: Annotated[
-        str | None, typer.Option(metavar="TIME", help="From one such backup to the next: 30min, 12h. Default: 1h.")
+        str | None, typer.Option(metavar="TIME", help="Time between scheduled backups: 30min, 12h. Default: 1h.")
     ] = None,
-    backup_keep: Annotated[int | None, typer.Option(help="So many such backups stay. Default: 7.")] = None,
+    backup_keep: Annotated[int | None, typer.Option(help="Number of scheduled backups to keep. Default: 7.")] = None,
     notify: NotifyOption = None,
     notify_format: NotifyFormatOption = None,
 ) -> None:
-    """Run a coordinator until SIGTERM or Ctrl-C, or, with a command, do that.
+    """Run a coordinator until SIGTERM or Ctrl-C, or one of its commands.
 
-    It applies the database migrations, goes on where it stopped, and prints its address and what to do next when it is
-    ready. Its first start makes an admin token and writes it to admin.token in the data directory. Each option can also
+    It applies the database migrations, continues where it stopped, and prints its address and the next steps when it is
+    ready. Its first start creates an admin token in admin.token in the data directory. Each option can also
     be set by an environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _HOST, _PORT, _TLS_CERTIFICATE,
     _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S, _BACKUP_KEEP, _NOTIFY_URL,
     _NOTIFY_FORMAT.
@@ -129,7 +132,7 @@ def coordinator(
             raise UsageError(f"give {', '.join(misplaced)} after `coordinator {ctx.invoked_subcommand}`, not before it")
         return
     server = import_extra("coordinator.server", extra="coordinator", command="outerstep coordinator")
-    os.umask(0o077)  # what it writes is for nobody else on this machine
+    os.umask(0o077)  # its files must not be readable by other users
     settings = settings_of(given)
     if settings.backup_dir is None and not (backup_every is None and backup_keep is None):
         raise UsageError("--backup-every and --backup-keep need --backup DIR|URL")
@@ -142,16 +145,16 @@ def coordinator(
     check_log("--log-file", settings.log_file)
     try:
         server.serve(settings)
-    except OSError as error:  # a port that is taken, a host that is not ours, a directory that is none
+    except OSError as error:  # a used port, a foreign address, or no directory
         address = server.netloc(settings.host, settings.port)
-        remedy = "; give another --port, or 0 for any that is free" if error.errno == errno.EADDRINUSE else ""
+        remedy = "; give another --port, or 0 for any free port" if error.errno == errno.EADDRINUSE else ""
         raise UsageError(f"cannot serve at {address} from {settings.data_dir}: {error_text(error)}{remedy}") from error
 
 
 def notify_test(notify: NotifyOption = None, notify_format: NotifyFormatOption = None) -> None:
-    """Send a test notification to the webhook, once, and show what it answers.
+    """Send one test notification to the webhook, and show the response.
 
-    Takes the coordinator's own settings, also from the environment; the coordinator need not run.
+    Uses the coordinator's settings, also from the environment; the coordinator need not run.
 
     \b
     Example:
@@ -164,13 +167,13 @@ def notify_test(notify: NotifyOption = None, notify_format: NotifyFormatOption =
         raise UsageError("give --notify URL|@FILE, or OUTERSTEP_COORDINATOR_NOTIFY_URL in the environment")
     status = sending.send_test(receiver)
     signed = "signed" if receiver.secret else "not signed"
-    say(f"{receiver.host} took it ({status}; {receiver.format}, {signed})")
+    say(f"{receiver.host} accepted it ({status}; {receiver.format}, {signed})")
 
 
 def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> None:
-    """Bring a coordinator's database to the newest schema.
+    """Migrate a coordinator's database to the newest schema.
 
-    A coordinator does this whenever it starts; the command is for doing it beforehand, with the coordinator stopped.
+    A coordinator does this at every start. This command does it beforehand, while the coordinator is stopped.
 
     \b
     Example:
@@ -203,7 +206,7 @@ def settings_of(given: dict[str, Any]) -> Any:
 
 
 def _check_certificate(certificate: Path | None, key: Path | None) -> None:
-    """Raise UsageError, before anything is begun, unless HTTPS can be served with them."""
+    """Raise UsageError if HTTPS cannot be served with these files."""
     if certificate is None:
         return
     try:
@@ -214,20 +217,102 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, password="")
     except ssl.SSLError as error:
         if key is None:
-            raise UsageError(
-                f"--tls-certificate {certificate} has no private key in it: give --tls-key FILE"
-            ) from error
+            raise UsageError(f"--tls-certificate {certificate} contains no private key: give --tls-key FILE") from error
         if error.reason == "KEY_VALUES_MISMATCH":
-            raise UsageError(f"--tls-key {key} is the key of another certificate than {certificate}") from error
-        raise UsageError(f"--tls-key {key} has no private key in PEM, or one that needs a passphrase") from error
+            raise UsageError(f"--tls-key {key} does not belong to the certificate {certificate}") from error
+        raise UsageError(f"--tls-key {key} contains no PEM private key, or one that needs a passphrase") from error
     except OSError as error:
         raise UsageError(f"--tls-key: {error_text(error)}") from error
 
 
 def database_url_of(settings: Any) -> Any:
-    """Return the URL of the coordinator's database. Raises UsageError if there can be none."""
+    """Return the URL of the coordinator's database. Raises UsageError if it is invalid."""
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep coordinator")
     try:
         return database.url_of(settings.database_url, settings.data_dir)
-    except ValueError as error:  # without its value, which may have a password in it
+    except ValueError as error:  # without its value, which may contain a password
         raise UsageError(f"{FLAGS['database_url']}, or its variable: {error}") from error
+
+
+@with_connection
+def status(
+    output: FormatOption = Format.TABLE,
+    *,
+    connection: Connection,
+) -> None:
+    """Show the coordinator's health: what is wrong and how to fix it, disks, backups, database, clients, recent errors.
+
+    Needs an operator or admin token for all runs.
+
+    \b
+    Example:
+      outerstep coordinator status --token-file ./data/admin.token
+      outerstep coordinator status --format json
+    """
+    with connection.open() as client:
+        found = client.status()
+    if output is Format.JSON:
+        print_json(found)
+        return
+    for finding in found.findings:
+        say(f"✗ {_about(finding)}: {finding.message}")
+        say(f"  {finding.remedy}.")
+    if not found.findings:
+        say("✓ nothing is wrong")
+    console().print(table(["", "~"], status_rows(found)))
+    if found.errors:
+        shown = list(islice(found.errors, SHOWN_ERRORS))
+        console().print(table(["last logged", "level", ">times", "~message"], map(_error, shown)))
+
+
+def status_rows(found: ServerStatus) -> Iterator[tuple[str, str]]:
+    """Yield the table's rows as name and value."""
+    up_s = max(0.0, found.now - found.started_at)
+    yield "version", f"{found.version}, protocol {found.protocol}, up for {duration_text(up_s)}"
+    for disk in found.disks:
+        free = share_text(disk.free_bytes / disk.size_bytes) if disk.size_bytes else ""
+        size = f"{bytes_text(disk.free_bytes)} of {bytes_text(disk.size_bytes)} free ({free})"
+        yield f"disk: {', '.join(disk.places)}", size
+    database = found.database
+    if database.answer_s is not None:
+        answers = f"{bytes_text(database.size_bytes)}, answers in {1000 * database.answer_s:.1f} ms"
+        yield "database", f"{database.backend}, schema {database.schema_revision}, {answers}"
+    else:
+        yield "database", f"{database.backend}: {database.fault}"
+    yield "backup", _backup(found)
+    yield "notifications", _notifications(found)
+    clients = found.clients
+    yield "clients", f"{clients.workers} workers, {clients.connections} connections, {clients.streams} event streams"
+
+
+def _about(finding: Finding) -> str:
+    about = finding.about.replace("-", " ")
+    return about if finding.run is None else f"{finding.run}: {about}"
+
+
+def _ago(found: ServerStatus, at: float) -> str:
+    return f"{duration_text(max(0.0, found.now - at))} ago"
+
+
+def _backup(found: ServerStatus) -> str:
+    backup = found.backup
+    if backup is None:
+        return "not scheduled; start the coordinator with --backup DIR|URL"
+    every = f"every {duration_text(backup.every_s)}"
+    last = "none yet" if backup.last_at is None else f"last one {_ago(found, backup.last_at)}"
+    failed = "" if backup.failed_at is None else f", last failure {_ago(found, backup.failed_at)}"
+    return f"{every}, {last}{failed}"
+
+
+def _notifications(found: ServerStatus) -> str:
+    each = found.notifications
+    if each is None:
+        return "none; start the coordinator with --notify URL|@FILE"
+    sent = "none sent yet" if each.sent_at is None else f"last one sent {_ago(found, each.sent_at)}"
+    waiting = f", {each.pending} waiting" if each.pending else ""
+    dropped = f", {each.dropped} given up" if each.dropped else ""
+    return f"{each.format} at {each.host}, {'signed' if each.signed else 'not signed'}, {sent}{waiting}{dropped}"
+
+
+def _error(each: LoggedError) -> tuple[str, str, str, str]:
+    return time_text(each.at), each.level, str(each.count), each.message

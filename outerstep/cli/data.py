@@ -10,18 +10,15 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from outerstep.cli.faults import UsageError, import_extra
+from outerstep.cli.errors import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, parse_count
 from outerstep.display import table
 from protocol.spec.sections import DataSpec
 
-app = typer.Typer(help="Prepare token sets to train on, and look into them.", no_args_is_help=True)
-
 _load = partial(import_extra, extra="worker")
 
 
-@app.command()
 def prepare(
     source: Annotated[
         str,
@@ -39,23 +36,26 @@ def prepare(
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory for the token set.")],
     holdout: Annotated[
-        float, typer.Option("--holdout", min=0.0, max=0.99, help="Share of the documents that is held out.")
+        float, typer.Option("--holdout", min=0.0, max=0.99, help="Share of the documents to hold out.")
     ] = DataSpec.model_fields["holdout"].default,
     held_out: Annotated[
-        str | None, typer.Option("--held-out", metavar="SOURCE", help="Hold out this source instead, all of it.")
+        str | None, typer.Option("--held-out", metavar="SOURCE", help="Hold out this whole source instead.")
     ] = None,
     column: Annotated[
-        str, typer.Option("--column", help="What has the text, in JSON lines, parquet files and on the hub.")
+        str,
+        typer.Option(
+            "--column", help="The key or column with the text, in JSON lines, parquet files and hub data sets."
+        ),
     ] = "text",
     shard_tokens: Annotated[
         str, typer.Option("--shard-tokens", metavar="COUNT", help="Tokens per shard; 64M are 128 MB as uint16.")
     ] = "67108864",
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Tokenise text on all cores, into a directory that data.source can name.
+    """Tokenise text on all cores into a directory that data.source can name.
 
-    After a kill the same command goes on where it was, and ends with the same bytes. Documents are held out by hash of
-    their text (text files by hash of their name), so whatever the tokenizer is, the same ones are.
+    After a kill, the same command continues where it stopped and produces the same bytes. Documents are held out by
+    hash of their text (text files by hash of their name), so they are the same with every tokenizer.
 
     \b
     Example:
@@ -71,8 +71,8 @@ def prepare(
     if held_out is not None:
         given.append(sources.find_source(held_out, column, 1.0))
     recipe = preparing.Recipe(given, tokenizers.load_tokenizer(tokenizer), per_shard)
-    with _bar() as tell:
-        index = preparing.prepare(recipe, out, report=tell)
+    with _bar() as show_progress:
+        index = preparing.prepare(recipe, out, report=show_progress)
     if output is Format.JSON:
         print_json(_document(index, verified=False))
         return
@@ -80,13 +80,12 @@ def prepare(
         say(line)
 
 
-@app.command()
 def show(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A token set.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every shard and check its digest.")] = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Show a token set, and check that its files are there and as long as they have to be.
+    """Show a token set, and check that its files exist and have the right size.
 
     \b
     Example:
@@ -106,7 +105,7 @@ def show(
     for name, value in _facts(index, verify):
         out.print(f"{name:<16}{value}", markup=False)
     out.print()
-    out.print(_parts(index))
+    out.print(_shards_table(index))
 
 
 def _document(index: Any, verified: bool) -> dict[str, Any]:
@@ -126,7 +125,7 @@ def _shard_tokens(text: str) -> int:
 
 @contextmanager
 def _bar() -> Iterator[Callable[[Any], None]]:
-    """Yield what shows how far the work is, on a terminal."""
+    """Yield a function that updates a progress bar, on a terminal."""
     columns = (
         BarColumn(),
         DownloadColumn(),
@@ -137,18 +136,18 @@ def _bar() -> Iterator[Callable[[Any], None]]:
     with Progress(*columns, console=console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("", total=None)
 
-        def tell(how_far: Any) -> None:
-            description = f"{count_text(how_far.tokens)} tokens"
-            progress.update(bar, completed=how_far.done, total=how_far.of, description=description)
+        def show_progress(seen: Any) -> None:
+            description = f"{count_text(seen.tokens)} tokens"
+            progress.update(bar, completed=seen.done, total=seen.of, description=description)
 
-        yield tell
+        yield show_progress
 
 
 def _summary(index: Any, out: Path) -> Iterator[str]:
     tokens = [sum(shard.tokens for shard in shards) for shards in (index.training, index.held_out)]
     yield f"{out}: {count_text(tokens[0])} tokens to train on, {count_text(tokens[1])} held out"
     if not tokens[1]:
-        yield "nothing is held out, so a run has no held-out loss: give --holdout or --held-out, and another --out"
+        yield "nothing is held out, so runs have no held-out loss: give --holdout or --held-out, and another --out"
 
 
 def _facts(index: Any, verified: bool) -> Iterator[tuple[str, str]]:
@@ -160,10 +159,10 @@ def _facts(index: Any, verified: bool) -> Iterator[tuple[str, str]]:
     yield "end", UNKNOWN if index.end is None else f"{index.end} after each document"
     yield "bytes per token", UNKNOWN if per_token is None else f"{per_token:.3f}"
     yield "digest", index.digest()
-    yield "files", "all there, digests verified" if verified else "all there, sizes checked; --verify checks digests"
+    yield "files", "complete, digests verified" if verified else "complete, sizes checked; --verify checks digests"
 
 
-def _parts(index: Any) -> Any:
+def _shards_table(index: Any) -> Any:
     rows = []
     for name, shards in (("training", index.training), ("held out", index.held_out)):
         documents, size = (_sum([getattr(shard, key) for shard in shards]) for key in ("documents", "bytes"))

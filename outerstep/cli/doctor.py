@@ -1,4 +1,4 @@
-"""The command `outerstep doctor`: the options are those of `outerstep worker`, whatever these are."""
+"""The command `outerstep doctor`. Its options are derived from those of `outerstep worker`."""
 
 import inspect
 import os
@@ -9,19 +9,19 @@ from typing import Any
 
 import typer
 
-from outerstep.cli.connection import TOKEN_VARIABLE, checked_url, find_token
-from outerstep.cli.faults import UsageError, import_extra, validated
+from outerstep.cli.errors import UsageError, import_extra, validated
+from outerstep.cli.options import TOKEN_VARIABLE, checked_url, find_token
 from outerstep.cli.printing import Format, FormatOption, print_json, say, say_lines
 from outerstep.cli.worker import FLAGS, worker
 from protocol.text import printable
 
-# Settings of the worker's that its options call something else.
+# Worker settings whose options have another name.
 _OPTIONS = {"state_dir": "state", "compile": "compile_model"}
-_OF_NO_SYNC = {"no_sync", "spec"}  # which needs no coordinator, and so no doctor
+_OF_NO_SYNC = {"no_sync", "spec"}  # options for training alone, which needs no doctor
 
 
 def with_options_of_worker(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command the options of `outerstep worker`, as far as they are for joining a run, and its own."""
+    """Give the command the options of `outerstep worker` for joining a run, besides its own."""
     given = inspect.signature(worker, eval_str=True).parameters.values()
     own = [each for each in inspect.signature(command).parameters.values() if each.kind is not each.VAR_KEYWORD]
     parameters = [each for each in given if each.name not in _OF_NO_SYNC] + own
@@ -32,11 +32,11 @@ def with_options_of_worker(command: Callable[..., None]) -> Callable[..., None]:
 
 @with_options_of_worker
 def doctor(*, output: FormatOption = Format.TABLE, **options: Any) -> None:
-    """Say whether this machine can train a run as a worker, and what to fix where it cannot.
+    """Check whether this machine can train a run as a worker, and say what to fix.
 
-    Takes the same options as `outerstep worker`, and looks at everything that this would need: the address, the token,
-    the run, the state directory, the data, the model. It takes a few inner steps on the device, measures the line, and
-    says how long a round would take. It does not join the run, and changes neither that nor the state directory.
+    Takes the same options as `outerstep worker` and checks everything that it needs: the address, the token, the run,
+    the state directory, the data, the model. It runs a few inner steps on the device, measures the network connection,
+    and estimates the duration of a round. It does not join the run, and changes neither it nor the state directory.
 
     \b
     Example:
@@ -49,7 +49,7 @@ def doctor(*, output: FormatOption = Format.TABLE, **options: Any) -> None:
     if run is None:
         raise UsageError("Missing option '--run': the run to join")
     if "LOCAL_RANK" in os.environ:
-        raise UsageError("torchrun has started this: start outerstep doctor without it, with --gpus N")
+        raise UsageError("torchrun started this process: start outerstep doctor without it, with --gpus N")
     token = find_token(options["token"], options["token_file"], os.environ)
     given = {key: options.get(_OPTIONS.get(key, key)) for key in FLAGS}
     settings = validated(
@@ -75,8 +75,8 @@ def doctor(*, output: FormatOption = Format.TABLE, **options: Any) -> None:
 
 
 def worker_command(options: dict[str, Any]) -> str:
-    """Return the command that starts the worker with these options. A token that was given as such stands for itself:
-    it is no secret for a terminal's history."""
+    """Return the command that starts the worker with these options. A token that was given by --token is left out, as
+    it does not belong in a terminal's history."""
     words, defaults = ["outerstep", "worker", options["url"]], inspect.signature(worker).parameters
     for parameter in inspect.signature(worker, eval_str=True).parameters.values():
         value = options.get(parameter.name)
@@ -85,8 +85,8 @@ def worker_command(options: dict[str, Any]) -> str:
         flag = _flag(parameter)
         for each in value if isinstance(value, list) else [value]:
             words += [flag] if each is True else [flag, str(each)]
-    said = shlex.join(words)
-    return said if options["token"] is None else f"{TOKEN_VARIABLE}=… {said}"
+    command = shlex.join(words)
+    return command if options["token"] is None else f"{TOKEN_VARIABLE}=… {command}"
 
 
 def _flag(parameter: inspect.Parameter) -> str:
@@ -96,7 +96,7 @@ def _flag(parameter: inspect.Parameter) -> str:
 
 
 class _Silent:
-    """Shows nothing of an examination."""
+    """Shows nothing, for JSON output."""
 
     def begin(self, name: str) -> None:
         pass
@@ -106,7 +106,7 @@ class _Silent:
 
 
 class _Lines:
-    """Shows a line for each finding; its name before it is looked for, so that one sees what takes long."""
+    """Shows a line for each finding, with its name before the check starts, so that slow checks are visible."""
 
     def __init__(self) -> None:
         self._begun = ""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from outerstep import plan as planning
-from outerstep.cli.faults import UsageError
+from outerstep.cli.errors import UsageError
 from outerstep.cli.printing import UNBOUNDED_WIDTH, Format, FormatOption, console, print_json, say_lines
 from outerstep.common.quantities import (
     UNKNOWN,
@@ -29,26 +29,26 @@ def plan(
     params: Annotated[str, typer.Option(metavar="COUNT", help="Trainable parameters: 1.2e9, 150M, 1.2B.")],
     up: Annotated[
         str,
-        typer.Option(metavar="RATE", help="A worker's line towards the coordinator, or what it is held to: 10mbit."),
+        typer.Option(metavar="RATE", help="A worker's upload rate to the coordinator, or its limit: 10mbit."),
     ],
-    down: Annotated[str, typer.Option(metavar="RATE", help="The same line's other direction.")],
-    step_time: Annotated[str, typer.Option(metavar="TIME", help="Of one inner step: 1.0 (seconds), 350ms.")],
-    workers: Annotated[int, typer.Option(min=1, max=10_000, help="Workers, each with a line like this.")] = 4,
-    latency: Annotated[str, typer.Option(metavar="TIME", help="Of a round trip to the coordinator.")] = "40ms",
-    loss: Annotated[float, typer.Option(min=0.0, max=0.1, help="Share of packets that the lines lose: 0.005.")] = 0.0,
+    down: Annotated[str, typer.Option(metavar="RATE", help="A worker's download rate.")],
+    step_time: Annotated[str, typer.Option(metavar="TIME", help="Time of one inner step: 1.0 (seconds), 350ms.")],
+    workers: Annotated[int, typer.Option(min=1, max=10_000, help="Number of workers, each with these rates.")] = 4,
+    latency: Annotated[str, typer.Option(metavar="TIME", help="Round-trip time to the coordinator.")] = "40ms",
+    loss: Annotated[float, typer.Option(min=0.0, max=0.1, help="Share of packets lost: 0.005.")] = 0.0,
     steps: Annotated[
         str, typer.Option(metavar="COUNT", help="Inner steps of the whole run; more rounds lose less quality.")
     ] = "20000",
     utilisation: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Wanted share of the time in inner steps.")
+        float, typer.Option(min=0.0, max=1.0, help="Target share of the time in inner steps.")
     ] = 0.9,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Say what a run would cost on given lines, and recommend codecs and H for it. Nothing is started.
+    """Estimate what a run costs on given network connections, and recommend codecs and H. Nothing is started.
 
-    For every pair of codecs: bytes and seconds per sync, and for several H (inner steps per round) the share of time
-    in inner steps and how many times fewer bytes move than by per-step fp32 all-reduce. docs/performance.md has the
-    model, its sources, and how it compares with measured runs.
+    For every pair of codecs it shows bytes and seconds per sync, and for several H (inner steps per round) the share of
+    time in inner steps and how many times fewer bytes move than with per-step fp32 all-reduce. docs/performance.md has
+    the model, its sources, and a comparison with measured runs.
 
     \b
     Example:
@@ -69,7 +69,7 @@ def plan(
     if output is Format.JSON:
         print_json(_document(workload, found, best, reason))
         return
-    console(width=UNBOUNDED_WIDTH).print(_table(found))  # a narrow terminal wraps, it loses nothing
+    console(width=UNBOUNDED_WIDTH).print(_table(found))  # a narrow terminal wraps it instead of cutting it
     say_lines("\n" + "\n".join(_lines(workload, best, reason)))
 
 
@@ -96,16 +96,16 @@ def _document(workload: Workload, found: Sequence[Setting], best: Setting, reaso
 
 def _flat(setting: Setting) -> dict[str, Any]:
     fields = asdict(setting)
-    exchange = fields.pop("exchange")
-    return {**exchange, "codec_loss": exchange["loss"], **fields}
+    cost = fields.pop("cost")
+    return {**cost, "codec_loss": cost["loss"], **fields}
 
 
 def _table(found: Sequence[Setting]) -> Any:
-    """Return a table with a row per pair of codecs; at each H the utilisation and the factor."""
+    """Return a table with a row per pair of codecs, and the utilisation and the factor for each H."""
     rows = []
     for start in range(0, len(found), len(planning.INNER_STEPS)):
         row = found[start : start + len(planning.INNER_STEPS)]
-        each = row[0].exchange
+        each = row[0].cost
         rows.append(
             (
                 each.upload_codec,
@@ -123,16 +123,16 @@ def _table(found: Sequence[Setting]) -> Any:
 
 def _lines(workload: Workload, best: Setting, reason: str) -> list[str]:
     allreduce_s = planning.allreduce_seconds(workload)
-    exchange = best.exchange
-    hub = [workload.workers * 8 * moved / exchange.sync_s for moved in (exchange.upload_bytes, exchange.download_bytes)]
+    cost = best.cost
+    hub = [workload.workers * 8 * moved / cost.sync_s for moved in (cost.upload_bytes, cost.download_bytes)]
     return [
-        f"At each H: the share of time in inner steps, and how many times fewer bytes than {workload.workers} workers' "
-        "per-step fp32 all-reduce.",
-        f"That would take {duration_text(allreduce_s)} per step on this line: "
+        "For each H: the share of time in inner steps, and how many times fewer bytes than per-step fp32 all-reduce by "
+        f"{workload.workers} workers.",
+        f"All-reduce would take {duration_text(allreduce_s)} per step on this connection: "
         f"{workload.step_s / (workload.step_s + allreduce_s):.1%} of the time in inner steps.",
-        f"The coordinator's line must carry {count_text(hub[0])}bit/s in and {count_text(hub[1])}bit/s out meanwhile.",
+        f"The coordinator needs {count_text(hub[0])}bit/s in and {count_text(hub[1])}bit/s out during a sync.",
         "",
-        f"Recommended: {planning.name(best)}: {duration_text(exchange.sync_s)} of sync per "
+        f"Recommended: {planning.name(best)}: {duration_text(cost.sync_s)} of sync per "
         f"{duration_text(best.inner_steps * workload.step_s)} of inner steps, {best.utilisation:.1%}.",
         reason,
         _overlap_line(workload, best),
@@ -141,6 +141,6 @@ def _lines(workload: Workload, best: Setting, reason: str) -> list[str]:
 
 def _overlap_line(workload: Workload, best: Setting) -> str:
     if best.overlap is None:
-        return "Its sync takes longer than its inner steps, so that no overlap hides it."
+        return "Its sync takes longer than its inner steps, so no overlap hides it."
     wanted = f'"{best.overlap}"' if isinstance(best.overlap, str) else f"{best.overlap} or more"
-    return f"With sync.overlap = {wanted} the training goes on meanwhile, and never waits for the line."
+    return f"With sync.overlap = {wanted} training continues during the sync and never waits for the network."

@@ -1,7 +1,7 @@
 """The output of commands: lines and tables for people, or JSON for programs.
 
-All that a command writes to a terminal goes through here, for much of it is what workers and coordinators have said:
-what would not be looked at but obeyed by the terminal is shown as what it is (`protocol/text.py`).
+All output of commands goes through this module, because much of it comes from workers and coordinators: characters that
+a terminal would obey instead of showing are escaped (`protocol/text.py`).
 """
 
 import json
@@ -18,7 +18,7 @@ from rich.segment import Segment
 
 from protocol.text import printable, printable_json, printable_lines
 
-UNBOUNDED_WIDTH = 4096  # columns; output that goes to a file or a pipe is not cut
+UNBOUNDED_WIDTH = 4096  # columns; output to a file or a pipe is not cut
 
 
 class Format(StrEnum):
@@ -27,11 +27,11 @@ class Format(StrEnum):
 
 
 FormatOption = Annotated[Format, typer.Option("--format", help="A table to read, or JSON for programs.")]
-LinesFormatOption = Annotated[Format, typer.Option("--format", help="To read, or a line of JSON each time.")]
+LinesFormatOption = Annotated[Format, typer.Option("--format", help="Text to read, or one JSON object per line.")]
 
 
 class PrintableConsole(Console):
-    """A console whose text is looked at alone; what moves the cursor and colours is rich's own."""
+    """A console that escapes unprintable text; only rich itself moves the cursor and sets colours."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
@@ -39,7 +39,7 @@ class PrintableConsole(Console):
 
 
 def console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return a console, which wraps and cuts lines on a terminal only, or at `width`."""
+    """Return a console that wraps and cuts lines at the terminal's width, or at `width`."""
     stream = sys.stderr if stderr else sys.stdout
     if width is None and not stream.isatty():
         width = UNBOUNDED_WIDTH
@@ -47,7 +47,7 @@ def console(*, stderr: bool = False, width: int | None = None) -> Console:
 
 
 def say(text: str, *, err: bool = False, end: bool = True) -> None:
-    """Print one line, or, without `end`, its beginning."""
+    """Print one line; without `end`, print no line break after it."""
     typer.echo(printable(text), err=err, nl=end)
 
 
@@ -62,7 +62,7 @@ def print_json(value: BaseModel | Iterable[BaseModel] | dict[str, Any]) -> None:
 
 
 def print_json_line(value: BaseModel | dict[str, Any]) -> None:
-    """Print a message as a JSON object in one line, as one of several that come one after the other."""
+    """Print a message as a JSON object on one line, for output of several messages."""
     typer.echo(printable_json(json.dumps(plain(value), ensure_ascii=False)))
 
 
@@ -80,5 +80,5 @@ def plain(value: Any) -> Any:
 
 
 def time_text(seconds: float) -> str:
-    """Return seconds since 1970 as local date and time."""
+    """Format seconds since 1970 as local date and time."""
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

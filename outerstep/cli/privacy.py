@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
-from outerstep.cli.faults import UsageError, import_extra
+from outerstep.cli.errors import UsageError, import_extra
+from outerstep.cli.options import Connection, with_connection
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say_lines
 from outerstep.cli.run import RunArgument, read_spec
 from outerstep.display import table
@@ -17,7 +17,7 @@ from protocol.messages import WorkerInfo
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import PrivacySpec
 
-WANTED = (1.0, 8.0)  # epsilons that are taken for strong, and for some protection
+WANTED = (1.0, 8.0)  # commonly regarded as strong protection, and as some protection
 UNBOUNDED = "unbounded"
 
 
@@ -25,10 +25,10 @@ def preview(
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec; - reads it from stdin.")],
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Say what the [privacy] of a run spec would hold: epsilon at its delta, by rounds. Nothing is started.
+    """Show the guarantee of a run spec's [privacy]: epsilon at its delta, by rounds. Nothing is started.
 
-    It is of one worker that contributes to every round, against whoever sees its contributions, such as the
-    coordinator. docs/privacy.md says what it means, and what it does not cover. Needs `pip install
+    It holds for a worker that contributes to every round, against anyone who sees its contributions, such as the
+    coordinator. docs/privacy.md describes what it means and what it does not cover. Needs `pip install
     'outerstep[privacy]'`.
 
     \b
@@ -51,29 +51,28 @@ def preview(
         )
         return
     console().print(table([">rounds", ">epsilon"], [(str(each), _text(epsilon)) for each, epsilon in found.items()]))
-    told = ", ".join(f"{noise:.3g} for epsilon {wanted:g}" for wanted, noise in needed.items())
-    say_lines(f"\nAt delta = {privacy.delta:g}. After {rounds} rounds it takes a noise_multiplier of {told}.")
+    needed_text = ", ".join(f"{noise:.3g} for epsilon {wanted:g}" for wanted, noise in needed.items())
+    say_lines(f"\nAt delta = {privacy.delta:g}. For {rounds} rounds you need a noise_multiplier of {needed_text}.")
 
 
+@with_connection
 def privacy(
     run: RunArgument,
     output: FormatOption = Format.TABLE,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    ca: CaOption = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """Show what each worker of a run with [privacy] has given away so far: its contributions, and epsilon.
+    """Show the privacy spent so far by each worker of a run with [privacy]: its contributions, and epsilon.
 
-    Contributions are counted by the worker itself, those that came late or were sent again after a kill among them, or
-    by the coordinator where it knows of more. docs/privacy.md says what epsilon means, and what it does not cover.
-    Needs `pip install 'outerstep[privacy]'`.
+    The worker counts its contributions itself, including late ones and those resent after a kill; if the coordinator
+    counted more, its number is used. docs/privacy.md describes what epsilon means and what it does not cover. Needs
+    `pip install 'outerstep[privacy]'`.
 
     \b
     Example:
       outerstep run privacy my-run
     """
-    with operator_client(url, token, token_file, ca) as client:
+    with connection.open() as client:
         spec = _privacy_of(client.run(run).spec, f"the run {run}")
         workers = client.workers(run)
     accountant = import_extra("outerstep.privacy", extra="privacy", command="outerstep run privacy")
@@ -111,5 +110,5 @@ def _text(epsilon: float) -> str:
 
 
 def _finite(epsilon: float) -> float | None:
-    """Return it as JSON has it."""
+    """Return epsilon for JSON, which has no infinity."""
     return None if math.isinf(epsilon) else epsilon

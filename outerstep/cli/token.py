@@ -5,14 +5,12 @@ from typing import Annotated
 
 import typer
 
-from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
-from outerstep.cli.faults import UsageError, validated
+from outerstep.cli.errors import UsageError, validated
+from outerstep.cli.options import Connection, with_connection
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
 from outerstep.common.quantities import parse_seconds
 from outerstep.display import table
 from protocol.messages import NewToken, Scope, TokenInfo, TokenRequest
-
-app = typer.Typer(help="Make, list, rotate and revoke tokens. Needs an admin token.", no_args_is_help=True)
 
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The token's id, as `token ls` shows it.")]
 _FLAGS = {
@@ -25,37 +23,35 @@ _FLAGS = {
 }
 
 
-@app.command()
+@with_connection
 def create(
     scope: Annotated[
         Scope,
         typer.Option(
-            help="What it allows: everything; running runs (pause, evict …); joining; reading; or, for boxes that are "
-            "to have a token each, being exchanged for worker tokens."
+            help="What it allows: everything; operating runs (pause, evict …); joining; reading; or exchanging it for "
+            "worker tokens, one per box."
         ),
     ],
-    note: Annotated[str, typer.Option(help="Whom it is for; shown by `token ls`.")] = "",
-    run: Annotated[str | None, typer.Option("--run", help="The only run that it is for. Default: all.")] = None,
+    note: Annotated[str, typer.Option(help="A note, such as its owner; shown by `token ls`.")] = "",
+    run: Annotated[str | None, typer.Option("--run", help="The only run that it is valid for. Default: all.")] = None,
     expires: Annotated[
-        str | None, typer.Option("--expires", metavar="TIME", help="When it ends: 12h, 30d. Default: never.")
+        str | None, typer.Option("--expires", metavar="TIME", help="Time until it expires: 12h, 30d. Default: never.")
     ] = None,
     names: Annotated[
         int | None,
-        typer.Option("--names", help="Of a worker token: how many names workers may join under with it. Default: 1."),
+        typer.Option("--names", help="Of a worker token: how many names workers may join under. Default: 1."),
     ] = None,
     uses: Annotated[
         int | None, typer.Option("--uses", help="Of a join token: how often it may be exchanged. Default: 100.")
     ] = None,
     output: FormatOption = Format.TABLE,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    ca: CaOption = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """Make a token. Its secret is printed now and never again.
+    """Create a token. Its secret is printed only once.
 
-    The secret alone goes to stdout, so that a script can keep it. A join token may lie on many boxes: each worker
-    exchanges it, by itself, for a worker token of its own, for its name in its run.
+    Only the secret goes to stdout, so that a script can store it. You can put the same join token on many boxes: each
+    worker exchanges it automatically for its own worker token, valid for its name in its run.
 
     \b
     Example:
@@ -71,30 +67,28 @@ def create(
         "expires_in_s": _seconds(expires),
     }
     request = validated(TokenRequest, given, _FLAGS)
-    with operator_client(url, token, token_file, ca) as client:
+    with connection.open() as client:
         made = client.create_token(request)
     _print_new(made, output)
 
 
-@app.command()
+@with_connection
 def rotate(
     token_id: IdArgument,
     output: FormatOption = Format.TABLE,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    ca: CaOption = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """Give a token another secret: requests with the one before are refused from now on.
+    """Give a token a new secret: requests with the old one are rejected from now on.
 
-    It keeps its id, and so the names that workers have joined under with it; workers that are in a run stay there until
-    their lease ends. The new secret alone goes to stdout.
+    It keeps its id, and so the names that its workers joined under. Workers in a run stay until their lease ends. Only
+    the new secret goes to stdout.
 
     \b
     Example:
       outerstep token rotate 3f9c21d0 --token-file ./data/admin.token > worker.token
     """
-    with operator_client(url, token, token_file, ca) as client:
+    with connection.open() as client:
         made = client.rotate_token(token_id)
     _print_new(made, output)
 
@@ -103,7 +97,7 @@ def _print_new(made: NewToken, output: Format) -> None:
     if output is Format.JSON:
         print_json(made)
         return
-    say(f"token {made.id} ({made.scope}); keep its secret, it is not shown again", err=True)
+    say(f"token {made.id} ({made.scope}); store its secret, it is not shown again", err=True)
     say(made.token)
 
 
@@ -114,13 +108,11 @@ def _seconds(text: str | None) -> float | None:
         raise UsageError(f"--expires: {text!r} is not a time such as 12h or 30d") from error
 
 
-@app.command("ls")
+@with_connection
 def list_tokens(
     output: FormatOption = Format.TABLE,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    ca: CaOption = None,
+    *,
+    connection: Connection,
 ) -> None:
     """List the tokens, without their secrets.
 
@@ -128,7 +120,7 @@ def list_tokens(
     Example:
       outerstep token ls --token-file ./data/admin.token
     """
-    with operator_client(url, token, token_file, ca) as client:
+    with connection.open() as client:
         tokens = list(client.tokens())
     if output is Format.JSON:
         print_json(tokens)
@@ -161,22 +153,20 @@ def _time(seconds: float | None) -> str:
     return "never" if seconds is None else time_text(seconds)
 
 
-@app.command()
+@with_connection
 def audit(
     output: FormatOption = Format.TABLE,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="How many entries, the newest ones.")] = 100,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    ca: CaOption = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of entries, the newest ones.")] = 100,
+    *,
+    connection: Connection,
 ) -> None:
-    """Tell who did what with a token, or to one, and from which address; newest first.
+    """Show the audit log, newest first: what each token did, what was done to tokens, and from which address.
 
     \b
     Example:
       outerstep token audit --limit 20 --token-file ./data/admin.token
     """
-    with operator_client(url, token, token_file, ca) as client:
+    with connection.open() as client:
         entries = list(islice(client.audit(), limit))
     if output is Format.JSON:
         print_json(entries)
@@ -188,23 +178,21 @@ def audit(
     console().print(table(["at", "token", "from", "act", "run", "~what"], rows))
 
 
-@app.command()
+@with_connection
 def revoke(
     token_id: IdArgument,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    ca: CaOption = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """Revoke a token: requests with it are refused from now on.
+    """Revoke a token: requests with it are rejected from now on.
 
-    The leases of workers that joined with it end at once, and so does all that waits or streams by it. Their names stay
-    the token's, until `outerstep run release` gives them away. Worker tokens that a join token was exchanged for stay.
+    The leases of workers that joined with it end at once, as do its waiting and streaming requests. The workers' names
+    stay reserved until `outerstep run release` frees them. Worker tokens from an exchanged join token stay valid.
 
     \b
     Example:
       outerstep token revoke 3f9c21d0 --token-file ./data/admin.token
     """
-    with operator_client(url, token, token_file, ca) as client:
+    with connection.open() as client:
         client.revoke_token(token_id)
     say(f"token {token_id} is revoked")

@@ -1,13 +1,18 @@
-"""The commands `outerstep run watch` and `outerstep run events`."""
+"""The commands that follow a run: `outerstep run watch|events|track`."""
 
+import errno
+import importlib
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
+from outerstep.cli.errors import UsageError, import_extra
+from outerstep.cli.options import Connection, with_connection
 from outerstep.cli.printing import (
     Format,
     FormatOption,
@@ -19,67 +24,78 @@ from outerstep.cli.printing import (
     time_text,
 )
 from outerstep.cli.run import RunArgument
+from outerstep.display import event_line
 from outerstep.follow import follow
-from outerstep.picture import display_for
+from outerstep.live_view import display_for
+from outerstep.tracking import TRACKERS, TrackerName
+from outerstep.tracking.records import Record, follow_records, tracked_name
+from protocol.errors import Transient
 from protocol.messages import Event
 
-WATCH_PATIENCE_S = 2.0  # the workers' own figures change without an event
-EVENTS_PATIENCE_S = 30.0
+WATCH_PATIENCE_S = 2.0  # the workers' metrics change without an event
+EVENTS_PATIENCE_S = TRACK_PATIENCE_S = 30.0
 KIND_WIDTH = 20  # of the longest kinds
+_DISK_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EIO,
+    errno.EFBIG,
+    errno.EROFS,
+}  # name no file
 
 
+@with_connection
 def watch(
     run: RunArgument,
     output: LinesFormatOption = Format.TABLE,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    ca: CaOption = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """Follow a run's rounds and events until it ends; a restart of the coordinator is waited for.
+    """Follow a run's rounds and events until it ends, even if the coordinator restarts.
 
-    On a terminal it is a picture that changes: what the open round waits for, and until when; the losses; the workers,
-    the hindmost first, each with its stage, the rounds that it is behind, its speed, when it was last heard of, and
-    its bytes. Otherwise a line for each round and event. Ctrl-C ends the watching, not the run.
+    On a terminal it shows a live view: what the open round waits for and until when, the losses, and the workers, the
+    slowest first, each with its stage, how many rounds it is behind, its speed, when it was last seen, and its bytes.
+    Elsewhere it prints a line for each round and event. Ctrl-C ends only the command, not the run.
 
-    As JSON: a line each time that something has happened, with run and workers as they are then, the rounds that were
-    open or still to come before, the events since, and, while the coordinator cannot be asked, the trouble.
+    As JSON: a line each time something happens, with the current run and workers, the rounds that were not closed
+    before, the new events, and, while the coordinator cannot be reached, the error in `trouble`.
 
     \b
     Example:
       outerstep run watch my-run
     """
-    with operator_client(url, token, token_file, ca) as client:
+    with connection.open() as client:
         looks = follow(client, run, patience_s=WATCH_PATIENCE_S, sleep=time.sleep)
         if output is Format.JSON:
             for look in looks:
-                told = {"run": look.run, "rounds": look.rounds, "workers": look.workers, "events": look.events}
-                print_json_line({**told, "trouble": look.trouble})
+                shown = {"run": look.run, "rounds": look.rounds, "workers": look.workers, "events": look.events}
+                print_json_line({**shown, "trouble": look.trouble})
             return
         with display_for(console()) as display:
             for look in looks:
                 display.show(look)
 
 
+@with_connection
 def events(
     run: RunArgument,
     following: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with those that come, until the run ends.")
+        bool, typer.Option("--follow", "-f", help="Continue with new events until the run ends.")
     ] = False,
     kinds: Annotated[
         list[str] | None,
-        typer.Option("--kind", metavar="KIND", help="Only those of this kind; docs/rest.md lists them. Repeatable."),
+        typer.Option(
+            "--kind", metavar="KIND", help="Only events of this kind; docs/rest.md lists the kinds. Repeatable."
+        ),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="How many past ones, the newest ones.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="Maximum number of past events, the newest ones.")] = 100,
     output: FormatOption = Format.TABLE,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    ca: CaOption = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """Tell what happened in a run, oldest first: time, kind, and a sentence.
+    """Show a run's events, oldest first: time, kind, and a sentence.
 
-    With --follow a restart of the coordinator is waited for, and JSON is a line for each event.
+    With --follow it continues if the coordinator restarts, and JSON is one line per event.
 
     \b
     Example:
@@ -90,37 +106,111 @@ def events(
     def wanted(events: Iterable[Event], newest: int | None) -> list[Event]:
         return list(deque((each for each in events if not kinds or each.kind in kinds), maxlen=newest))
 
-    def say_if_never(events: Iterable[Event]) -> None:
-        """A kind that was mistyped would look like nothing having happened."""
+    def warn_if_unknown(events: Iterable[Event]) -> None:
+        """Warn about kinds without any event: a mistyped kind would look as if nothing had happened."""
         there = sorted({each.kind for each in events})
         for kind in kinds or []:
             if kind not in there:
-                say(f"outerstep: no event of the kind {kind} so far; there are: {', '.join(there)}", err=True)
+                say(f"outerstep: no event of kind {kind} so far; kinds seen: {', '.join(there)}", err=True)
 
-    with operator_client(url, token, token_file, ca) as client:
+    with connection.open() as client:
         if not following:
             all_events = list(client.events(run))
             past = wanted(all_events, limit)
-            say_if_never(all_events)
+            warn_if_unknown(all_events)
             if output is Format.JSON:
                 print_json(past)
             else:
-                _say_events(past)
+                _print_events(past)
             return
-        newest: int | None = limit  # of the first look, which has all that has happened
+        newest: int | None = limit  # of the first look, which has all past events
         for look in follow(client, run, patience_s=EVENTS_PATIENCE_S, sleep=time.sleep):
             if output is Format.JSON:
                 for event in wanted(look.events, newest):
                     print_json_line(event)
             else:
-                _say_events(wanted(look.events, newest))
+                _print_events(wanted(look.events, newest))
             if newest is not None:
-                say_if_never(look.events)
+                warn_if_unknown(look.events)
             newest = None
             if look.trouble:
-                say(f"outerstep: {look.trouble}; asking again", err=True)
+                say(f"outerstep: {look.trouble}; retrying", err=True)
 
 
-def _say_events(events: Iterable[Event]) -> None:
+def _print_events(events: Iterable[Event]) -> None:
     for event in events:
         say(f"{time_text(event.at)}  {event.kind:<{KIND_WIDTH}}  {event.message}")
+
+
+@with_connection
+def track(
+    run: RunArgument,
+    to: Annotated[TrackerName, typer.Option("--to", help="The tracker.", show_default=False)],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The file (jsonl) or directory to write. Default: RUN.jsonl, RUN-tensorboard and so on, here."
+        ),
+    ] = None,
+    *,
+    connection: Connection,
+) -> None:
+    """Send a run's rounds and events to an experiment tracker, from any machine, until the run is over.
+
+    If it is started again it continues where it stopped, without gaps or repetitions; it also waits while the
+    coordinator restarts. The step of a metric is its round. jsonl needs nothing else; each other tracker needs its
+    extra, and has its own settings (WANDB_MODE=offline, TRACKIO_SPACE_ID …).
+
+    \b
+    Example:
+      outerstep run track my-run --to wandb
+      outerstep run track my-run --to jsonl --out my-run.jsonl
+    """
+    kind = TRACKERS[to]
+    command = f"outerstep run track --to {to}"
+    module = (
+        import_extra(kind.module, extra=kind.extra, command=command)
+        if kind.extra
+        else importlib.import_module(kind.module)
+    )
+    with connection.open() as client:
+        detail = client.run(run)
+        place = out or Path(kind.out.format(run=run))
+        with _tracker_errors(to):
+            tracker = module.Tracker(place, tracked_name(detail), detail)
+        try:
+            for record in follow_records(
+                client, run, tracker.first, patience_s=TRACK_PATIENCE_S, sleep=time.sleep, on_trouble=_print_trouble
+            ):
+                with _tracker_errors(to):
+                    tracker.write(record)
+                _print(record)
+        finally:
+            with _tracker_errors(to):
+                tracker.close()
+    say(f"run {run} is tracked to its end in {place}")
+
+
+@contextmanager
+def _tracker_errors(to: TrackerName) -> Iterator[None]:
+    """Raise errors of files as UsageError of --out, and the library's other errors, such as an unreachable server, as
+    Transient."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno in _DISK_ERRORS:
+            raise UsageError(f"--out: {error}") from error
+        raise Transient(
+            f"--to {to}: {error or type(error).__name__}; the same command continues where it stopped"
+        ) from error
+
+
+def _print(record: Record) -> None:
+    for event in record.events:
+        say(event_line(event))
+    figures = ", ".join(f"{name} {value:.6g}" for name, value in record.figures.items())
+    say(f"{'state' if record.final else 'round'} {record.round}: {figures}")
+
+
+def _print_trouble(trouble: str) -> None:
+    say(f"outerstep: {trouble}; retrying", err=True)

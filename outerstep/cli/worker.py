@@ -9,18 +9,21 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from outerstep.cli.allowing import AllowFactoryOption, DataRootOption, MaxParametersOption, owner_at_terminal
-from outerstep.cli.connection import (
+from outerstep.cli.errors import UsageError, import_extra, validated
+from outerstep.cli.options import (
+    AllowFactoryOption,
     CaOption,
+    Connection,
+    DataRootOption,
     LogFileOption,
+    MaxParametersOption,
     TokenFileOption,
     TokenOption,
     check_log,
     checked_url,
     find_token,
-    operator_client,
+    owner_at_terminal,
 )
-from outerstep.cli.faults import UsageError, import_extra, validated
 from outerstep.cli.run import read_spec
 from protocol import __version__
 
@@ -59,12 +62,11 @@ DataCacheOption = Annotated[
     Path | None,
     typer.Option(
         "--data-cache",
-        help="Directory for shards of token sets behind a URL; workers may share it. "
-        "Default: ~/.cache/outerstep/shards.",
+        help="Directory for shards of token sets from a URL; workers may share it. Default: ~/.cache/outerstep/shards.",
     ),
 ]
 DataCacheGbOption = Annotated[
-    float | None, typer.Option("--data-cache-gb", help="GB that the shards may take. Default: 20.")
+    float | None, typer.Option("--data-cache-gb", help="Maximum size of the shards in GB. Default: 20.")
 ]
 
 
@@ -85,28 +87,29 @@ def worker(
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps … Default: auto, the fastest there is.")
+        str | None,
+        typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps … Default: auto, the fastest available."),
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", min=1, help="GPUs of this machine that are one worker, by torchrun. Default: one."),
+        typer.Option("--gpus", min=1, help="GPUs of this machine to use as one worker, by torchrun. Default: 1."),
     ] = None,
     mode: Annotated[
         Literal["auto", "ddp", "fsdp"],
-        typer.Option("--mode", help="How several GPUs share the model: a replica each, or a shard each."),
+        typer.Option("--mode", help="How several GPUs share the model: a replica each (ddp), or a shard each (fsdp)."),
     ] = "auto",
     data: Annotated[
         str | None,
-        typer.Option(
-            "--data", help="Where this machine has the training set. Default: data.source, as the run's spec has it."
-        ),
+        typer.Option("--data", help="Where this machine has the training set. Default: data.source of the run's spec."),
     ] = None,
     allow_factory: AllowFactoryOption = None,
     data_root: DataRootOption = None,
     max_parameters: MaxParametersOption = None,
     tell: Annotated[
         Literal["all", "some", "nothing"],
-        typer.Option("--tell", help="What the coordinator is told of this machine; less than all needs a --name."),
+        typer.Option(
+            "--tell", help="What to report about this machine to the coordinator; less than all needs a --name."
+        ),
     ] = "all",
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads of torch. Default: torch's own choice.")
@@ -118,59 +121,59 @@ def worker(
         typer.Option(
             "--micro-batch",
             metavar="auto|N",
-            help="Sequences that go through the model at once; the batch is the run's. Default: auto, as many as fit.",
+            help="Sequences per forward pass; the batch size is the run's. Default: auto, as many as fit.",
         ),
     ] = None,
     precision: Annotated[
         Literal["bf16", "fp16", "tf32", "fp32"] | None,
-        typer.Option("--precision", help="Of the arithmetic. Default: bf16 on CUDA, else fp32."),
+        typer.Option("--precision", help="Precision of the arithmetic. Default: bf16 on CUDA, else fp32."),
     ] = None,
     parameters: Annotated[
         Literal["fp32", "bf16"],
-        typer.Option("--parameters", help="Of the model in memory; bf16 takes half of it and loses small updates."),
+        typer.Option(
+            "--parameters", help="Type of the parameters in memory; bf16 takes half the memory and loses small updates."
+        ),
     ] = "fp32",
     compile_model: Annotated[bool, typer.Option("--compile", help="Compile the model (torch.compile).")] = False,
     activation_checkpointing: Annotated[
         bool,
-        typer.Option("--activation-checkpointing", help="Take less memory for activations, and more time."),
+        typer.Option("--activation-checkpointing", help="Use less memory for activations, and more time."),
     ] = False,
     peak_flops: Annotated[
         float | None,
-        typer.Option("--peak-flops", help="FLOP/s of the device at most, for the MFU. Default: by a table of GPUs."),
+        typer.Option("--peak-flops", help="Peak FLOP/s of the device, for the MFU. Default: from a table of GPUs."),
     ] = None,
     max_up: Annotated[
         str | None,
-        typer.Option("--max-up", metavar="RATE", help="What uploads may take of the line: 8mbit. Default: all of it."),
+        typer.Option("--max-up", metavar="RATE", help="Maximum upload rate: 8mbit. Default: unlimited."),
     ] = None,
     max_down: Annotated[
-        str | None, typer.Option("--max-down", metavar="RATE", help="The same of downloads. Default: all of it.")
+        str | None, typer.Option("--max-down", metavar="RATE", help="Maximum download rate. Default: unlimited.")
     ] = None,
     log: Annotated[
         Path | None, typer.Option("--log", help="File to append every inner step's loss to, as JSON lines.")
     ] = None,
     log_file: LogFileOption = None,
     no_sync: Annotated[
-        bool, typer.Option("--no-sync", help="Train the run alone, without joining it: the baseline.")
+        bool, typer.Option("--no-sync", help="Train the run alone without joining it, as a baseline.")
     ] = False,
     spec: Annotated[
         Path | None,
-        typer.Option(
-            "--spec", help="With --no-sync: the run's spec. Then neither URL nor --run nor a token is needed."
-        ),
+        typer.Option("--spec", help="With --no-sync: the run's spec, instead of URL, --run and a token."),
     ] = None,
 ) -> None:
     """Join a run as a worker and train until it ends.
 
-    A worker only makes requests to the coordinator: no open port is needed. The same command again after a crash goes
-    on where this worker was; SIGTERM or Ctrl-C leaves the run cleanly.
+    A worker only makes outbound requests to the coordinator, so it needs no open port. After a crash, the same command
+    continues where this worker was. SIGTERM or Ctrl-C leaves the run cleanly.
 
-    The run's spec is somebody else's text: of code it runs what --allow-factory names, and it reads data, tokenizers
-    and weights below --data-root alone, beside what comes with Outerstep and what --data names. At a terminal it asks
-    for what is missing; elsewhere it ends with exit code 3, and says what to add. So it does for a model of more
-    than --max-parameters.
+    The run's spec comes from somebody else, so the worker restricts it: it runs only code that --allow-factory names,
+    and reads data, tokenizers and weights only below --data-root, apart from what ships with Outerstep and what --data
+    names. If something is not allowed, or the model has more than --max-parameters, it asks at a terminal; elsewhere it
+    exits with code 3 and says which option to add.
 
-    With --no-sync it joins nothing: it trains as long as one worker of the run does, on this machine's data, and tells
-    the held-out loss as it goes.
+    With --no-sync it joins nothing: it trains for as many steps as one worker of the run, on this machine's data, and
+    logs the held-out loss.
 
     \b
     Example:
@@ -204,10 +207,10 @@ def worker(
         "log_file": log_file,
     }
     if gpus is not None and no_sync:
-        raise UsageError("--gpus is for a worker that joins a run: --no-sync trains in one process")
+        raise UsageError("--gpus is for workers that join a run: --no-sync trains in one process")
     if spec is not None:
         if not no_sync:
-            raise UsageError("--spec is for --no-sync: a worker that joins a run has its spec from the coordinator")
+            raise UsageError("--spec is for --no-sync: a worker that joins a run gets its spec from the coordinator")
         if url is not None or run is not None:
             raise UsageError("give --spec, or URL and --run, not both")
         _, parsed = read_spec(spec)
@@ -225,7 +228,7 @@ def worker(
     }
     if no_sync:
         alone = _checked(settings.BoxSettings, box)
-        with operator_client(url, token, token_file, ca) as client:
+        with Connection(url, token, token_file, ca).open() as client:
             detail = client.run(run)
         raise typer.Exit(_agent(alone).run_alone(alone, detail.spec, own_spec=False, ask=owner_at_terminal()))
     joining = _checked(settings.WorkerSettings, member | box)
@@ -235,7 +238,7 @@ def worker(
 
 
 def _checked(model: Any, given: dict[str, Any]) -> Any:
-    """Return the settings, checked as far as they can be without torch, whose import takes many seconds. Raises
+    """Return the settings, checked as far as possible without importing torch, which takes many seconds. Raises
     UsageError."""
     found = validated(model, given, FLAGS)
     for flag, path in (("--log", found.log), ("--log-file", found.log_file)):
@@ -244,7 +247,7 @@ def _checked(model: Any, given: dict[str, Any]) -> Any:
 
 
 def _agent(settings: Any) -> ModuleType:
-    """Return the module `worker.agent`, which imports torch: that this begins is the first line of the log."""
+    """Log a line, then import and return `worker.agent`, which imports torch for many seconds."""
     process = import_extra("worker.process", extra="worker", command="outerstep worker")
     process.log_to_stderr()
     log.info("outerstep %s, worker %s: importing torch and transformers", __version__, settings.name)
@@ -252,7 +255,7 @@ def _agent(settings: Any) -> ModuleType:
 
 
 def _start_on(gpus: int, device: str) -> None:
-    """Become torchrun, which starts this command once for each GPU."""
+    """Replace this process by torchrun, which starts this command once per GPU."""
     starting = import_extra("worker.starting", extra="worker", command="outerstep worker")
     try:
         starting.check_gpus(gpus, device)
@@ -261,4 +264,4 @@ def _start_on(gpus: int, device: str) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // gpus, 1)))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     arguments = [sys.executable, "-m", *torchrun, "-m", "--", "outerstep", *sys.argv[1:]]
-    os.execv(sys.executable, arguments)  # its own, again # nosec B606
+    os.execv(sys.executable, arguments)  # this command again # nosec B606

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from outerstep.cli.connection import DEFAULT_URL, CaOption, TokenFileOption, TokenOption, UrlOption, operator_client
+from outerstep.cli.options import Connection, with_connection
 from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
 from outerstep.cli.run import RunArgument, WorkerArgument, shares_text
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
@@ -15,24 +15,23 @@ from outerstep.rest import Client
 from protocol.messages import Account, Evaluation, RoundDetail, Verdict, WorkerInfo
 
 
+@with_connection
 def workers(
     run: RunArgument,
     output: FormatOption = Format.TABLE,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    ca: CaOption = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """List the workers that ever joined a run, and when those that are there were last heard of.
+    """List all workers that ever joined a run, and when the live ones were last seen.
 
-    The score says how much of a worker's contributions has counted: 1 is all of it. Bytes are those that it moved since
-    it started, repeated attempts included.
+    The score is the share of a worker's contributions that counted; 1 is all of them. Bytes are counted since it
+    started, including retries.
 
     \b
     Example:
       outerstep run workers my-run
     """
-    with operator_client(url, token, token_file, ca) as client:
+    with connection.open() as client:
         found = client.workers(run)
     if output is Format.JSON:
         print_json(found)
@@ -57,30 +56,29 @@ def workers(
     out.print(tables(columns, rows, out.width))
 
 
+@with_connection
 def worker(
     run: RunArgument,
     worker: WorkerArgument,
     output: FormatOption = Format.TABLE,
-    url: UrlOption = DEFAULT_URL,
-    token: TokenOption = None,
-    token_file: TokenFileOption = None,
-    ca: CaOption = None,
+    *,
+    connection: Connection,
 ) -> None:
-    """Show a worker: what it is doing, its machine, its bytes and time, and how it took part in the last 20 rounds.
+    """Show a worker: what it is doing, its machine, its bytes and time, and its part in the last 20 rounds.
 
-    Of each round: how many fragments it contributed to, what the least of these counted and why, by how much it was
-    late, the held-out loss that it measured, and its time. Of rounds older than retention.rounds only sums are kept.
+    For each round: how many fragments it contributed to, the lowest factor among them and its reason, how late it was,
+    the held-out loss that it measured, and its time. For rounds older than retention.rounds only sums are kept.
 
-    As JSON: an object with the keys worker and rounds (newest first), these with verdicts and late by fragment.
+    As JSON: an object with the keys worker and rounds (newest first); rounds have verdicts and late by fragment.
 
     \b
     Example:
       outerstep run worker my-run box-7
     """
-    with operator_client(url, token, token_file, ca) as client:
+    with connection.open() as client:
         found = client.worker(run, worker)
-        parts = [_part(each, worker) for each in _last_rounds(client, run)]
-    taken = [each for each in parts if each.has_any]
+        found_rounds = [_worker_round(each, worker) for each in _last_rounds(client, run)]
+    taken = [each for each in found_rounds if each.has_any]
     if output is Format.JSON:
         print_json({"worker": found, "rounds": [each.document() for each in taken]})
         return
@@ -101,9 +99,9 @@ def _last_rounds(client: Client, run: str) -> Iterator[RoundDetail]:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What a worker has had to do with a round; by fragment, what its contribution counts (None: not decided yet), and
-    by how much it was late."""
+class _WorkerRound:
+    """A worker's part in a round: by fragment, the verdict on its contribution (None: not decided yet) and how late it
+    was in seconds."""
 
     round: int
     fragments: int
@@ -140,8 +138,8 @@ class _Part:
         ]
 
 
-def _part(detail: RoundDetail, worker: str) -> _Part:
-    return _Part(
+def _worker_round(detail: RoundDetail, worker: str) -> _WorkerRound:
+    return _WorkerRound(
         detail.round,
         len(detail.fragments),
         {each.fragment: each.verdicts.get(worker) for each in detail.fragments if worker in each.contributors},
@@ -161,7 +159,7 @@ def _facts(worker: WorkerInfo) -> Sequence[tuple[str, str]]:
         ("doing", metrics.phase or UNKNOWN),
         ("round", UNKNOWN if metrics.round is None else f"{metrics.round}, inner step {metrics.inner_step or 0}"),
         ("seen", _seen(worker)),
-        ("joined", f"{time_text(worker.joined_at)}, its join number {worker.epoch}"),
+        ("joined", f"{time_text(worker.joined_at)}, join number {worker.epoch}"),
         ("loss", loss_text(metrics.loss)),
         ("tokens/s", count_text(metrics.tokens_per_second)),
         ("tokens", f"{count_text(worker.tokens)}, in {count_text(worker.contributions)} contributions"),
@@ -177,7 +175,7 @@ def _facts(worker: WorkerInfo) -> Sequence[tuple[str, str]]:
 
 
 def _host_facts(host: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield what the worker tells of its machine."""
+    """Yield the facts that the worker reports about its machine."""
     for name, value in host:
         yield f"its {name}", str(value)
 

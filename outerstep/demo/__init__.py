@@ -1,4 +1,4 @@
-"""The demo: a coordinator and several workers on this machine, as the separate processes that they are in real life."""
+"""The demo: a coordinator and several workers on this machine, as separate processes, like in a real run."""
 
 import time
 from collections.abc import Iterator
@@ -24,9 +24,9 @@ NO_PROXY = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A demo to run. `spec` is of a run called RUN. `directory` exists and is empty; data, logs and the trained model
-    go there."""
+class DemoPlan:
+    """A demo to run. `spec`: the spec of a run called RUN; `directory`: an existing, empty directory for data, logs and
+    the trained model."""
 
     workers: int
     spec: str
@@ -35,7 +35,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that has ended, on a coordinator that still runs; `seconds` since the coordinator was started."""
+    """An ended run on a coordinator that still runs. `seconds`: since the coordinator was started."""
 
     run: RunDetail
     client: rest.Client
@@ -43,8 +43,8 @@ class Trained:
     seconds: float
 
 
-def run_demo(plan: Plan, display: Display) -> tuple[Summary, str]:
-    """Run the demo to its end. Return its summary, as figures and as text. Raises ChildError if a process dies."""
+def run_demo(plan: DemoPlan, display: Display) -> tuple[Summary, str]:
+    """Run the demo to its end. Return its summary as figures and as text. Raises ChildError if a process dies."""
     started = time.monotonic()
     with trained(plan, display) as it:
         sample = _sample(it.client, it.admin_token, plan.directory / "model")
@@ -54,7 +54,7 @@ def run_demo(plan: Plan, display: Display) -> tuple[Summary, str]:
 
 
 @contextmanager
-def trained(plan: Plan, display: Display) -> Iterator[Trained]:
+def trained(plan: DemoPlan, display: Display) -> Iterator[Trained]:
     """Start a coordinator and the workers, and yield once the run has ended and the workers have left it. Raises
     ChildError if a process dies."""
     started = time.monotonic()
@@ -73,19 +73,19 @@ def trained(plan: Plan, display: Display) -> Iterator[Trained]:
             raise unreachable(coordinator) from error
 
 
-def _train(client: rest.Client, url: str, processes: Processes, plan: Plan, display: Display) -> RunDetail:
-    """Create the run, start the workers, show it until it ends and they have left. Return the run as it ended."""
+def _train(client: rest.Client, url: str, processes: Processes, plan: DemoPlan, display: Display) -> RunDetail:
+    """Create the run, start the workers, and show the run until it ends and they have left. Return the ended run."""
     client.create_run(plan.spec)
     request = TokenRequest(scope=Scope.WORKER, note="the demo's workers", names=plan.workers)
     token = client.create_token(request).token
-    from worker.allowing import options_for  # here and not above: `outerstep --help` needs none of the worker
+    from worker.allowing import options_for  # here, because `outerstep --help` must not import the worker
 
-    # Whoever starts this has written the spec himself, or chosen it: what it names is his to allow.
+    # The user who starts the demo chose the spec, so everything it names is allowed.
     allowed = options_for(parse_spec(plan.spec))
     workers = [_start_worker(processes, index, url, token, plan.directory, allowed) for index in range(plan.workers)]
     _watch(client, processes, workers, display)
     for worker in workers:
-        wait_until_ended(worker, LEAVE_WITHIN_S)  # then it has reported the state that it holds
+        wait_until_ended(worker, LEAVE_WITHIN_S)  # by then it has reported its state
     return _final_run(client)
 
 
@@ -117,13 +117,13 @@ def _watch(client: rest.Client, processes: Processes, workers: list[Child], disp
             display.show(look)
             processes.check()
             left = [worker for worker in workers if worker.process.poll() is not None]
-            # Asked after the process was seen to have ended: a worker that left by itself left a run that is over.
+            # The state is read after the process ended: a worker that left on its own leaves a run that is over.
             if left and client.run(RUN).state not in ENDED:
                 raise left[0].failure("left before the run had ended")
 
 
 def _final_run(client: rest.Client) -> RunDetail:
-    """Return the run with its final state's digest: the coordinator takes its last outer step after publishing."""
+    """Return the run with its final state's digest, which the coordinator computes after publishing the last round."""
     deadline = time.monotonic() + DIGEST_WITHIN_S
     while (run := client.run(RUN)).state_digest is None and time.monotonic() < deadline:
         time.sleep(PATIENCE_S)
@@ -131,14 +131,14 @@ def _final_run(client: rest.Client) -> RunDetail:
 
 
 def _sample(client: rest.Client, token: str, directory: Path) -> str:
-    """Export the trained model into `directory`. Return PROMPT and what the model writes after it."""
-    # Here and not above: torch takes seconds to import, and `outerstep --help` needs none of it.
+    """Export the trained model into `directory`. Return PROMPT and the model's continuation of it."""
+    # Here, because torch takes seconds to import, and `outerstep --help` must not import it.
     import torch
 
-    from outerstep.exporting import export_model
+    from outerstep.models import export_model
     from worker.export import sample
 
-    torch.set_num_threads(1)  # so small a model is slower with several, and much slower on a busy machine
+    torch.set_num_threads(1)  # a model this small is slower with several threads, and much slower on a busy machine
     model = export_model(client.http, RUN, token, directory)
     written = sample(model, PROMPT.encode(), SAMPLE_BYTES, torch.Generator().manual_seed(0))
     return PROMPT + written.decode(errors="replace")

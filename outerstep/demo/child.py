@@ -1,7 +1,7 @@
-"""An Outerstep command as a process that cannot outlive the demo: `python -m outerstep.demo.child coordinator …`.
+"""Runs an Outerstep command in a process that cannot outlive the demo: `python -m outerstep.demo.child coordinator …`.
 
-Its standard input is a pipe that the demo holds open and never writes to. When the demo ends, be it by kill −9, the
-operating system closes the pipe, and this process ends too.
+Its standard input is a pipe that the demo holds open and never writes to. When the demo ends, even by kill −9, the
+operating system closes the pipe, and this process exits too.
 """
 
 import os
@@ -10,7 +10,7 @@ import threading
 
 from outerstep.cli import main
 
-ABANDONED = 70  # exit code; nobody is left to read it
+ABANDONED = 70  # exit code, which nothing reads
 
 
 def _end_with_the_demo() -> None:

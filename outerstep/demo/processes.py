@@ -1,4 +1,4 @@
-"""The demo's processes, which have a log file each, are watched, and end together."""
+"""The demo's processes. Each has a log file; they are watched and end together."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from protocol.errors import OuterstepError
 
-ROOT = Path(__file__).parents[2]  # where our packages lie
+ROOT = Path(__file__).parents[2]  # contains our packages
 READY = re.compile(r"^outerstep coordinator ready at (\S+)$", re.MULTILINE)
 READY_WITHIN_S = 60.0
 STOP_WITHIN_S = 10.0
@@ -21,12 +21,12 @@ SHOWN_LOG_LINES = 20
 
 
 class ChildError(OuterstepError):
-    """A process of the demo ended too early, or did not start. The message ends with its last log lines."""
+    """A process of the demo ended too early or did not start. The message includes its last log lines."""
 
 
 @dataclass(frozen=True)
 class Child:
-    """A running process; `log` holds its standard output and standard error."""
+    """A running process. `log` contains its standard output and standard error."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -38,17 +38,17 @@ class Child:
 
 
 class Processes:
-    """Processes that end with the `with` block: the one that was started first, the coordinator, after all others."""
+    """Processes that end with the `with` block. The one started first, the coordinator, ends last."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
         self.children: list[Child] = []
 
     def start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Start the command `outerstep` with `arguments`. `environment` is added to this process's, without what that
-        says to other coordinators: a database is not to be shared with the demo.
+        """Start the command `outerstep` with `arguments`. `environment` is added to this process's environment, except
+        its settings of other coordinators: the demo must not share their database.
 
-        Nothing in the working directory can hide a package of ours: it is not looked into, unless they lie there.
+        The working directory is not searched for packages, unless ours are there, so nothing in it can shadow them.
         """
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("OUTERSTEP_COORDINATOR_")}
         log = self.logs / f"{name}.log"
@@ -60,7 +60,7 @@ class Processes:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**inherited, "PYTHONUNBUFFERED": "1", **environment},
-                # A terminal's Ctrl-C reaches the demo alone, which then ends the others in order.
+                # A terminal's Ctrl-C reaches only the demo, which then ends the others in order.
                 start_new_session=True,
             )
         child = Child(name, process, log)
@@ -113,7 +113,7 @@ def wait_until_ended(child: Child, within_s: float) -> None:
 
 
 def unreachable(child: Child) -> ChildError:
-    """Return the error to raise if `child` does not answer: most likely it has just ended."""
+    """Return the error to raise if `child` does not answer; most likely it has just ended."""
     try:
         return child.failure(_ending(child.process.wait(POLL_S)))
     except subprocess.TimeoutExpired:
@@ -121,7 +121,7 @@ def unreachable(child: Child) -> ChildError:
 
 
 def _stop(children: Sequence[Child]) -> None:
-    """Ask `children` to end, all at once; kill those that have not after STOP_WITHIN_S."""
+    """Terminate `children` at once; kill those that have not ended after STOP_WITHIN_S."""
     for child in children:
         child.process.terminate()
     deadline = time.monotonic() + STOP_WITHIN_S

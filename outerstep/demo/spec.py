@@ -6,9 +6,9 @@ RUN = "demo"
 ROUNDS = 24
 PROMPT = "def "
 
-# Small enough for two CPU cores and a minute: 0.14 M parameters on the sources of Python's standard library. The
-# learning rates suit about 20 rounds; longer runs want more outer momentum. A machine that is slow for a while is no
-# reason to leave a worker out, hence the long grace. Fragments are small so that there are several.
+# Small enough for a minute on two CPU cores: 0.14 M parameters on the sources of Python's standard library. The
+# learning rates suit about 20 rounds; longer runs need more outer momentum. The grace period is long because a
+# temporarily slow machine is no reason to leave a worker out. Fragments are small so that there are several.
 SPEC = """\
 name = "{name}"
 seed = 0

@@ -1,4 +1,4 @@
-"""The summary of a demo run: figures that coordinator and workers reported, and their text."""
+"""The summary of a demo run: figures reported by coordinator and workers, and their text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from protocol.messages import SUCCESSIVE, RoundInfo, RunDetail, Stage, WorkerInf
 class Summary:
     """The figures of a demo run.
 
-    Losses are held out, in nats per token and in bits per byte. Bytes are per worker, the mean over the workers:
-    `upload_bytes` and `download_bytes` are the payloads that the workers counted (contributions and deltas, the initial
-    state, and what was sent again), `allreduce_bytes` what per-step fp32 all-reduce sends, and receives as well.
-    `stage_seconds` are per worker too, by `protocol.messages.Stage`.
+    Losses are held-out losses, in nats per token and in bits per byte. Bytes are the mean over the workers:
+    `upload_bytes` and `download_bytes` are payload bytes counted by the workers (contributions and deltas, the initial
+    state, and retries), `allreduce_bytes` is what per-step fp32 all-reduce would send, and also receive.
+    `stage_seconds` are also means per worker, by `protocol.messages.Stage`.
     """
 
     workers: int
@@ -38,7 +38,7 @@ class Summary:
 def summarise(
     run: RunDetail, rounds: Sequence[RoundInfo], workers: Sequence[WorkerInfo], *, seconds: float, sample: str
 ) -> Summary:
-    """Return the summary of a run that has ended; `rounds` are all of its rounds, in any order."""
+    """Return the summary of an ended run; `rounds` are all its rounds, in any order."""
     first = next((item for item in rounds if item.round == 0), None)
     return Summary(
         workers=len(workers),
@@ -63,7 +63,7 @@ def summarise(
 
 
 def replicas_identical(run: RunDetail, workers: Sequence[WorkerInfo]) -> bool:
-    """Return True if the coordinator and every worker, as it left, held the final state with the same digest.
+    """True if the coordinator and every worker, when it left, held the final state with the same digest.
 
     A worker that sent no digest counts as different.
     """
@@ -110,7 +110,7 @@ def _from_to(first: float | None, final: float | None) -> str:
 
 
 def _time_lines(summary: Summary, total_s: float) -> list[str]:
-    """Return the lines on the stages of a worker's time."""
+    """Return the lines about the stages of a worker's time."""
     if not total_s:
         return []
     successive = [stage for stage in Stage if stage in SUCCESSIVE and summary.stage_seconds.get(stage)]
@@ -118,6 +118,6 @@ def _time_lines(summary: Summary, total_s: float) -> list[str]:
     return [
         f"Time per worker   {duration_text(total_s)}: "
         + ", ".join(f"{stage} {summary.stage_seconds[stage] / total_s:.0%}" for stage in successive),
-        "                  within these, side by side: "
+        "                  within these, in parallel: "
         + ", ".join(f"{stage} {duration_text(summary.stage_seconds[stage])}" for stage in within),
     ]

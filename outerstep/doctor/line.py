@@ -75,7 +75,7 @@ def judge(seen: Line, run: RunDetail | None, elements: int | None, step_s: float
         latency_s=seen.latency_s,
         steps=run.spec.total_inner_steps,
     )
-    moved = plan.exchange(
+    moved = plan.sync_cost(
         workload, sync.upload_codec, sync.download_codec, zstd=sync.zstd, fragment=sync.fragment_elements
     )
     said += (

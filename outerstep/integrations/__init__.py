@@ -1,1 +1,1 @@
-"""DiLoCo in the training loops of others."""
+"""DiLoCo in the training loops of other libraries."""

@@ -1,11 +1,11 @@
-"""DiLoCo in Lightning: a callback, and nothing else of the script changes.
+"""DiLoCo in Lightning: add a callback; nothing else in the script changes.
 
     trainer = lightning.Trainer(callbacks=[DiLoCoCallback("my-run")])
     trainer.fit(module, loader)
 
-The steps of the module's optimizers are the inner steps, however many batches are accumulated for one; the data are the
-script's own, shuffled in an order that no other worker has. It trains until the run is over, wherever in it this worker
-joins, and the learning rate is that of the run's step. Several processes (`strategy="ddp"`) are one worker. Needs
+The steps of the module's optimizers are the inner steps, including gradient accumulation. The data are the
+script's, shuffled in a different order on each worker. It trains until the run is over, whenever this worker joins,
+with the learning rate of the run's step. Several processes (`strategy="ddp"`) are one worker. Needs
 `pip install 'outerstep[lightning]'`.
 """
 
@@ -28,36 +28,36 @@ log = logging.getLogger(__name__)
 class DiLoCoCallback(RunWorker, Callback):
     """One worker of the run `run`. `options` are those of `DiLoCo.connect`.
 
-    How long to train is the run's to say: `max_steps` becomes its inner steps, so that schedules are as long, and
-    `max_epochs` nothing. Raises what `DiLoCo.connect` raises, and BoxError for a learning rate that is scheduled by
-    epochs, and if a step takes another number of rows than the run's `inner.batch_size`.
+    The run decides how long to train: `max_steps` becomes its inner steps, so that schedules have that length, and
+    `max_epochs` is disabled. Raises what `DiLoCo.connect` raises, and BoxError for a learning rate scheduled by epoch,
+    and if a step takes a different number of rows than the run's `inner.batch_size`.
     """
 
-    _order: int | None = None  # what seeds the order of the data in all processes of this worker, where it has several
+    _order: int | None = None  # seed of the data order in all processes of this worker, if it has several
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Make the training as long as the run, for the schedules that the module configures next."""
+        """Set the length of training to the run's, for the schedules that the module configures next."""
         trainer.fit_loop.epoch_loop.max_steps = self.spec.total_inner_steps
         trainer.fit_loop.max_epochs = -1
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run, before the loaders begin to draw."""
-        trainer.fit_loop.epoch_loop.max_steps = -1  # it ends with the run: a round may be trained anew
+        trainer.fit_loop.epoch_loop.max_steps = -1  # training ends with the run: a round may be trained again
         for config in trainer.lr_scheduler_configs:
             if config.interval != "step":
                 raise BoxError(
-                    'the learning rate is scheduled by epochs, which every worker has of its own: give "interval": '
-                    '"step" beside the scheduler in configure_optimizers'
+                    'the learning rate is scheduled by epoch, but each worker has its own epochs: return "interval": '
+                    '"step" with the scheduler in configure_optimizers'
                 )
         diloco = self._join(pl_module, trainer.optimizers, [each.scheduler for each in trainer.lr_scheduler_configs])
         trainer.should_stop = diloco.finished
-        torch.manual_seed(diloco.data_seed)  # what a shuffling loader draws from; seed_everything made all alike
-        if trainer.world_size > 1:  # they share an order, which Lightning seeds by this, of 32 bits
+        torch.manual_seed(diloco.data_seed)  # seeds shuffling loaders; seed_everything made all workers equal
+        if trainer.world_size > 1:  # they share an order, which Lightning seeds with this 32-bit number
             self._order = diloco.ranks.on_first(lambda: diloco.data_seed) % (1 << 32)
             os.environ["PL_GLOBAL_SEED"] = str(self._order)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check the batch size. Warn where the order of the data is not what `data_seed` made it."""
+        """Check the batch size. Warn if the order of the data does not depend on `data_seed`."""
         size = getattr(trainer.train_dataloader, "batch_size", None)
         if size is not None:
             self._check_batch(
@@ -72,8 +72,8 @@ class DiLoCoCallback(RunWorker, Callback):
             own_order = isinstance(sampler, RandomSampler) and sampler.generator is None
         if not own_order:
             log.warning(
-                "the training data are not shuffled by shuffle=True, without a generator of its own (%s): give every "
-                "worker other data than the rest, or all of them train on the same",
+                "the training data are not shuffled by shuffle=True without a generator (%s): give each worker "
+                "different data, or all of them train on the same",
                 type(sampler).__name__,
             )
 
@@ -82,15 +82,15 @@ class DiLoCoCallback(RunWorker, Callback):
         self.diloco.report_loss(loss.detach() * trainer.accumulate_grad_batches)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Stop where the run is over or this worker is asked to."""
+        """Stop if the run is over or this worker is asked to stop."""
         trainer.should_stop = trainer.should_stop or self.diloco.finished
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the run; the model is what an export of it has, if it is over."""
+        """Leave the run. If it is over, the model equals its export."""
         if not self.diloco.finished:
-            log.warning("the Trainer ended at step %d of the run, which goes on", self.diloco.global_step)
+            log.warning("the Trainer ended at step %d; the run continues", self.diloco.global_step)
         self._leave(None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the run without handing anything in."""
+        """Leave the run without contributing."""
         self._leave(exception)

@@ -1,4 +1,4 @@
-"""One worker of a run in somebody else's trainer: it joins when that begins to train, and leaves when that ends."""
+"""A worker inside another library's trainer: it joins the run when training starts, and leaves when it ends."""
 
 import math
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from worker.settings import script_settings
 
 
 class RunWorker:
-    """What a callback is besides the trainer's own: a worker of `run`. `options` are those of `DiLoCo.connect`.
-
-    spec   the run's, which is fetched here, before there is a model. Raises what `DiLoCo.connect` raises for that
+    """The part of a callback that is independent of the trainer: a worker of `run`. `options` are those of
+    `DiLoCo.connect`. The constructor fetches the run's `spec`, before a model exists, and raises what `DiLoCo.connect`
+    raises.
     """
 
     def __init__(self, run: str, **options: Any) -> None:
@@ -33,19 +33,19 @@ class RunWorker:
     def diloco(self) -> DiLoCo:
         """The worker, while it trains. Raises RuntimeError before and after."""
         if self._diloco is None:
-            raise RuntimeError("the run is joined when the Trainer begins to train, and left when it ends")
+            raise RuntimeError("this worker is in the run only while the Trainer trains")
         return self._diloco
 
     def _check_batch(self, *factors: tuple[str, int]) -> None:
-        """Raise BoxError unless the product of these, the sequences of one optimizer step of the trainer, is the run's
-        batch size: contributions are weighted by it."""
+        """Raise BoxError unless the product of these factors, the sequences per optimizer step of the trainer, is the
+        run's batch size, by which contributions are weighted."""
         sequences, unit = math.prod(factor for _, factor in factors), self.spec.inner.batch_size
         if sequences != unit:
             made_of = " * ".join(f"{factor} ({name})" for name, factor in factors)
             raise BoxError(
-                f"a step of this trainer takes {sequences} sequences, {made_of}, and the run {self._run} counts it as "
-                f"inner.batch_size = {unit}, the same work as every other worker's: set these to {unit} in all, or "
-                f"create a run with inner.batch_size = {sequences}"
+                f"a step of this trainer takes {sequences} sequences, {made_of}, but run {self._run} has "
+                f"inner.batch_size = {unit}: make their product {unit}, or create a run with inner.batch_size = "
+                f"{sequences}"
             )
 
     def _join(
@@ -59,7 +59,7 @@ class RunWorker:
         return diloco.__enter__()
 
     def _leave(self, error: BaseException | None) -> None:
-        """Leave the run, once; what is done is handed in unless there was an `error`."""
+        """Leave the run, once; contribute the finished work unless there was an `error`."""
         diloco, self._diloco = self._diloco, None
         if diloco is not None:
             diloco.__exit__(None if error is None else type(error), error, None)

@@ -1,8 +1,7 @@
-"""Tracking of a run from outside: its rounds and events go into a tracker of the user's, and neither coordinator nor
-workers know of it.
+"""Sends a run's rounds and events to an experiment tracker, from outside: coordinator and workers are not involved.
 
-Each of TRACKERS is a module with a class `Tracker`: made of a path, the name under which the run is tracked and the
-run, it reads back how far it came, writes records and is closed.
+Each module of TRACKERS has a class `Tracker`. It is created with a path, the name under which the run is tracked, and
+the run; it reads back how far it has come, writes records, and is closed.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -10,19 +9,19 @@ from typing import Literal, NamedTuple, get_args
 TrackerName = Literal["jsonl", "tensorboard", "trackio", "wandb"]
 
 
-class Kind(NamedTuple):
-    """A tracker's module, the extra that it needs (None: nothing), and where it writes unless it is told."""
+class TrackerModule(NamedTuple):
+    """A tracker's module, the extra that it needs (None: nothing), and its default output."""
 
     module: str
     extra: str | None
     out: str
 
 
-TRACKERS: dict[TrackerName, Kind] = {
-    "jsonl": Kind("outerstep.tracking.to_jsonl", None, "{run}.jsonl"),
-    "tensorboard": Kind("outerstep.tracking.to_tensorboard", "tensorboard", "{run}-tensorboard"),
-    "trackio": Kind("outerstep.tracking.to_trackio", "trackio", "{run}-trackio"),
-    "wandb": Kind("outerstep.tracking.to_wandb", "wandb", "{run}-wandb"),
+TRACKERS: dict[TrackerName, TrackerModule] = {
+    "jsonl": TrackerModule("outerstep.tracking.to_jsonl", None, "{run}.jsonl"),
+    "tensorboard": TrackerModule("outerstep.tracking.to_tensorboard", "tensorboard", "{run}-tensorboard"),
+    "trackio": TrackerModule("outerstep.tracking.to_trackio", "trackio", "{run}-trackio"),
+    "wandb": TrackerModule("outerstep.tracking.to_wandb", "wandb", "{run}-wandb"),
 }
 
 assert set(TRACKERS) == set(get_args(TrackerName))

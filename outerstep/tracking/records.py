@@ -1,7 +1,7 @@
-"""The records of a run: one for each round that is published, and one for its end; read from outside, through outages.
+"""The records of a run: one per published round and one for its end, read over REST, across outages.
 
-A record is made of what the coordinator keeps for good, so that whoever asks later gets the same one. Only the texts of
-events older than `retention.events` are gone.
+A record contains only what the coordinator keeps for good, so it is the same whenever it is read; only events older
+than `retention.events` are missing.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ from protocol.messages import Event, RoundDetail, RunDetail
 
 @dataclass(frozen=True)
 class Record:
-    """A published round: its figures by name, when it was published (seconds since 1970), and the events since the
-    record before. The last one of a run, `final`, is of the state after its last round."""
+    """A published round: its metrics by name, its publication time (seconds since 1970), and the events since the
+    previous record. The last record of a run, `final`, is about the state after its last round."""
 
     round: int
     at: float
@@ -28,7 +28,7 @@ class Record:
 
 
 def tracked_name(run: RunDetail) -> str:
-    """Return the name under which a run is tracked: another run of the same name has another."""
+    """Return the name under which a run is tracked. Another run with the same name has a different one."""
     identity = "\n".join((run.spec_digest, repr(run.created_at)))
     return f"{run.name}-{digest(identity.encode()).hex()[:8]}"
 
@@ -40,12 +40,12 @@ def follow_records(
     *,
     patience_s: float,
     sleep: Callable[[float], None],
-    tell: Callable[[str], None],
+    on_trouble: Callable[[str], None],
 ) -> Iterator[Record]:
     """Yield the records of `run` from round `first` on, each once, until the run has ended and its workers have left.
 
-    While the coordinator cannot be reached or has a fault, `tell` is given the reason and it is asked again. Raises
-    Problem if the coordinator refuses, OuterstepError if the run is behind `first`.
+    While the coordinator is unreachable or failing, `on_trouble` is called with the reason and the request is retried.
+    Raises Problem if the coordinator refuses, OuterstepError if the run is behind `first`.
     """
     records, retry_s = Records(client, run, first), 1.0
     while not records.ended:
@@ -56,7 +56,7 @@ def follow_records(
         except (Transient, Problem) as error:
             if isinstance(error, Problem) and error.remedy is not Remedy.RETRY:
                 raise
-            tell(str(error))
+            on_trouble(str(error))
             sleep(retry_s)
             retry_s = min(2 * retry_s, RETRY_MAX_S)
         else:
@@ -64,36 +64,36 @@ def follow_records(
 
 
 class Records:
-    """The way through the records of a run. What a look raises costs none of them: the next look begins there.
+    """Reads the records of a run in order. If a look raises, no record is lost: the next look continues there.
 
     next    the round of the next record
     seen    the number of the last event that was read
-    ended   there is no further record
+    ended   True if there are no further records
     """
 
     def __init__(self, client: Client, run: str, first: int) -> None:
         self._client, self._run = client, run
         self.next, self.seen, self.ended = first, 0, False
-        self._events: list[Event] = []  # that are in no record yet
-        self._tokens: int | None = None  # of the rounds before `next`
+        self._events: list[Event] = []  # not in a record yet
+        self._tokens: int | None = None  # in the rounds before `next`
 
     def look(self) -> Iterator[Record]:
-        """Yield the records that are there now."""
-        # The state comes first: the end that it may tell of is then in what is read after it.
+        """Yield the records that are available now."""
+        # The state is read first, so that if it is the end, everything read after it is complete.
         run = self._client.run(self._run)
         over = run.state in ENDED and run.live_workers == 0
         if run.round < self.next - (run.state in ENDED):
             raise OuterstepError(
-                f"round {self.next - 1} of the run {self._run} is tracked already, and it is at round {run.round}: its "
-                "database was restored from a backup; track it anew, with another --out"
+                f"round {self.next - 1} of run {self._run} is already tracked, but the run is at round {run.round}: "
+                "its database was restored from a backup; track it again with another --out"
             )
         for event in list(self._client.events(self._run, after=self.seen)):
             self._events.append(event)
             self.seen = event.id
             if _is_published(event) and event.data["round"] < self.next:
-                self._events.clear()  # they are in the record of that round
+                self._events.clear()  # they belong to that round's record
         while (published := next(filter(_is_published, self._events), None)) is not None:
-            # The event of a round may be deleted, if whoever tracks comes late: the round itself never is.
+            # If tracking is late, the event of a round may be deleted; the round itself never is.
             yield self._record(with_events=published.data["round"] == self.next)
         if over:
             while self.next < run.round:
@@ -103,7 +103,7 @@ class Records:
             self.ended = True
 
     def _record(self, *, with_events: bool) -> Record:
-        """Return the record of the next round, with the events up to its publication or without any."""
+        """Return the record of the next round, with the events up to its publication, or without events."""
         if self._tokens is None:
             self._tokens = sum(item.tokens for item in self._client.rounds(self._run) if item.round < self.next)
         item = self._client.round(self._run, self.next)
@@ -115,7 +115,7 @@ class Records:
         return Record(item.round, at, _figures(item, self._tokens), tuple(own))
 
     def _final(self, run: RunDetail) -> Record:
-        """Return the record of the state after the last round, with the events that are left."""
+        """Return the record of the state after the last round, with the remaining events."""
         evaluated = any(event.kind == "evaluated" and event.data["round"] == run.round for event in self._events)
         held_out = _held_out(run) if evaluated else {}
         own, self._events = tuple(self._events), []
@@ -124,12 +124,12 @@ class Records:
 
 
 def _is_published(event: Event) -> bool:
-    """Return True if the event tells that a round is published."""
+    """True if the event reports that a round was published."""
     return event.kind == "round-published"
 
 
 def _figures(item: RoundDetail, tokens: int) -> dict[str, float]:
-    """Return what is known of a round, by name. `tokens`: of all rounds up to it."""
+    """Return the known metrics of a round by name. `tokens`: total of all rounds up to this one."""
     known = {
         "loss": item.loss,
         "tokens": tokens,
@@ -139,7 +139,7 @@ def _figures(item: RoundDetail, tokens: int) -> dict[str, float]:
         "delta_bytes": item.delta_bytes,
     }
     figures = {name: value for name, value in known.items() if value is not None} | _held_out(item)
-    if item.fragments:  # until `retention` sums the round up
+    if item.fragments:  # until only its sums are kept, see `retention`
         figures["workers"] = len({worker for fragment in item.fragments for worker in fragment.contributors})
         figures["late_workers"] = len({late.worker for late in item.late})
     if len(item.evaluations) > 1:

@@ -1,7 +1,7 @@
-"""Tracking into a file of JSON lines, which needs no library.
+"""Tracks into a file of JSON lines, without any library.
 
-The first line says which run it is; then each record is its events and, last, its round. What a kill has left of a
-record is cut off when the tracking goes on, and the record written again.
+The first line identifies the run. Each record is its events followed by its round. If a kill left an incomplete record,
+it is cut off when tracking continues, and written again.
 """
 
 import json
@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from outerstep.tracking.place import hold
+from outerstep.tracking.position import lock
 from outerstep.tracking.records import Record
 from protocol.errors import OuterstepError
 from protocol.messages import RunDetail
@@ -19,13 +19,13 @@ _CHOOSE = "choose another --out"
 
 
 class Tracker:
-    """A tracker. `first` is the round that it has not got yet. Raises OuterstepError for a file of another run, or in
-    use, and OSError."""
+    """A tracker. `first` is the next round to write. Raises OuterstepError for a file of another run or a file in use,
+    and OSError."""
 
     def __init__(self, out: Path, name: str, run: RunDetail) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
         self._file = out.open("ab+")
-        hold(self._file)
+        lock(self._file)
         self._file.seek(0)
         end, self.first = self._complete(name)
         self._file.truncate(end)
@@ -33,12 +33,12 @@ class Tracker:
             self._append([{"kind": "run", "name": name, "run": run.name, "spec": run.spec.model_dump(mode="json")}])
 
     def _complete(self, name: str) -> tuple[int, int]:
-        """Return where the last complete record ends, and the round after it. Raises OuterstepError."""
+        """Return the end of the last complete record in bytes, and the round after it. Raises OuterstepError."""
         end = at = first = 0
         for number, line in enumerate(self._file):
             at += len(line)
             if number == 0 and not line.startswith(_BEGINNING[: len(line)]):
-                raise OuterstepError(f"{self._file.name} is of no tracked run; {_CHOOSE}")
+                raise OuterstepError(f"{self._file.name} was not written by `outerstep run track`; {_CHOOSE}")
             if not line.endswith(b"\n"):
                 break
             try:
@@ -47,7 +47,7 @@ class Tracker:
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise OuterstepError(f"{self._file.name}, line {number + 1}, is damaged; {_CHOOSE}") from error
             if kind == "run" and of != name:
-                raise OuterstepError(f"{self._file.name} is of the run {of}, not of {name}; {_CHOOSE}")
+                raise OuterstepError(f"{self._file.name} belongs to the run {of}, not to {name}; {_CHOOSE}")
             if kind == "round":
                 first = found["round"] + 1
             if kind != "event":

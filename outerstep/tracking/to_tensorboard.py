@@ -1,7 +1,7 @@
-"""Tracking into event files of TensorBoard, in a directory of the run's own.
+"""Tracks into TensorBoard event files, in a directory for the run.
 
-A record is one entry of a file, so a kill leaves it whole or not at all; the files are read back to find how far they
-come. Events are texts.
+A record is one entry of a file, so after a kill it is either complete or missing; the files are read back to find the
+last one. Events are texts.
 """
 
 from pathlib import Path
@@ -14,20 +14,19 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from outerstep.display import event_line
-from outerstep.tracking.place import hold
+from outerstep.tracking.position import lock
 from outerstep.tracking.records import Record
 from protocol.messages import RunDetail
 
 
 class Tracker:
-    """A tracker. `first` is the round that it has not got yet. Raises OuterstepError for a directory in use, and
-    OSError."""
+    """A tracker. `first` is the next round to write. Raises OuterstepError if the directory is in use, and OSError."""
 
     def __init__(self, out: Path, name: str, run: RunDetail) -> None:
         folder = out / name
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = (folder / "lock").open("w")
-        hold(self._lock)
+        lock(self._lock)
         self.first = 1 + max((step for path in sorted(folder.glob("*tfevents*")) for step in _steps(path)), default=-1)
         self._writer = EventFileWriter(str(folder))
 

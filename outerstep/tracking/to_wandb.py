@@ -10,7 +10,7 @@ from pathlib import Path
 import wandb
 
 from outerstep.display import event_line
-from outerstep.tracking.place import Position
+from outerstep.tracking.position import Position
 from outerstep.tracking.records import Record
 from protocol.errors import OuterstepError
 from protocol.messages import RunDetail

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.backup import making
-from coordinator.backup.copying import copy_whole
+from coordinator.backup import create as creating
+from coordinator.backup.create import superseded
 from coordinator.backup.directory import BackupDirectory, existing
 from coordinator.backup.manifest import Blob, Content, Manifest, decode, encode
-from coordinator.backup.pruning import superseded
-from coordinator.backup.putting_back import restore
+from coordinator.backup.restore import restore
+from coordinator.backup.store import copy_whole
 from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import READ_BYTES
 from harness.coordinator import InThread, coordinator_thread
@@ -96,7 +96,7 @@ def test_what_retention_deletes_in_the_middle_is_not_needed_by_a_newer_copy(tmp_
         settled(running, 1)
         opened: list[str] = []
 
-        def go_on(name: str) -> None:
+        def never_interrupt(name: str) -> None:
             opened.append(name)
             if len(opened) == 1:
                 for round_ in range(1, 4):
@@ -105,7 +105,7 @@ def test_what_retention_deletes_in_the_middle_is_not_needed_by_a_newer_copy(tmp_
                 retained = {*names(running.live("r"), "checkpoints"), *names(running.live("r"), "deltas")}
                 assert name not in retained
 
-        manifest = back_up(running.data_dir, tmp_path / "backups", before_opening=go_on).manifest
+        manifest = back_up(running.data_dir, tmp_path / "backups", before_opening=never_interrupt).manifest
         assert manifest.lost == []
         assert manifest.runs[0].round == 4
         assert len(opened) > len(manifest.blobs)
@@ -144,12 +144,12 @@ def test_backups_one_after_the_other_while_a_crew_trains_are_all_whole(tmp_path:
 
 
 def test_a_backup_that_never_catches_up_ends_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "ATTEMPTS", 2)
+    monkeypatch.setattr(creating, "ATTEMPTS", 2)
     with coordinator_thread(tmp_path / "data") as running:
         (a,) = crew(running, "r", ["a"], rounds=9, checkpoints=SHORT)
         back_up(running.data_dir, tmp_path / "backups")
 
-        def go_on(name: str) -> None:
+        def never_interrupt(name: str) -> None:
             round_ = running.live("r").round
             play_round([a], round_)
             settled(running, round_ + 1)
@@ -157,7 +157,7 @@ def test_a_backup_that_never_catches_up_ends_with_what_to_do(tmp_path: Path, mon
         play_round([a], 0)
         settled(running, 1)
         with pytest.raises(OuterstepError, match="to a faster disk, or keep more checkpoints"):
-            back_up(running.data_dir, tmp_path / "backups", before_opening=go_on)
+            back_up(running.data_dir, tmp_path / "backups", before_opening=never_interrupt)
     assert damages(tmp_path / "backups") == {1: ""}
 
 
@@ -257,7 +257,7 @@ def test_a_flipped_byte_of_a_blob_is_found_and_an_older_backup_restored(two: Pat
     said: list[str] = []
     manifest = restore(BackupDirectory(two), None, tmp_path / "new", said.append)
     assert manifest.number == 1
-    assert said == [f"backup 2 is not whole, so an older one is looked for: {spoilt} is damaged"]
+    assert said == [f"backup 2 is damaged, trying an older one: {spoilt} is damaged"]
     check_restored(tmp_path / "new", manifest)
 
 
@@ -269,7 +269,7 @@ def test_a_flipped_byte_of_the_database_or_the_manifest_is_found(two: Path, tmp_
         2: f"{two / 'backups' / '2.db'} is missing or damaged",
         1: "its manifest is not what was written",
     }
-    with pytest.raises(OuterstepError, match="no backup in .* is whole"):
+    with pytest.raises(OuterstepError, match="every backup in"):
         restore(BackupDirectory(two), None, tmp_path / "new")
     assert not (tmp_path / "new" / "outerstep.db").exists()
 
@@ -319,7 +319,7 @@ def test_where_no_backup_is_it_says_so(two: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(OuterstepError, match="there is no backup in .*empty"):
         existing(tmp_path / "empty")
-    with pytest.raises(OuterstepError, match="there is no backup 7 in .*, but 2, 1"):
+    with pytest.raises(OuterstepError, match="no backup 7 in .* has 2, 1"):
         restore(BackupDirectory(two), 7, tmp_path / "new")
 
 

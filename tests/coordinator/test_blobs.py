@@ -13,8 +13,7 @@ from coordinator.store import directory_blobs
 from coordinator.store.blobs import Blobs, FileReader, RunNames, move, round_of
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
-from harness.memory_blobs import MemoryBlobs
-from harness.stores import read
+from harness.stores import MemoryBlobs, read
 
 NAMES = RunNames("r")
 NAME = NAMES.contribution(1, 0, "w", bytes(32))

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.tuning.room import Room
+from coordinator.store.payloads import MemoryBudget
 from harness.coordinator import InThread
 from harness.member import Member
 from protocol.digest import content_digest, digest
@@ -20,10 +20,10 @@ ROOM_BYTES = 1 << 20
 
 
 @pytest.fixture(params=[ROOM_BYTES, 0], ids=["in memory", "through a file"])
-def room(request: pytest.FixtureRequest, shared: InThread, monkeypatch: pytest.MonkeyPatch) -> Room:
-    room = Room(request.param)
-    monkeypatch.setattr(shared.coordinator, "room", room)
-    return room
+def memory(request: pytest.FixtureRequest, shared: InThread, monkeypatch: pytest.MonkeyPatch) -> MemoryBudget:
+    memory = MemoryBudget(request.param)
+    monkeypatch.setattr(shared.coordinator, "memory", memory)
+    return memory
 
 
 class Sender:
@@ -65,7 +65,7 @@ def senders(running: InThread, run: str) -> Iterator[list[Sender]]:
             each.close()
 
 
-@pytest.mark.usefixtures("room")
+@pytest.mark.usefixtures("memory")
 def test_a_body_may_come_byte_by_byte_or_together_with_its_head(shared: InThread, run: str) -> None:
     with senders(shared, run) as (first, second, *_):
         first.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -76,14 +76,14 @@ def test_a_body_may_come_byte_by_byte_or_together_with_its_head(shared: InThread
         assert second.answer() == 201
 
 
-@pytest.mark.usefixtures("room")
+@pytest.mark.usefixtures("memory")
 def test_bodies_may_follow_one_another_without_waiting_for_the_answers(shared: InThread, run: str) -> None:
     with senders(shared, run) as (first, second, *_):
         first.connection.sendall(first.head() + first.body + second.head() + second.body)
         assert [first.answer(), first.answer()] == [201, 201]
 
 
-@pytest.mark.usefixtures("room")
+@pytest.mark.usefixtures("memory")
 def test_a_client_that_wants_to_be_told_to_go_on_is(shared: InThread, run: str) -> None:
     with senders(shared, run) as (first, *_):
         first.connection.sendall(first.head("Expect: 100-continue"))
@@ -95,25 +95,25 @@ def test_a_client_that_wants_to_be_told_to_go_on_is(shared: InThread, run: str) 
         assert first.answer() == 201
 
 
-def test_a_body_that_breaks_off_leaves_nothing_behind(shared: InThread, run: str, room: Room) -> None:
+def test_a_body_that_breaks_off_leaves_nothing_behind(shared: InThread, run: str, memory: MemoryBudget) -> None:
     with senders(shared, run) as (first, second, *_):
         first.connection.sendall(first.head() + first.body[: len(first.body) // 2])
-        if room.contributions_bytes:
-            wait_until(lambda: room.take(room.contributions_bytes) is None)
+        if memory.contributions_bytes:
+            wait_until(lambda: memory.take(memory.contributions_bytes) is None)
         first.connection.shutdown(socket.SHUT_RDWR)
         wait_until(lambda: not list((shared.data_dir / "incoming").iterdir()))
-        wait_until(lambda: room.take(room.contributions_bytes) is not None)
+        wait_until(lambda: memory.take(memory.contributions_bytes) is not None)
         second.connection.sendall(second.head() + second.body)
         assert second.answer() == 201
 
 
 def test_a_body_that_stops_coming_is_given_up(
-    shared: InThread, run: str, room: Room, monkeypatch: pytest.MonkeyPatch
+    shared: InThread, run: str, memory: MemoryBudget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = shared.coordinator.settings.model_copy(update={"upload_idle_s": 0.1})
     with senders(shared, run) as (first, *_):
         monkeypatch.setattr(shared.coordinator, "settings", settings)
         first.connection.sendall(first.head() + first.body[: len(first.body) // 2])
         assert first.answer() == 408
-        wait_until(lambda: room.take(room.contributions_bytes) is not None)  # while the connection lasts
+        wait_until(lambda: memory.take(memory.contributions_bytes) is not None)  # while the connection lasts
         wait_until(lambda: not list((shared.data_dir / "incoming").iterdir()))

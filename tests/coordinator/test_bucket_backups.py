@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.backup.copying import Interrupted, go_on
-from coordinator.backup.making import Source, files_of, make
+from coordinator.backup.create import Source, create, files_of
+from coordinator.backup.locations import open_existing, open_store
 from coordinator.backup.manifest import Content
-from coordinator.backup.place import content_of
-from coordinator.backup.places import existing, place_of
-from coordinator.backup.putting_back import restore
+from coordinator.backup.restore import restore
+from coordinator.backup.store import Interrupted, content_of, never_interrupt
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
@@ -76,7 +75,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         for round_, state in enumerate(found):
             running.await_state("r", round_)
             back_up(running.data_dir, folder / "backups")
-            restore(place_of(folder / "backups"), None, state)
+            restore(open_store(folder / "backups"), None, state)
             play_round([a], round_)
     return found
 
@@ -87,7 +86,7 @@ def spoilt(content: bytes) -> bytes:
 
 
 def only_in_2(url: str) -> list[str]:
-    first, second = ({blob.digest for blob in place_of(url).manifest(n).blobs} for n in (1, 2))
+    first, second = ({blob.digest for blob in open_store(url).manifest(n).blobs} for n in (1, 2))
     return sorted(second - first)
 
 
@@ -108,7 +107,7 @@ def test_what_is_new_goes_up_the_newest_stay_and_each_is_restored(
     first = back_up(states[0], url, keep=2)
     assert first.copied_blobs == len(first.manifest.blobs) > 0
     assert s3.keys(f"{prefix}/blobs/") == {blob.digest for blob in first.manifest.blobs}
-    assert (back_up(states[0], url, keep=2).copied_blobs, place_of(url).numbers()) == (0, [2, 1])
+    assert (back_up(states[0], url, keep=2).copied_blobs, open_store(url).numbers()) == (0, [2, 1])
     last = [back_up(states[round_], url, keep=2) for round_ in (1, 2)]
     assert [made.removed for made in last] == [[1], [2]]
     assert damages(url) == {4: "", 3: ""}
@@ -118,7 +117,7 @@ def test_what_is_new_goes_up_the_newest_stay_and_each_is_restored(
     assert s3.keys(f"{prefix}/backups/") == names
     for made in last:
         new = tmp_path / f"new-{made.manifest.number}"
-        manifest = restore(existing(url), made.manifest.number, new)
+        manifest = restore(open_existing(url), made.manifest.number, new)
         assert manifest == made.manifest
         check_restored(new, manifest)
 
@@ -141,11 +140,11 @@ def test_a_large_object_goes_up_and_comes_down_in_parts(s3: S3Server, url: str, 
     bucket = BackupBucket(url)
     with bucket.locked(), FileReader(tmp_path / "blob") as reader:
         s3.asked.clear()
-        assert bucket.take_blob(reader, name, go_on)
+        assert bucket.take_blob(reader, name, never_interrupt)
         assert bucket.holds(Content(digest=name, size=len(content)))
         sizes = [request.size for request in s3.asked if "partNumber" in request.query]
         assert sorted(sizes) == [77, objects.PART_BYTES, objects.PART_BYTES]
-        assert not bucket.take_blob(reader, "0" * 64, go_on), "another digest"
+        assert not bucket.take_blob(reader, "0" * 64, never_interrupt), "another digest"
     assert s3.keys(f"{prefix}/blobs/") == {name}
     assert "Uploads" not in s3.client().list_multipart_uploads(Bucket=BUCKET), "none is left half"
     s3.asked.clear()
@@ -175,7 +174,7 @@ def test_an_interrupted_upload_leaves_nothing_and_the_next_one_goes_on(
     s3.after = stop
     source = Source(sqlite.url_in(states[0]), files_of(states[0]))
     with pytest.raises(Interrupted):
-        make(source, place_of(url), 1, interrupt=interrupt)
+        create(source, open_store(url), 1, interrupt=interrupt)
     assert len(s3.keys(f"{prefix}/blobs/")) == 1
     s3.undisturbed()
     made = back_up(states[0], url)
@@ -254,12 +253,14 @@ def test_who_was_stopped_for_long_does_no_harm_to_who_took_over(
         assert all(first.holds(blob) for blob in manifest.blobs)
         database = first.scratch()
         shutil.copy(states[0] / sqlite.FILE, database)
-        made = make(Source(sqlite.url_in(states[2]), files_of(states[2])), second, keep=1)
+        made = create(Source(sqlite.url_in(states[2]), files_of(states[2])), second, keep=1)
         assert (made.manifest.number, made.removed) == (2, [1])
         with pytest.raises(OuterstepError, match="another backup has taken the lock"):
-            first.add(manifest.model_copy(update={"number": 3, "database": content_of(database)}), database, go_on)
+            first.add(
+                manifest.model_copy(update={"number": 3, "database": content_of(database)}), database, never_interrupt
+            )
     assert damages(url) == {2: ""}
-    check_restored(tmp_path / "new", restore(place_of(url), None, tmp_path / "new"))
+    check_restored(tmp_path / "new", restore(open_store(url), None, tmp_path / "new"))
     assert back_up(states[1], url).manifest.number == 3, "nothing holds the lock"
 
 
@@ -269,7 +270,7 @@ def test_who_cannot_renew_the_lock_removes_nothing(s3: S3Server, two: str, prefi
     there = s3.keys(f"{prefix}/blobs/")
     with bucket.locked():
         time.now += lease.LEASE_S - lease.MARGIN_S + 1
-        with pytest.raises(OuterstepError, match="could not be renewed in time, so another may have it"):
+        with pytest.raises(OuterstepError, match="could not be renewed in time"):
             bucket.remove_blobs(bucket.digests())
     assert s3.keys(f"{prefix}/blobs/") == there
 
@@ -282,20 +283,20 @@ def test_a_number_is_taken_once(two: str, states: list[Path]) -> None:
         with bucket.open_database(manifest) as reader:
             memory = memoryview(bytearray(reader.size))
             database.write_bytes(memory[: reader.read_into(memory, 0)])
-        with pytest.raises(OuterstepError, match=r"another backup is .*/backups/2\.json: do the same again"):
-            bucket.add(manifest.model_copy(update={"made_at": 1.0}), database, go_on)
+        with pytest.raises(OuterstepError, match=r"another backup .*/backups/2\.json"):
+            bucket.add(manifest.model_copy(update={"made_at": 1.0}), database, never_interrupt)
     assert bucket.manifest(2) == manifest
 
 
 def test_a_store_that_heeds_no_conditions_is_refused(s3: S3Server, url: str, states: list[Path]) -> None:
     s3.deaf = True
-    with pytest.raises(OuterstepError, match="heeds no `If-None-Match`, so two backups at once could harm each other"):
+    with pytest.raises(OuterstepError, match="ignores `If-None-Match`"):
         back_up(states[0], url)
 
 
 def test_a_lock_that_is_none_is_left_alone(s3: S3Server, url: str, prefix: str, states: list[Path]) -> None:
     s3.write(f"{prefix}/lock", b"mine")
-    with pytest.raises(OuterstepError, match="lock is no lock of Outerstep"):
+    with pytest.raises(OuterstepError, match="is not a lock of Outerstep"):
         back_up(states[0], url)
     assert s3.read(f"{prefix}/lock") == b"mine"
 
@@ -313,10 +314,10 @@ def test_what_is_spoilt_in_the_bucket_is_found_and_an_older_backup_restored(
     assert told[2].startswith(f"{two}/blobs/{blob} is missing or damaged (runs/r/")
     assert told[1] == ""
     said: list[str] = []
-    manifest = restore(place_of(two), None, tmp_path / "new", said.append)
+    manifest = restore(open_store(two), None, tmp_path / "new", said.append)
     assert (manifest.number, said) == (
         1,
-        [f"backup 2 is not whole, so an older one is looked for: {two}/blobs/{blob} is damaged"],
+        [f"backup 2 is damaged, trying an older one: {two}/blobs/{blob} is damaged"],
     )
     check_restored(tmp_path / "new", manifest)
     s3.client().delete_object(Bucket=BUCKET, Key=key)
@@ -326,12 +327,12 @@ def test_what_is_spoilt_in_the_bucket_is_found_and_an_older_backup_restored(
 def test_a_spoilt_database_and_a_spoilt_manifest_are_found(
     s3: S3Server, two: str, prefix: str, states: list[Path], tmp_path: Path
 ) -> None:
-    name = BackupBucket(two).database_name(place_of(two).manifest(2))
+    name = BackupBucket(two).database_name(open_store(two).manifest(2))
     for key in (name.removeprefix(f"s3://{BUCKET}/"), f"{prefix}/backups/1.json"):
         s3.write(key, spoilt(s3.read(key)))
     assert damages(two) == {2: f"{name} is missing or damaged", 1: "its manifest is not what was written"}
-    with pytest.raises(OuterstepError, match="no backup in .* is whole"):
-        restore(place_of(two), None, tmp_path / "new")
+    with pytest.raises(OuterstepError, match="every backup in"):
+        restore(open_store(two), None, tmp_path / "new")
     before = s3.keys(f"{prefix}/blobs/")
     back_up(states[2], two, keep=1)
     assert before < s3.keys(f"{prefix}/blobs/"), "what cannot be read may need any of them"
@@ -350,11 +351,11 @@ def test_a_cut_blob_is_copied_anew(s3: S3Server, two: str, prefix: str, states: 
 def test_a_line_that_is_cut_is_no_damage(s3: S3Server, two: str, tmp_path: Path) -> None:
     blob = only_in_2(two)[0]
     s3.fault = lambda request: (503, "SlowDown") if blob in request.path and request.method == "GET" else None
-    for does in (lambda: damages(two), lambda: restore(place_of(two), None, tmp_path / "new")):
+    for does in (lambda: damages(two), lambda: restore(open_store(two), None, tmp_path / "new")):
         with pytest.raises(Transient, match=f"cannot read {two}/blobs/{blob}: the store answers 503"):
             does()
     s3.undisturbed()
-    check_restored(tmp_path / "new", restore(place_of(two), None, tmp_path / "new"))
+    check_restored(tmp_path / "new", restore(open_store(two), None, tmp_path / "new"))
 
 
 def test_an_answer_that_is_lost_is_no_refusal(s3: S3Server, url: str, states: list[Path]) -> None:
@@ -391,15 +392,23 @@ def test_a_fault_in_the_middle_leaves_what_was_there_and_the_next_one_goes_on(
         (
             "PUT",
             (403, "SignatureDoesNotMatch"),
-            "this machine may not write {url}/lock (403 SignatureDoesNotMatch): see ",
+            "this machine may not write {url}/lock (403 SignatureDoesNotMatch): ",
         ),
         (
             "GET",
             (403, "AccessDenied"),
-            "this machine may not list {url} (403 AccessDenied): see that the key in AWS_AC",
+            "this machine may not list {url} (403 AccessDenied): check that the key in AWS_AC",
         ),
-        ("GET", (400, "AuthorizationHeaderMalformed"), "the bucket of {url} is in another region than was asked: set "),
-        ("GET", (301, "PermanentRedirect"), "the bucket of {url} is in another region than was asked: set AWS_REGION"),
+        (
+            "GET",
+            (400, "AuthorizationHeaderMalformed"),
+            "the bucket of {url} is in another region than the request: set ",
+        ),
+        (
+            "GET",
+            (301, "PermanentRedirect"),
+            "the bucket of {url} is in another region than the request: set AWS_REGION",
+        ),
         ("PUT", (400, "InvalidRequest"), "cannot write {url}/lock: the store answers 400 InvalidRequest"),
     ],
 )
@@ -421,9 +430,9 @@ def test_an_upload_that_the_bucket_has_dropped_may_be_tried_again(s3: S3Server, 
     with (
         bucket.locked(),
         FileReader(tmp_path / "blob") as reader,
-        pytest.raises(Transient, match=r"the parts of .* were removed before all were there"),
+        pytest.raises(Transient, match=r"the parts of .* were removed"),
     ):
-        bucket.take_blob(reader, digest(content).hex(), go_on)
+        bucket.take_blob(reader, digest(content).hex(), never_interrupt)
 
 
 def test_where_there_are_no_credentials_the_variables_are_named(
@@ -432,18 +441,18 @@ def test_where_there_are_no_credentials_the_variables_are_named(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")  # which machines of a cloud have
-    with pytest.raises(OuterstepError, match=f"no credentials here for {url}: set AWS_ACCESS_KEY_ID and AWS_SECRET_"):
-        existing(url)
-    with pytest.raises(OuterstepError, match="no credentials here for az://a/b: set AZURE_STORAGE_ACCOUNT_NAME and"):
-        place_of("az://a/b")
+    with pytest.raises(OuterstepError, match=f"no credentials for {url}: set AWS_ACCESS_KEY_ID"):
+        open_existing(url)
+    with pytest.raises(OuterstepError, match="no credentials for az://a/b: set AZURE_STORAGE_ACCOUNT_NAME"):
+        open_store("az://a/b")
 
 
 def test_a_bucket_that_is_not_there_is_told(s3: S3Server, states: list[Path]) -> None:
-    for does in (lambda url: back_up(states[0], url), existing):
-        with pytest.raises(OuterstepError, match="there is no bucket 'nowhere' for s3://nowhere/a: make it, or name"):
+    for does in (lambda url: back_up(states[0], url), open_existing):
+        with pytest.raises(OuterstepError, match="there is no bucket 'nowhere' for s3://nowhere/a"):
             does("s3://nowhere/a")
     with pytest.raises(OuterstepError, match="s3:///a names no bucket"):
-        place_of("s3:///a")
+        open_store("s3:///a")
 
 
 def test_where_nobody_answers_another_try_may_help(
@@ -451,7 +460,7 @@ def test_where_nobody_answers_another_try_may_help(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with pytest.raises(
-        Transient, match=f"cannot list {url}: nothing answers at http://127.0.0.1:1 .*: see that it can be"
+        Transient, match=f"cannot list {url}: nothing answers at http://127.0.0.1:1 .*: check that it can be"
     ):
         back_up(states[0], url)
 
@@ -460,9 +469,9 @@ def test_where_no_backup_is_it_says_so(s3: S3Server, url: str, prefix: str, stat
     with pytest.raises(
         OuterstepError, match=f"there is no backup in {url}: `outerstep coordinator backup {url}` makes"
     ):
-        existing(url)
+        open_existing(url)
     s3.write(f"{prefix}/letter", b"")
-    with pytest.raises(OuterstepError, match=f"{url} has other objects than backups: name another prefix"):
+    with pytest.raises(OuterstepError, match=f"{url} has other objects"):
         back_up(states[0], url)
     assert s3.keys(f"{prefix}/") == {"letter"}
 

@@ -20,8 +20,7 @@ from uvicorn.server import ServerState
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.http.connections import MAX_PIPELINED, Connection
 from coordinator.settings import Settings
-from harness.certificates import make_certificate
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread, coordinator_thread, make_certificate
 from outerstep.common.connections import ssl_context
 from tests.support.waiting import wait_until
 

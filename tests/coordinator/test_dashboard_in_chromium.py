@@ -260,7 +260,7 @@ def test_making_and_revoking_a_join_token(browser: Browser, played: Played) -> N
     with opened(browser, running, "tokens") as found:
         page = found.page
         click(found, "Create a token")
-        page.get_by_label("For", exact=True).select_option(played.run)
+        page.get_by_label("Run", exact=True).select_option(played.run)
         page.get_by_label("Uses").fill("7")
         page.get_by_label("Note").fill(HOSTILE)
         click(found, "Create it")
@@ -286,7 +286,7 @@ def test_a_viewers_link(browser: Browser, played: Played) -> None:
     with opened(browser, running, "tokens") as admin:
         click(admin, "Create a token")
         admin.page.get_by_label("Scope").select_option("viewer")
-        admin.page.get_by_label("For", exact=True).select_option(played.run)
+        admin.page.get_by_label("Run", exact=True).select_option(played.run)
         click(admin, "Create it")
         link = admin.page.locator(".fresh code").nth(1).inner_text()
     token = link.partition("token=")[2].partition("&")[0]
@@ -534,7 +534,7 @@ def test_what_has_not_been_answered_yet_is_not_said_to_be_nothing(browser: Brows
             page.goto(f"{played.running.url}/#run={played.run}")
         units_panel = page.locator('section[aria-label="Work units"]')
         expect(page.locator("table.workers tbody tr")).to_have_count(3)
-        expect(units_panel).to_contain_text("Asking")
+        expect(units_panel).to_contain_text("Loading")
         assert "/units" in asked.value.url
         assert "No epoch" not in units_panel.inner_text()
 

@@ -10,9 +10,8 @@ import httpx
 import pytest
 
 from coordinator.store import data_directory, sqlite
-from coordinator.store.payloads import has_digest
+from coordinator.store.payloads import MemoryBudget, has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
-from coordinator.tuning.room import Room
 from coordinator.upkeep.storage import QUIET_S
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member, spec_toml
@@ -173,7 +172,7 @@ def test_uploads_leave_the_room_that_the_run_needs(tmp_path: Path, monkeypatch: 
     clock = SettableClock()
     with coordinator_thread(tmp_path / "data", clock=clock) as running:
         (a,) = crew(running, "r", ["a"], rounds=1, members="lease_s = 1000")
-        monkeypatch.setattr(running.coordinator, "room", Room(0))  # so that uploads go through files
+        monkeypatch.setattr(running.coordinator, "memory", MemoryBudget(0))  # so that uploads go through files
         assignment, path = a.assignment(0), a.contribution_path(0, 0)
         body = a.payload(assignment, 0, a.pseudo_gradients(0)[0])
         described = {"Repr-Digest": content_digest(digest(body))}

@@ -10,8 +10,8 @@ import pytest
 
 from coordinator import reports
 from coordinator.http.response_cache import READ_BYTES, ReadCache
-from coordinator.run.bell import EVENTS, PAUSE_S, Bell
 from coordinator.run.live_run import LiveRun
+from coordinator.run.waiters import EVENTS, PAUSE_S, Waiters
 from harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, Scope
 from tests.coordinator.crew import crew
@@ -183,12 +183,12 @@ def test_streams_are_woken_one_after_another_and_at_the_end_at_once() -> None:
     loop = Loop()
 
     async def story() -> None:
-        bell = Bell()
-        bell.attach(asyncio.get_running_loop())
+        waiters = Waiters()
+        waiters.attach(asyncio.get_running_loop())
 
         async def follow(woken: list[float]) -> None:
-            with bell.listening("r", EVENTS) as ring:
-                await ring.wait()
+            with waiters.register("r", EVENTS) as event:
+                await event.wait()
             woken.append(loop.passed)
 
         async def turns() -> None:
@@ -198,14 +198,14 @@ def test_streams_are_woken_one_after_another_and_at_the_end_at_once() -> None:
         woken: list[float] = []
         following = [asyncio.create_task(follow(woken)) for _ in range(4)]
         await turns()
-        bell.ring("r", EVENTS)
+        waiters.wake("r", EVENTS)
         await turns()
         assert woken == [0]
         for passed in (PAUSE_S, 2 * PAUSE_S):
             loop.passed = passed
             await turns()
         assert woken == [0, PAUSE_S, 2 * PAUSE_S]
-        bell.close()
+        waiters.close()
         await asyncio.gather(*following)
         assert woken == [0, PAUSE_S, 2 * PAUSE_S, 2 * PAUSE_S]
 

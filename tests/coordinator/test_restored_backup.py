@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from coordinator.backup.directory import BackupDirectory
-from coordinator.backup.putting_back import restore
+from coordinator.backup.restore import restore
 from coordinator.store.database import url_of
 from harness.coordinator import coordinator_thread
 from harness.member import Member
@@ -37,7 +37,7 @@ def test_the_crew_goes_on_from_the_backup_and_ends_with_one_model(tmp_path: Path
     with coordinator_thread(tmp_path / "new") as running:
         (event,) = events(running, "r", "restored-from-backup")
         assert event["message"].startswith("backup 1 of 20")
-        assert "goes on from round 2, and every worker joins again" in event["message"]
+        assert "from round 2, and every worker joins again" in event["message"]
         running.admin_token = old_token  # tokens of then are good, and names are theirs
         with httpx.Client(base_url=running.url, headers=a.http.headers) as waiting:
             problem(waiting.put(a.path("/lease"), json={}), "unauthorized")
@@ -105,7 +105,7 @@ def test_half_of_a_restore_is_no_data_directory(tmp_path: Path) -> None:
         back_up(running.data_dir, tmp_path / "backups")
     restore(BackupDirectory(tmp_path / "backups"), None, tmp_path / "new")
     (tmp_path / "new" / "outerstep.db").unlink()
-    with pytest.raises(ValueError, match="was not restored to the end: run `outerstep coordinator restore` again"):
+    with pytest.raises(ValueError, match="incomplete: run `outerstep coordinator restore` again"):
         url_of(None, tmp_path / "new")
     restored(tmp_path / "backups", tmp_path / "new")
     with coordinator_thread(tmp_path / "new") as running:

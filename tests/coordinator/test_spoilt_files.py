@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import delete
 
 from coordinator.run.live_run import LiveRun
+from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import FragmentRow, UnitRangeRow
-from coordinator.sync.deltas import mend_delta
-from coordinator.tuning.room import Room
+from coordinator.sync.deltas import rebuild_delta_if_damaged
 from coordinator.upkeep.verifying import verify
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import Member
@@ -45,7 +45,7 @@ def two_of_whom_a_has_contributed(running: InThread, run: str, **spec: Any) -> t
 @pytest.fixture
 def no_room(shared: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """No contribution is in memory, as after a start, or of very many workers."""
-    monkeypatch.setattr(shared.coordinator, "room", Room(0))
+    monkeypatch.setattr(shared.coordinator, "memory", MemoryBudget(0))
 
 
 def state_of(running: InThread, run: str) -> str:
@@ -155,7 +155,7 @@ def test_a_delta_that_cannot_be_made_again_is_gone_and_told_once(shared: InThrea
     live = verified(shared, run)
     spoil(live.blobs, the(live, "deltas", 0, 0))
     for _ in range(2):
-        assert not mend_delta(live, 0, 0)
+        assert not rebuild_delta_if_damaged(live, 0, 0)
     assert len(events(shared, run, "corrupt")) == 1
     problem(a.delta(0, 0), "gone")
     play_round([a], 2)

@@ -14,7 +14,7 @@ from coordinator.http.downloads import blob_response
 from coordinator.store.blobs import Blobs, Stored
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.tuning.room import Room
+from coordinator.store.payloads import MemoryBudget
 from harness.coordinator import InThread, SettableClock
 from harness.stores import disturbed, names, read, the
 from protocol.digest import content_digest, digest
@@ -23,66 +23,66 @@ from tests.coordinator.crew import crew, info, play_round, problem
 from tests.support.waiting import wait_until
 
 
-def kept(room: Room, count: int) -> list[int]:
-    return [number for number in range(count) if room.delta(bytes([number]))]
+def kept(memory: MemoryBudget, count: int) -> list[int]:
+    return [number for number in range(count) if memory.delta(bytes([number]))]
 
 
 def test_the_newest_deltas_are_kept_and_never_more_than_the_limit() -> None:
-    room = Room(0, 100)
+    memory = MemoryBudget(0, 100)
     for number in range(5):
-        room.add_delta(bytes([number]), memoryview(bytes(40)))
-    room.add_delta(bytes([4]), memoryview(bytes(40)))
-    assert kept(room, 5) == [3, 4]
-    room.add_delta(b"too large", memoryview(bytes(101)))
-    assert room.delta(b"too large") is None
+        memory.add_delta(bytes([number]), memoryview(bytes(40)))
+    memory.add_delta(bytes([4]), memoryview(bytes(40)))
+    assert kept(memory, 5) == [3, 4]
+    memory.add_delta(b"too large", memoryview(bytes(101)))
+    assert memory.delta(b"too large") is None
 
 
 def test_deltas_fill_what_contributions_leave_and_the_oldest_make_place_for_them() -> None:
-    room = Room(100, 50)
+    memory = MemoryBudget(100, 50)
     for number in range(5):
-        room.add_delta(bytes([number]), memoryview(bytes(30)))
-    assert kept(room, 5) == [0, 1, 2, 3, 4]
-    first = room.take(10)
-    assert kept(room, 5) == [1, 2, 3, 4]
-    second = room.take(90)
+        memory.add_delta(bytes([number]), memoryview(bytes(30)))
+    assert kept(memory, 5) == [0, 1, 2, 3, 4]
+    first = memory.take(10)
+    assert kept(memory, 5) == [1, 2, 3, 4]
+    second = memory.take(90)
     assert first is not None
     assert second is not None
-    assert kept(room, 5) == [4]
+    assert kept(memory, 5) == [4]
     del second
     for number in range(5, 8):
-        room.add_delta(bytes([number]), memoryview(bytes(30)))
-    assert kept(room, 8) == [4, 5, 6, 7]
+        memory.add_delta(bytes([number]), memoryview(bytes(30)))
+    assert kept(memory, 8) == [4, 5, 6, 7]
 
 
 def test_room_is_lent_up_to_its_bound_and_comes_back_with_the_last_reference() -> None:
-    room = Room(100)
-    first, second = room.take(60), room.take(40)
+    memory = MemoryBudget(100)
+    first, second = memory.take(60), memory.take(40)
     assert first is not None
     assert second is not None
-    assert room.take(1) is None
+    assert memory.take(1) is None
     first[:] = bytes(range(60))
     part = np.frombuffer(first[10:20], np.uint8)
     del first
-    assert room.take(60) is None  # a part of it is in use still
+    assert memory.take(60) is None  # a part of it is in use still
     assert part.tolist() == list(range(10, 20))
     del part
-    assert room.take(61) is None
-    assert room.take(60) is not None
+    assert memory.take(61) is None
+    assert memory.take(60) is not None
 
 
 def test_room_is_expected_only_where_some_has_just_come_back_and_never_more_than_there_is() -> None:
     clock = SettableClock()
-    room = Room(100, clock=clock)
-    assert not room.frees_up(10)
-    held = [room.take(50), room.take(50)]
-    assert room.take(10) is None
-    assert not room.frees_up(10)
+    memory = MemoryBudget(100, clock=clock)
+    assert not memory.frees_up(10)
+    held = [memory.take(50), memory.take(50)]
+    assert memory.take(10) is None
+    assert not memory.frees_up(10)
     held.pop()
-    assert room.take(60) is None
-    assert room.frees_up(60)
-    assert not room.frees_up(101)
+    assert memory.take(60) is None
+    assert memory.frees_up(60)
+    assert not memory.frees_up(101)
     clock.advance(1)
-    assert not room.frees_up(60)
+    assert not memory.frees_up(60)
 
 
 def test_a_round_is_the_same_whether_there_is_room_for_all_some_or_none_of_its_contributions(
@@ -90,7 +90,7 @@ def test_a_round_is_the_same_whether_there_is_room_for_all_some_or_none_of_its_c
 ) -> None:
     states, in_memory = [], []
     for number, room_bytes in enumerate((1 << 20, 800, 0)):
-        monkeypatch.setattr(shared.coordinator, "room", Room(room_bytes))
+        monkeypatch.setattr(shared.coordinator, "memory", MemoryBudget(room_bytes))
         name = f"{run}-{number}"
         a, b = crew(shared, name, ["a", "b"], rounds=1, min_workers=2)
         for member in (a, b):
@@ -104,7 +104,7 @@ def test_a_round_is_the_same_whether_there_is_room_for_all_some_or_none_of_its_c
             member.step(0)
         shared.await_state(name, 1)
         states.append(info(shared, name)["state_digest"])
-        assert all(not fragment.contents for fragment in opening.fragments), "room is held after the averaging"
+        assert all(not fragment.contents for fragment in opening.fragments), "memory is held after the averaging"
     assert in_memory[0] == [1] * len(in_memory[0])
     assert 0 < sum(in_memory[1]) < len(in_memory[1])
     assert sum(in_memory[2]) == 0
@@ -117,12 +117,12 @@ def test_an_upload_that_is_not_what_it_announced_leaves_no_file_and_gives_its_ro
     (a,) = crew(shared, run, ["a"], rounds=1)
     assignment, values = a.assignment(0), a.pseudo_gradients(0)[0]
     body = a.payload(assignment, 0, values)
-    room = Room(len(body))
-    monkeypatch.setattr(shared.coordinator, "room", room)
+    memory = MemoryBudget(len(body))
+    monkeypatch.setattr(shared.coordinator, "memory", memory)
     headers = {"Content-Digest": content_digest(digest(b"another"))}
     problem(a.http.put(a.contribution_path(0, 0), content=body, headers=headers), "digest-mismatch")
     assert list((shared.data_dir / "incoming").iterdir()) == []
-    wait_until(lambda: room.take(len(body)) is not None)
+    wait_until(lambda: memory.take(len(body)) is not None)
     assert a.contribute(assignment, 0, values).status_code == 201
 
 
@@ -188,7 +188,7 @@ def test_a_delta_is_the_same_bytes_from_memory_and_from_its_blob(shared: InThrea
     play_round([member], 0)
     live = shared.live(run)
     from_memory = member.delta(0, 0)
-    assert live.world.room.delta(digest(from_memory.content)) is not None
+    assert live.context.memory.delta(digest(from_memory.content)) is not None
     assert from_memory.content == read(live.blobs, the(live, "deltas", 0, 0))
 
 

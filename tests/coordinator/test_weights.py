@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.sync.deltas import mend_delta
-from coordinator.trust.weights import weights
+from coordinator.sync.deltas import rebuild_delta_if_damaged
+from coordinator.trust.verdicts import weights
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
 from protocol.digest import digest
@@ -176,5 +176,5 @@ def test_the_delta_says_what_each_weighed_and_is_made_again_to_the_same_bytes(sh
     assert {each.worker: each.tokens // unit for each in header.contributors} == {"a": 5, "b": 5, "fast": 20}
     assert info(shared, run, "/workers/fast")["tokens"] == (10 + 100) * unit, "what it has trained is counted whole"
     live.blobs.delete(live.names.delta(1, 0, digest(delta)))
-    assert mend_delta(live, 1, 0)
+    assert rebuild_delta_if_damaged(live, 1, 0)
     assert members[0].delta(1, 0).content == delta

@@ -44,14 +44,14 @@ def test_backing_up_listing_and_restoring(tmp_path: Path):
         token = served.admin_token
     code, out, _ = outerstep("coordinator", "backups", root)
     assert (code, out.split()[:7]) == (0, ["backup", "made", "at", "runs", "bytes", "blobs", "state"])
-    assert re.search(r"^3 +20\S+ \S+ +kept 0, later 0 +.* whole$", out, re.MULTILINE)
+    assert re.search(r"^3 +20\S+ \S+ +kept 0, later 0 +.* intact$", out, re.MULTILINE)
     listed = json.loads(outerstep("coordinator", "backups", root, "--format", "json")[1])
     assert [(each["number"], each["damage"], len(each["runs"])) for each in listed] == [(3, "", 2), (2, "", 2)]
 
     code, out, err = outerstep("coordinator", "restore", root, "--data", new, "--backup", 2, "--new-admin-token")
     assert (code, err) == (0, "")
     assert re.search(rf"restored backup 2 of 20.* into {new}: kept at state 0, later at state 0", out)
-    assert f"made an admin token: {new}/admin.token" in out
+    assert f"created an admin token: {new}/admin.token" in out
     with serving(new) as again:
         for secret in (token, again.admin_token):
             assert "later" in again.outerstep("run", "ls", token=secret)[1]
@@ -79,11 +79,11 @@ def test_a_damaged_backup_is_shown_and_ends_with_3(tmp_path: Path, served: Serve
     database.write_bytes(database.read_bytes()[:-1] + b"?")
     code, out, err = outerstep("coordinator", "backups", root)
     assert code == 3
-    assert [line.split()[-1] for line in out.strip().splitlines()[1:]] == ["damaged", "whole"]
+    assert [line.split()[-1] for line in out.strip().splitlines()[1:]] == ["damaged", "intact"]
     assert err.startswith(f"outerstep: backup 2: {database} is missing or damaged. Do not rely on it: restore another")
     code, out, err = outerstep("coordinator", "restore", root, "--data", tmp_path / "new")
     assert (code, out.startswith("restored backup 1")) == (0, True)
-    assert err.startswith("backup 2 is not whole, so an older one is looked for: ")
+    assert err.startswith("backup 2 is damaged, trying an older one: ")
 
 
 @pytest.mark.system
@@ -98,7 +98,7 @@ def test_a_bucket_in_the_place_of_a_directory(tmp_path: Path, served: Served, mo
             monkeypatch.setenv(name, value)
         code, out, err = outerstep("coordinator", "backup", f"{url}/", "--data", served.data)
         assert (code, out.startswith(f"made backup 1 in {url}: 0 new of 0 blobs"), err) == (0, True, "")
-        assert re.search(r"^1 +20\S+ .* whole$", outerstep("coordinator", "backups", url)[1], re.MULTILINE)
+        assert re.search(r"^1 +20\S+ .* intact$", outerstep("coordinator", "backups", url)[1], re.MULTILINE)
         code, out, err = outerstep("coordinator", "restore", url, "--data", new, "--new-admin-token")
         assert (code, out.startswith("restored backup 1"), err) == (0, True, "")
         manifest = s3.read("deep/er/backups/1.json")
@@ -115,9 +115,13 @@ def test_a_bucket_in_the_place_of_a_directory(tmp_path: Path, served: Served, mo
 @pytest.mark.parametrize(
     ("arguments", "code", "told"),
     [
-        (["backup", "{tmp}/b", "--data", "{tmp}/none"], 2, "there is no directory {tmp}/none: give --data"),
-        (["backup", "{tmp}/b", "--data", "{tmp}"], 3, "are within each other: name a directory for backups that is"),
-        (["backup", "{tmp}/b", "--data", "{tmp}/empty"], 2, "{tmp}/empty has no database, so it is no coordinator's"),
+        (["backup", "{tmp}/b", "--data", "{tmp}/none"], 2, "{tmp}/none does not exist: give --data"),
+        (["backup", "{tmp}/b", "--data", "{tmp}"], 3, "overlap: store backups in another directory"),
+        (
+            ["backup", "{tmp}/b", "--data", "{tmp}/empty"],
+            2,
+            "{tmp}/empty has no database, so it is not a coordinator's",
+        ),
         (
             ["backup", "ftp://host/b", "--data", "{tmp}/empty"],
             2,

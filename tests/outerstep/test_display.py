@@ -95,7 +95,7 @@ def test_an_outage_is_told_once_and_so_is_its_end():
     gone = look(trouble="cannot reach the coordinator at http://c")
     back = replace(gone, trouble=None)
     assert lines_of(back, gone, gone, back, back) == [
-        "cannot reach the coordinator at http://c; asking again",
+        "cannot reach the coordinator at http://c; retrying",
         "the coordinator is back",
     ]
 
@@ -103,7 +103,7 @@ def test_an_outage_is_told_once_and_so_is_its_end():
 def test_what_holds_a_run_up_is_told_once_and_so_is_its_end():
     full = look(held_up_by="storage-full", reason="the disk is full")
     goes_on = look(reason="round 3: waiting")
-    assert lines_of(goes_on, full, full, goes_on) == ["the disk is full", "the run goes on: round 3: waiting"]
+    assert lines_of(goes_on, full, full, goes_on) == ["the disk is full", "the run continues: round 3: waiting"]
 
 
 def test_the_end_is_told():

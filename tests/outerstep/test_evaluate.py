@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from harness.coordinator import InThread, coordinator_thread
-from outerstep import evaluating
+from outerstep import models
 from protocol.messages import CheckpointDetail
 from protocol.wire import Payload
 from tests.outerstep.conftest import Served
@@ -219,7 +219,7 @@ def test_a_batch_goes_through_the_model_in_parts(trained: Trained, monkeypatch: 
         return forward(model, tokens, *arguments, **options)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
-    monkeypatch.setattr(evaluating, "TOKENS_AT_ONCE", 2 * 32)
+    monkeypatch.setattr(models, "TOKENS_AT_ONCE", 2 * 32)
     assert trained.evaluate()["held_out"]["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
     assert max(rows) == 2
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from outerstep import plan, tcp
+from outerstep import plan
 from outerstep.cli import app
 from outerstep.plan import Workload
 from protocol.codecs import CODECS
@@ -62,15 +62,15 @@ def test_bytes_are_those_of_a_real_payload(codec: str):
     ids=["upload", "download"],
 )
 def test_a_sync_takes_as_long_as_its_slower_direction_and_little_more(workload: Workload, seconds: float):
-    sync_s = plan.exchange(workload, "int8", "int8").sync_s
+    sync_s = plan.sync_cost(workload, "int8", "int8").sync_s
     assert seconds < sync_s < 1.25 * seconds
 
 
 def test_one_fragment_goes_through_everything_one_after_the_other():
     workload = replace(WORKLOAD, parameters=1_000_000, latency_s=0.5)
-    each = plan.exchange(workload, "int8", "int8")
-    up, down = tcp.up(workload.up, 0.5, 0.0), tcp.down(workload.down, 0.5, 0.0)
-    lines = up.transfer_s(each.upload_bytes + tcp.ACK_SHARE * each.download_bytes)
+    each = plan.sync_cost(workload, "int8", "int8")
+    up, down = plan.uplink(workload.up, 0.5, 0.0), plan.downlink(workload.down, 0.5, 0.0)
+    lines = up.transfer_s(each.upload_bytes + plan.ACK_SHARE * each.download_bytes)
     lines += down.transfer_s(each.download_bytes)
     assert lines > 8 * each.upload_bytes / workload.up + 8 * each.download_bytes / workload.down + 0.5
     cpu = 1e-3 * (1 / INT8.pack + 4 / INT8.accumulate)
@@ -80,13 +80,13 @@ def test_one_fragment_goes_through_everything_one_after_the_other():
 
 def test_many_small_fragments_wait_for_the_latency_of_each():
     workload = replace(WORKLOAD, parameters=1_000_000, latency_s=0.5)
-    assert plan.exchange(workload, "int8", "int8", fragment=10_000).sync_s > 100 / plan.UPLOADS * 0.5
+    assert plan.sync_cost(workload, "int8", "int8", fragment=10_000).sync_s > 100 / plan.UPLOADS * 0.5
 
 
 def test_a_far_line_costs_its_slow_start_and_losses_the_last_parts():
     """Rows of benchmarks.wan, docs/performance.md: 8 M parameters over 100/10 Mbit/s."""
     near, far, lossy = (
-        plan.exchange(replace(WORKLOAD, parameters=8_000_000, latency_s=latency_s, loss=loss), "int8", "int8").sync_s
+        plan.sync_cost(replace(WORKLOAD, parameters=8_000_000, latency_s=latency_s, loss=loss), "int8", "int8").sync_s
         for latency_s, loss in ((0.0, 0.0), (0.15, 0.0), (0.15, 0.005))
     )
     assert near + 4 * 0.15 < far < near + 8 * 0.15
@@ -94,7 +94,7 @@ def test_a_far_line_costs_its_slow_start_and_losses_the_last_parts():
 
 
 def test_utilisation_and_factor():
-    each = plan.exchange(WORKLOAD, "int8", "int8")
+    each = plan.sync_cost(WORKLOAD, "int8", "int8")
     found = plan.setting(WORKLOAD, each, 500)
     assert found.utilisation == pytest.approx(500 / (500 + each.sync_s + 0.04))
     # 2 · 3/4 · 32 bits per step and direction, against about 7.5 bits per round and direction
@@ -104,7 +104,7 @@ def test_utilisation_and_factor():
 
 def test_the_overlap_is_as_many_inner_steps_as_a_sync_takes():
     """A sync of 5 s and 40 ms for the next assignment."""
-    each = plan.Exchange("int8", "int8", 1, 1, 5.0, 0.0)
+    each = plan.SyncCost("int8", "int8", 1, 1, 5.0, 0.0)
     steps = {h: plan.setting(replace(WORKLOAD, step_s=1.0, latency_s=0.04), each, h).overlap for h in (5, 6, 7, 500)}
     assert steps == {5: None, 6: "eager", 7: 6, 500: 6}
 
@@ -114,7 +114,7 @@ def test_an_all_reduce_goes_at_the_slower_direction():
 
 
 def test_every_pair_that_a_spec_may_name_is_there():
-    pairs = {(each.upload_codec, each.download_codec) for each in plan.exchanges(WORKLOAD)}
+    pairs = {(each.upload_codec, each.download_codec) for each in plan.sync_costs(WORKLOAD)}
     ups, downs = (get_args(SyncSpec.model_fields[f"{way}load_codec"].annotation) for way in ("up", "down"))
     assert pairs == {(up, down) for up in ups for down in downs}
     assert set(ups) | set(downs) <= set(CODECS)
@@ -123,9 +123,9 @@ def test_every_pair_that_a_spec_may_name_is_there():
 def test_a_codec_without_figures_is_planned_for_and_not_recommended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(CODECS, "int8", replace(CODECS["int8"], figures=UNKNOWN))
     found = plan.settings(WORKLOAD)
-    unknown = [each for each in found if "int8" in (each.exchange.upload_codec, each.exchange.download_codec)]
+    unknown = [each for each in found if "int8" in (each.cost.upload_codec, each.cost.download_codec)]
     assert unknown
-    assert all(each.loss is None and each.exchange.loss is None for each in unknown)
+    assert all(each.loss is None and each.cost.loss is None for each in unknown)
     best, _ = plan.recommend(found, 0.0)
     assert best not in unknown
 
@@ -146,14 +146,14 @@ def test_the_recommendation_loses_the_least_of_those_that_reach_the_share():
 def test_on_a_fast_line_fewer_bytes_decide_between_what_loses_as_little():
     best, _ = plan.recommend(plan.settings(replace(WORKLOAD, up=1e12, down=1e12)), 0.5)
     assert best.inner_steps == plan.INNER_STEPS[0]
-    assert best.exchange.upload_codec not in ("fp32", "bf16")
+    assert best.cost.upload_codec not in ("fp32", "bf16")
 
 
 def test_where_nothing_reaches_the_share_the_nearest_is_named():
     found = plan.settings(replace(WORKLOAD, up=1e3))
     best, reason = plan.recommend(found, 0.9)
     assert best.utilisation == max(each.utilisation for each in found if each.loss is not None)
-    assert reason.startswith("No setting reaches 90% in inner steps")
+    assert reason.startswith("No setting reaches 90%")
 
 
 def run(*arguments: str) -> Any:
@@ -163,7 +163,7 @@ def run(*arguments: str) -> Any:
 def test_the_command_prints_a_row_per_pair_and_one_recommendation():
     result = run()
     assert result.exit_code == 0, result.output
-    pairs = list(plan.exchanges(WORKLOAD))
+    pairs = list(plan.sync_costs(WORKLOAD))
     lines = result.stdout.splitlines()
     assert [tuple(line.split()[:2]) for line in lines[1 : 1 + len(pairs)]] == [
         (each.upload_codec, each.download_codec) for each in pairs
@@ -183,7 +183,7 @@ def test_json_has_every_setting():
         "steps": 20_000,
         "loss": 0.0,
     }
-    assert len(document["settings"]) == len(list(plan.exchanges(WORKLOAD))) * len(plan.INNER_STEPS)
+    assert len(document["settings"]) == len(list(plan.sync_costs(WORKLOAD))) * len(plan.INNER_STEPS)
     assert document["recommended"] in document["settings"]
     assert set(document["recommended"]) == {
         *("upload_codec", "download_codec", "upload_bytes", "download_bytes", "sync_s", "codec_loss"),

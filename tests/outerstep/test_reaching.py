@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from harness.certificates import Certificate, make_certificate
+from harness.coordinator import Certificate, make_certificate
 from outerstep import DiLoCo
 from outerstep.cli import app
 from outerstep.common.exit_codes import Exit
@@ -174,7 +174,7 @@ def test_a_certificate_of_another_host_or_time(tmp_path: Path) -> None:
     other = make_certificate(tmp_path / "other", host="DNS:coordinator.example.org")
     past = make_certificate(tmp_path / "past", days=-1)
     for made, told in (
-        (other, r"IP address mismatch, certificate is not valid for '127.0.0.1'; give the name that"),
+        (other, "IP address mismatch"),
         (
             past,
             r"certificate has expired; this machine's clock says \d{4}-\d\d-\d\d \d\d:\d\d UTC, set it if that is wrong",

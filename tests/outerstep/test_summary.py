@@ -83,7 +83,7 @@ def test_the_text_says_the_figures_and_the_formula():
         "(ring: 2·(n−1)/n · 4 bytes · 1,000 parameters · 40 steps, n = 2)",
         "1 min 1 s",
         "Time per worker   5.0 s: wait 4%, train 90%, sync 6%\n",
-        "within these, side by side: encode 0.0 s, upload 0.1 s\n",
+        "within these, in parallel: encode 0.0 s, upload 0.1 s\n",
         "'def '",
         "    x = 1\n\n    y = 2",
     ):

@@ -92,7 +92,7 @@ class History:
 
 def follow(history: History, first: int = 0, told: list[str] | None = None) -> Iterator[Record]:
     told = [] if told is None else told
-    return follow_records(history.client(), "demo", first, patience_s=1, sleep=lambda _: None, tell=told.append)
+    return follow_records(history.client(), "demo", first, patience_s=1, sleep=lambda _: None, on_trouble=told.append)
 
 
 def summary(records: Iterator[Record]) -> list[tuple[int, list[int], float | None]]:
@@ -129,7 +129,7 @@ def test_rounds_whose_events_are_deleted_are_tracked_without_them() -> None:
 
 def test_a_run_that_went_back_to_a_backup_is_told() -> None:
     """Its rounds would be tracked twice, with other figures."""
-    with pytest.raises(OuterstepError, match="round 2 of the run demo is tracked already, and it is at round 1"):
+    with pytest.raises(OuterstepError, match="round 2 of run demo .* at round 1"):
         list(follow(History(at=5), first=3))
 
 
@@ -140,7 +140,7 @@ def test_a_refusal_ends_the_tracking() -> None:
 
     client = Client(httpx.Client(base_url="http://coordinator.test", transport=httpx.MockTransport(refuse)))
     with pytest.raises(Problem, match="revoked"):
-        list(follow_records(client, "demo", 0, patience_s=1, sleep=lambda _: None, tell=lambda _: None))
+        list(follow_records(client, "demo", 0, patience_s=1, sleep=lambda _: None, on_trouble=lambda _: None))
 
 
 def test_another_run_of_the_same_name_is_tracked_under_another() -> None:
@@ -319,7 +319,7 @@ def test_a_run_is_tracked_to_its_end_and_once(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = finished.outerstep("run", "track", "demo", "--to", "jsonl")
-    assert (code, out.splitlines()[-1]) == (0, "the run demo is tracked to its end, in demo.jsonl"), err
+    assert (code, out.splitlines()[-1]) == (0, "run demo is tracked to its end in demo.jsonl"), err
     content = (tmp_path / "demo.jsonl").read_text()
     rounds = [line for line in map(json.loads, content.splitlines()) if line["kind"] == "round"]
     assert [(line["round"], line["final"]) for line in rounds] == [(0, False), (1, False), (2, True)]
@@ -340,7 +340,7 @@ def test_what_is_not_installed_or_not_there_is_told(
     assert (code, "not-found" in err) == (3, True)
     code, _, err = finished.outerstep("run", "track", "demo", "--to", "jsonl", "--out", str(tmp_path))
     assert (code, "--out: " in err) == (2, True)
-    monkeypatch.setattr("outerstep.cli.faults.importlib.import_module", absent)
+    monkeypatch.setattr("outerstep.cli.errors.importlib.import_module", absent)
     code, _, err = finished.outerstep("run", "track", "demo", "--to", "wandb")
     assert (code, "run: pip install 'outerstep[wandb]'" in err) == (2, True), err
 
@@ -349,7 +349,7 @@ def test_what_is_not_installed_or_not_there_is_told(
     ("error", "code", "said"),
     [
         (ConnectionResetError(errno.ECONNRESET, "reset by peer"), Exit.RETRY, "--to jsonl: [Errno 104] reset by peer; the"),
-        (OSError("the server is busy"), Exit.RETRY, "--to jsonl: the server is busy; the same command goes on"),
+        (OSError("the server is busy"), Exit.RETRY, "--to jsonl: the server is busy; the same command"),
         (OSError(errno.ENOSPC, "No space left on device"), Exit.USAGE, "--out: [Errno 28] No space"),
         (PermissionError(errno.EACCES, "Permission denied", "a/file"), Exit.USAGE, "--out: [Errno 13] Permission"),
     ],

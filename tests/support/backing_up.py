@@ -5,19 +5,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from coordinator.backup.checking import Checker
-from coordinator.backup.making import Made, Source, files_of, make
+from coordinator.backup.create import Created, Source, create, files_of
+from coordinator.backup.locations import Location, open_store
 from coordinator.backup.manifest import Content, Manifest
-from coordinator.backup.place import is_whole
-from coordinator.backup.places import Address, place_of
-from coordinator.backup.putting_back import new_admin_token, restore
+from coordinator.backup.restore import Checker, new_admin_token, restore
+from coordinator.backup.store import is_whole
 from coordinator.store import sqlite
 from coordinator.store.blobs import FileReader, Reader
 
 
 def back_up(
-    data_dir: Path, place: Address, keep: int = 7, before_opening: Callable[[str], object] = lambda _: None
-) -> Made:
+    data_dir: Path, place: Location, keep: int = 7, before_opening: Callable[[str], object] = lambda _: None
+) -> Created:
     """Back up a data directory, whoever uses it; `before_opening` is called with the name of each blob."""
     open_blob = files_of(data_dir)
 
@@ -25,19 +24,19 @@ def back_up(
         before_opening(name)
         return open_blob(name)
 
-    return make(Source(sqlite.url_in(data_dir), opening), place_of(place), keep)
+    return create(Source(sqlite.url_in(data_dir), opening), open_store(place), keep)
 
 
-def restored(place: Address, data_dir: Path, number: int | None = None) -> Manifest:
+def restored(place: Location, data_dir: Path, number: int | None = None) -> Manifest:
     """Restore a backup, with a new admin token."""
-    manifest = restore(place_of(place), number, data_dir)
+    manifest = restore(open_store(place), number, data_dir)
     new_admin_token(data_dir)
     return manifest
 
 
-def damages(place: Address) -> dict[int, str]:
+def damages(place: Location) -> dict[int, str]:
     """What is wrong with each backup, by number."""
-    return {info.number: info.damage for info in Checker(place_of(place)).infos()}
+    return {info.number: info.damage for info in Checker(open_store(place)).infos()}
 
 
 def blobs_in(root: Path) -> set[str]:

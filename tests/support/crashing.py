@@ -12,7 +12,7 @@ import transformers
 from sqlalchemy import URL, Engine
 from sqlalchemy.orm import Session
 
-import coordinator.backup.putting_back
+import coordinator.backup.restore
 import coordinator.server
 import worker.agent
 from coordinator.store import database, sqlite
@@ -22,7 +22,7 @@ from worker.link.client import Client
 from worker.state.outer_state import OuterState
 
 IMPORTED = (
-    coordinator.backup.putting_back,
+    coordinator.backup.restore,
     coordinator.server,
     worker.agent,
     transformers.LlamaForCausalLM,

@@ -262,13 +262,13 @@ def test_what_cannot_be_trained_here_is_one_sentence(
     own = tmp_path / "users_own.py"
     assert refusal(run="fails") == f"model.factory = 'users_own:fails' raised KeyError: 'weights' ({own}, line 4)"
     assert "can't allocate memory" in refusal(run="huge")
-    assert refusal(run="late").startswith("not even one sequence fits into the memory: DefaultCPUAllocator: can't")
+    assert refusal(run="late").startswith("not even one sequence fits into memory: DefaultCPUAllocator")
     assert refusal(run="hungry").startswith("the inner optimizer's step does not fit into memory: DefaultCPUAllo")
     assert refusal(run="unmoved").startswith("not enough memory: DefaultCPUAllocator: can't allocate memory")
     for directory in (tmp_path / "file", tmp_path / "file/below"):
         line = refusal(state=directory)
         why = f"{tmp_path}/file is not a directory"
-        assert line == f"--state {directory} cannot hold this worker's state: {why}; give another"
+        assert line == f"--state {directory} cannot hold this worker's state: {why}; choose another directory"
 
 
 def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_path: Path) -> None:

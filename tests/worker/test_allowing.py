@@ -118,7 +118,7 @@ def test_tokenizers_and_weights_are_places_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["~nobody-of-this-name/text", r"a\u0000b"])
 def test_what_can_be_no_place_is_told(name: str) -> None:
-    with pytest.raises(DataError, match="can be no place on this machine"):
+    with pytest.raises(DataError, match="not a possible place"):
         refused(spec(data=f'source = "{name}"'), "/")
 
 

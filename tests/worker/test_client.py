@@ -473,7 +473,7 @@ def test_damaged_bytes_are_fetched_anew() -> None:
 @pytest.mark.covers("security:bad-answers")
 def test_too_large_is_refused_before_memory_is_taken() -> None:
     client, _, _ = make_client([httpx.Response(200, headers={"ETag": '"x"', "Content-Length": str(1 << 50)})])
-    with pytest.raises(UnexpectedAnswer, match="at most 1048576 can be right"):
+    with pytest.raises(UnexpectedAnswer, match="at most 1048576 are possible"):
         client.delta(0, 0, LIMIT)
 
 
@@ -589,7 +589,7 @@ def test_a_part_that_asks_too_early_goes_on_where_another_has_begun() -> None:
 
 def test_a_described_size_is_compared_with_the_limit() -> None:
     client, _, seen = make_client([])
-    with pytest.raises(UnexpectedAnswer, match="at most 1048576 can be right"):
+    with pytest.raises(UnexpectedAnswer, match="at most 1048576 are possible"):
         client.checkpoint_fragment(7, described(state_payload(1 << 20)), LIMIT)
     assert seen == []
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from coordinator.store import sqlite
-from coordinator.tuning.room import Room
+from coordinator.store.payloads import MemoryBudget
 from harness.stores import spoil
 from protocol import wire
 from protocol.digest import content_digest, digest
@@ -138,7 +138,7 @@ class SpoilsTheOther(Client):
 def test_a_contribution_that_the_coordinator_lost_is_sent_again(tmp_path: Path) -> None:
     spoiled: list[str] = []
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        coordinator.coordinator.room = Room(0)  # so that it averages what the disk has
+        coordinator.coordinator.memory = MemoryBudget(0)  # so that it averages what the disk has
         run = Toy(coordinator, toy.spec(min_workers=2), tmp_path)
         run.workers(["a", "b"], b={"client_class": partial(SpoilsTheOther, run=run, spoiled=spoiled)})
         info = run.final()

@@ -130,7 +130,7 @@ def test_a_full_disk_costs_lines_and_is_told_once(
             step(log, number)
             log.begin_round()
         assert len(caplog.records) == 1
-        assert "cannot be written" in caplog.text
+        assert "cannot write the step log" in caplog.text
         monkeypatch.setattr(os, "write", write)
         step(log, 4)
     assert [line["step"] for line in lines(path)] == [0, 4]

@@ -9,20 +9,18 @@ the stages on other threads. Requests carry the trace context.
 """
 
 import threading
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import ParamSpec, Protocol, TypeVar
+
+from opentelemetry import propagate, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span
 
 from outerstep.common import tracing
 from protocol.messages import Stage
-
-if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from contextvars import ContextVar
-from typing import ParamSpec, TypeVar
 
 
 class Traffic:
@@ -86,27 +84,27 @@ class RoundTrace:
     @contextmanager
     def stage(self, stage: Stage) -> Iterator[None]:
         """Trace the block, on any thread, as a stage of the round."""
-        with tracing.current(self._begin(stage, self._round or self._phase, nested=True)):
+        with trace.use_span(self._begin(stage, self._round or self._phase, nested=True), end_on_exit=True):
             yield
 
     def mark(self, request: Request) -> None:
         """Add the trace context to a request: this thread's stage, or else the phase."""
-        within = tracing.at()
+        within = tracing.current_context()
         about = self._phase or self._round
         if within is None and about is not None:
-            within = tracing.of(about)
+            within = trace.set_span_in_context(about, Context())
         if within is not None:
-            tracing.carry(request.headers, within)
+            propagate.inject(request.headers, within)
 
-    def _begin(self, name: str, parent: "Span | None", *, nested: bool = False) -> "Span":
+    def _begin(self, name: str, parent: Span | None, *, nested: bool = False) -> Span:
         about, number = self._about, self._number
-        trace_id = None if number is None else tracing.round_trace(self._run, self._created_at, number)
+        trace_id = None if number is None else tracing.round_trace_id(self._run, self._created_at, number)
         if number is not None:
             about = {**about, "outerstep.round": number}
-        within = tracing.at() if nested else None
+        within = tracing.current_context() if nested else None
         if within is None and parent is not None:
-            within = tracing.of(parent)
-        return tracing.begin(name, about, trace_id=trace_id, within=within)
+            within = trace.set_span_in_context(parent, Context())
+        return tracing.start_span(name, about, trace_id=trace_id, parent=within)
 
 
 T = TypeVar("T")

@@ -105,7 +105,7 @@ class Direction:
         if len(parts) == 1:
             parts[0]()
             return
-        calls = [self._pool.submit(tracing.elsewhere(part)) for part in parts]
+        calls = [self._pool.submit(tracing.in_current_context(part)) for part in parts]
         errors = [call.exception() for call in calls]
         for error in errors:
             if error is not None:

@@ -82,7 +82,7 @@ class Round:
         self.trained_on: set[int] = set()
         self.ended = False
 
-    # --- sending ------------------------------------------------------------------------------------------------------
+    # --- sending --------------------------------------------------------------------------------------------------
 
     def send_due(self) -> None:
         """Send the fragments that are due after this inner step: Δ = θ_global − θ_local, as it is now."""
@@ -236,7 +236,7 @@ class Round:
                 "rate or clip gradients, in a new run"
             )
 
-    # --- merging ------------------------------------------------------------------------------------------------------
+    # --- merging --------------------------------------------------------------------------------------------------
 
     def merge_due(self) -> None:
         """Merge the fragments that are due: wait for their outer steps, and continue from the new global parameters,
@@ -278,12 +278,12 @@ class Round:
         for p in range(len(self._state)):
             self._merge(p)
 
-    # --- settling -----------------------------------------------------------------------------------------------------
+    # --- settling -------------------------------------------------------------------------------------------------
 
     def settle(self) -> tuple[Carry, Future[Any] | None]:
         """End the round once all fragments are merged. Return what is carried on, and the result of `ask_ahead`."""
         self._in_flight.end()
-        self._state.round = self._in_flight.round + 1  # also in a process that owns no fragment
+        self._state.reach(self._in_flight.round + 1)  # also in a process that owns no fragment
         ends = self._ranks.all((self._in_flight.superseded, self._in_flight.consumed, self._in_flight.inner_steps))
         if any(superseded for superseded, _, _ in ends):
             return self._start_over(), self._in_flight.arrival

@@ -192,7 +192,7 @@ class Fragments:
         """Return a mark of what this thread has started on the device so far, for another thread to wait for."""
         return self._side_stream.mark()
 
-    # --- which process has what ---------------------------------------------------------------------------------------
+    # --- which process has what -----------------------------------------------------------------------------------
 
     def _pieces(self, p: int) -> Iterator[Piece]:
         """Yield each slice of fragment p."""
@@ -219,7 +219,7 @@ class Fragments:
                 given[rank] = pieces
         return given
 
-    # --- reading and writing ------------------------------------------------------------------------------------------
+    # --- reading and writing --------------------------------------------------------------------------------------
 
     def _spread(self, p: int, values: Callable[[Piece], Tensor], *, moves: bool) -> None:
         """Write `values(piece)` into the parameters of all processes; only the owner's `values` are asked. `moves`: the

@@ -123,7 +123,7 @@ class ForeignWrites:
                 return next(name for (name, _), part in parts if bool(part.any()))
         return None
 
-    # --- between steps ------------------------------------------------------------------------------------------------
+    # --- between steps --------------------------------------------------------------------------------------------
 
     def check_between_steps(self) -> None:
         """A loss is reported. Raises ModelError if the parameters keep changing without a step."""

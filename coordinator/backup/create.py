@@ -1,0 +1,266 @@
+"""Creating a backup, whether the coordinator is running or not.
+
+First the database is copied, as of one moment, and then every blob that the copy's rows need, unless an earlier backup
+has stored it: blobs never change. A running coordinator continues meanwhile and deletes blobs that newer checkpoints
+replace, their rows first. So if a blob is gone, the database is copied again, and the newer copy does not need that
+blob; what was copied stays. If it does need the blob, the coordinator itself has lost it, and the manifest lists it as
+lost.
+
+The coordinator holds nothing back for a backup, so a backup that is killed leaves nothing to release. A backup ends if
+blobs are copied faster than the run produces those that are kept: each pass finds fewer new ones.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import URL, Connection, create_engine, select
+from sqlalchemy.exc import DBAPIError
+
+from coordinator.backup.manifest import Blob, Manifest, RunSummary
+from coordinator.backup.store import BackupStore, Damaged, content_of, never_interrupt
+from coordinator.store import database
+from coordinator.store.blobs import FileReader, Reader, RunNames
+from coordinator.store.database import disk_is_full
+from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, ContributionRow, FragmentRow, RunRow
+from coordinator.sync.retention import first_delta
+from outerstep.common.connections import error_text
+from protocol import __version__
+from protocol.errors import OuterstepError
+from protocol.messages import FragmentState
+
+ATTEMPTS = 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to back up: a database, and `open_blob`, which raises FileNotFoundError if the blob is gone."""
+
+    database: URL
+    open_blob: Callable[[str], Reader]
+
+
+@dataclass(frozen=True)
+class Created:
+    """A new backup, how much of it was not stored before, and the numbers of the backups that were removed after it."""
+
+    manifest: Manifest
+    copied_blobs: int
+    copied_bytes: int
+    removed: list[int]
+
+
+def files_of(data_dir: Path) -> Callable[[str], Reader]:
+    """Return a function that opens the blobs of a data directory, which another process may be using."""
+    return lambda name: FileReader(data_dir / name)
+
+
+def create(
+    source: Source,
+    backups: BackupStore,
+    keep: int,
+    now: Callable[[], float] = time.time,
+    interrupt: Callable[[], object] = never_interrupt,
+) -> Created:
+    """Create a backup, durable when this returns, then remove all but the newest `keep`.
+
+    `interrupt` is called now and then; what it raises ends the backup. Raises OuterstepError, with what to do.
+    """
+    with os_errors_explained(backups.disk, backups), backups.locked():
+        copying = _Copying(source, backups, interrupt)
+        copied = copying.until_nothing_is_gone(now)
+        manifest = Manifest(
+            number=max(backups.numbers(), default=0) + 1,
+            made_at=copied.made_at,
+            version=__version__,
+            runs=copied.runs,
+            database=content_of(copied.database),
+            blobs=[blob for blob in copied.blobs if blob.name not in copied.lost],
+            lost=sorted(copied.lost),
+        )
+        backups.add(manifest, copied.database, interrupt)
+        return Created(manifest, copying.blobs, copying.bytes, prune(backups, keep))
+
+
+@contextmanager
+def os_errors_explained(disk: Path, kept: object) -> Iterator[None]:
+    """Turn an OSError of the block into an OuterstepError that says what to do. The block writes below `disk`; `kept`
+    names what it leaves as it was."""
+    try:
+        yield
+    except OSError as error:
+        unchanged = f"what {kept} contained before is unchanged"
+        if disk_is_full(error):
+            detail = f"the disk of {disk} is full: free some space there, and repeat the command"
+            raise OuterstepError(f"{detail}; {unchanged}") from error
+        raise OuterstepError(f"{error_text(error)}; {unchanged}") from error
+
+
+# --- copying ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A copy of the database, when it was made, and the blobs that it needs: all are stored except the `lost` ones."""
+
+    made_at: float
+    database: Path
+    runs: list[RunSummary]
+    blobs: list[Blob]
+    lost: set[str]
+
+
+class _Copying:
+    """Copies one backup, and counts the blobs and bytes that were not stored before."""
+
+    def __init__(self, source: Source, backups: BackupStore, interrupt: Callable[[], object]) -> None:
+        self._source, self._backups, self._interrupt = source, backups, interrupt
+        self.blobs = self.bytes = 0
+
+    def until_nothing_is_gone(self, now: Callable[[], float]) -> _Copied:
+        gone: set[str] = set()
+        for _ in range(ATTEMPTS):
+            made_at, copied = now(), self._backups.scratch()
+            database.copy(self._source.database, copied)
+            runs, blobs = required_blobs(copied)
+            missing = {blob.name for blob in blobs if not self._store(blob)}
+            if missing <= gone:
+                return _Copied(made_at, copied, runs, blobs, missing)
+            gone |= missing
+            copied.unlink()
+        raise OuterstepError(
+            f"the database was copied {ATTEMPTS} times, and each time blobs were deleted before they were copied: "
+            "back up to a faster disk, or keep more checkpoints in the run's spec"
+        )
+
+    def _store(self, blob: Blob) -> bool:
+        """Store a blob unless it is stored already. Return False if it is gone or damaged."""
+        self._interrupt()
+        if self._backups.holds(blob):
+            return True
+        try:
+            reader = self._source.open_blob(blob.name)
+        except FileNotFoundError:
+            return False
+        with reader:
+            if not self._backups.take_blob(reader, blob.digest, self._interrupt):
+                return False
+        self.blobs, self.bytes = self.blobs + 1, self.bytes + blob.size
+        return True
+
+
+# --- which blobs a backup needs ---------------------------------------------------------------------------------------
+
+
+def required_blobs(copied: Path) -> tuple[list[RunSummary], list[Blob]]:
+    """Return the runs of a copied database, and the blobs that a backup of it needs, those first that are deleted
+    soonest.
+
+    These are the checkpoints, every delta from the oldest of them on, and the contributions that are in no delta yet.
+    Contributions that are in one are left out, although the coordinator keeps them until the next checkpoint: they make
+    up most of all bytes, and only serve to rebuild a delta that the disk has damaged. A backup finds damage by the
+    digest. Raises OuterstepError if this is not a coordinator's database.
+    """
+    engine = create_engine(URL.create("sqlite", database=str(copied)))
+    try:
+        with engine.connect() as connection:
+            runs = connection.execute(
+                select(RunRow.id, RunRow.name, RunRow.state, RunRow.round).order_by(RunRow.name)
+            ).all()
+            ids = {id_: RunNames(name) for id_, name, *_ in runs}
+            blobs = [
+                *(blob for id_, names in ids.items() for blob in _contributions(connection, id_, names)),
+                *(blob for id_, names in ids.items() for blob in _deltas(connection, id_, names)),
+                *(blob for id_, names in ids.items() for blob in _checkpoints(connection, id_, names)),
+            ]
+    except DBAPIError as error:
+        raise OuterstepError(f"this is not a coordinator's database: {error.orig}") from error
+    finally:
+        engine.dispose()
+    return [RunSummary(name=name, state=state, round=round_) for _, name, state, round_ in runs], blobs
+
+
+def _contributions(connection: Connection, run_id: int, names: RunNames) -> list[Blob]:
+    row, fragment = ContributionRow, FragmentRow
+    same = (fragment.run_id == row.run_id) & (fragment.round == row.round) & (fragment.fragment == row.fragment)
+    rows = connection.execute(
+        select(row.round, row.fragment, row.worker, row.digest, row.size)
+        .join(fragment, same)
+        .where(row.run_id == run_id, fragment.state != FragmentState.PUBLISHED)
+        .order_by(row.round, row.fragment, row.worker)
+    )
+    return [
+        Blob(name=names.contribution(round_, index, worker, digest), digest=digest.hex(), size=size)
+        for round_, index, worker, digest, size in rows
+    ]
+
+
+def _deltas(connection: Connection, run_id: int, names: RunNames) -> list[Blob]:
+    # Every complete checkpoint that has a row counts, even one that is about to be deleted: rows are deleted first, so
+    # at the moment of the copy its blobs were there, and so were the deltas after it.
+    kept = list(
+        connection.scalars(
+            select(CheckpointRow.round).where(CheckpointRow.run_id == run_id).order_by(CheckpointRow.round.desc())
+        )
+    )
+    row = FragmentRow
+    rows = connection.execute(
+        select(row.round, row.fragment, row.delta_digest, row.delta_bytes)
+        .where(row.run_id == run_id, row.delta_digest.is_not(None), row.round >= (first_delta(kept) if kept else 0))
+        .order_by(row.round, row.fragment)
+    )
+    return [
+        Blob(name=names.delta(round_, index, digest), digest=digest.hex(), size=size)
+        for round_, index, digest, size in rows
+        if digest is not None
+    ]
+
+
+def _checkpoints(connection: Connection, run_id: int, names: RunNames) -> list[Blob]:
+    row = CheckpointFragmentRow
+    rows = connection.execute(
+        select(row.round, row.fragment, row.digest, row.size)
+        .where(row.run_id == run_id)
+        .order_by(row.round, row.fragment)
+    )
+    return [
+        Blob(name=names.checkpoint(round_, index, digest), digest=digest.hex(), size=size)
+        for round_, index, digest, size in rows
+    ]
+
+
+# --- which backups are kept -------------------------------------------------------------------------------------------
+
+
+def superseded(numbers: list[int], keep: int) -> list[int]:
+    """Return those of the backups `numbers` that are not among the newest `keep`."""
+    return sorted(numbers, reverse=True)[keep:]
+
+
+def prune(backups: BackupStore, keep: int) -> list[int]:
+    """Remove all but the newest `keep` backups, and the blobs that no backup needs. Return the numbers of the removed
+    ones. Call it within `locked`, once the newest backup is durable."""
+    readable, unreadable = _manifests(backups)
+    removed = superseded(list(readable), keep)
+    for number in removed:
+        backups.remove(number)
+        del readable[number]
+    backups.remove_databases_but(list(readable.values()), unreadable)
+    if not unreadable:  # such a backup may need any blob: it may be a later version's, or one that an operator repairs
+        needed = {blob.digest for manifest in readable.values() for blob in manifest.blobs}
+        backups.remove_blobs([digest for digest in backups.digests() if digest not in needed])
+    return removed
+
+
+def _manifests(backups: BackupStore) -> tuple[dict[int, Manifest], set[int]]:
+    """Return the manifests that can be read, by number, and the numbers of the others."""
+    readable: dict[int, Manifest] = {}
+    unreadable: set[int] = set()
+    for number in backups.numbers():
+        try:
+            readable[number] = backups.manifest(number)
+        except Damaged:
+            unreadable.add(number)
+    return readable, unreadable

@@ -1,0 +1,206 @@
+"""The commands on a run's model, which need the worker's libraries: `outerstep run export|evaluate|pin`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outerstep.cli.errors import UsageError, check_not_hidden, import_extra, validated
+from outerstep.cli.options import (
+    AllowFactoryOption,
+    Connection,
+    DataRootOption,
+    MaxParametersOption,
+    parse_max_parameters,
+    with_connection,
+)
+from outerstep.cli.printing import Format, FormatOption, print_json, say
+from outerstep.cli.run import RunArgument, read_spec
+from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
+from outerstep.common.connections import error_text
+from outerstep.common.quantities import count_text, held_out_text
+
+
+@with_connection
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option(help="A new or empty directory to write.", show_default=False)],
+    state: Annotated[
+        int | None,
+        typer.Option(
+            "--round", min=0, help="The checkpoint to export: the model before this round. Default: the latest."
+        ),
+    ] = None,
+    allow_factory: AllowFactoryOption = None,
+    max_parameters: MaxParametersOption = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="With model.lora: write the whole model instead of only the adapters.")
+    ] = False,
+    *,
+    connection: Connection,
+) -> None:
+    """Write a run's model as a Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` loads.
+
+    Needs the worker's libraries (torch, transformers), but no GPU. Adapters are written in peft's format, for the model
+    that they were trained on. The run's tokenizer is included; a run on bytes has none: its token ids are the bytes of
+    UTF-8 text. A model from your own function is written as model.safetensors next to the spec; so are the trained
+    parameters of a run whose scripts bring the model. If the spec names such a function, --allow-factory must name it
+    too, because it runs on this machine.
+
+    \b
+    Example:
+      outerstep run export my-run --out ./model
+    """
+    most = parse_max_parameters(max_parameters)
+    token = connection.token()
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UsageError(f"--out: {out} exists and is not an empty directory; choose another")
+    except OSError as error:
+        raise UsageError(f"--out: {error_text(error)}") from error
+    check_not_hidden("worker")
+    with connection.open() as client:
+        client.run(run)  # fails at once without a coordinator, while the export below would retry for ever
+        models = import_extra("outerstep.models", extra="worker", command="outerstep run export")
+        try:
+            models.export_model(
+                client.http,
+                run,
+                token,
+                out,
+                state,
+                merge=merge,
+                factories=tuple(allow_factory or ()),
+                max_parameters=most,
+            )
+        except OSError as error:
+            raise UsageError(f"--out: {error}") from error
+    say(f"the model of run {run} is in {out}")
+
+
+@with_connection
+def evaluate(
+    run: RunArgument,
+    state: Annotated[
+        int | None,
+        typer.Option(
+            "--round", min=0, help="The checkpoint to evaluate: the model before this round. Default: the latest."
+        ),
+    ] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            "--export", help="Evaluate the model in this directory, written by `outerstep run export`, instead."
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data",
+            help="Evaluate on the held-out part of this text. Default: the run's data.source, which must be the text "
+            "that the run is trained on.",
+        ),
+    ] = None,
+    data_cache: DataCacheOption = None,
+    data_cache_gb: DataCacheGbOption = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks", metavar="TASK,…", help="With --export: also run these lm-eval tasks, by name or YAML file."
+        ),
+    ] = None,
+    allow_factory: AllowFactoryOption = None,
+    max_parameters: MaxParametersOption = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
+    output: FormatOption = Format.TABLE,
+    *,
+    connection: Connection,
+) -> None:
+    """Measure the held-out loss of a run's checkpoint or export on this machine.
+
+    Uses the run's own held-out tokens, at most evaluation.max_tokens. Needs the worker's libraries (torch,
+    transformers), but no GPU.
+
+    \b
+    Example:
+      outerstep run evaluate my-run --round 100
+      outerstep run evaluate my-run --export ./model --tasks hellaswag,arc_easy
+    """
+    if state is not None and export is not None:
+        raise UsageError("give --round or --export, not both")
+    if tasks is not None and export is None:
+        raise UsageError("--tasks needs --export: lm-eval runs on the directory that `outerstep run export` writes")
+    settings = import_extra("worker.settings", extra="worker", command="outerstep run evaluate")
+    given: dict[str, Any] = {"data": data, "data_cache": data_cache, "data_cache_gb": data_cache_gb, "device": device}
+    given |= {"allow_factory": allow_factory or None, "max_parameters": max_parameters}
+    box = validated(settings.BoxSettings, given, FLAGS)
+    token = connection.token()
+    with connection.open() as client:
+        detail = client.run(run)
+        models = import_extra("outerstep.models", extra="worker", command="outerstep run evaluate")
+        try:
+            found = models.evaluate_model(client.http, token, detail, box, state=state, exported=export)
+        except ValueError as error:
+            raise UsageError(f"--device: {error}") from error
+    measured = {} if tasks is None or export is None else _measured(export, tasks, device, box.allow_factory)
+    if output is Format.JSON:
+        print_json({"held_out": found, "tasks": measured})
+        return
+    say(f"held-out loss {held_out_text(found.loss, found.bits_per_byte)}, over {count_text(found.tokens)} tokens")
+    for task, metrics in measured.items():
+        figures = ((name.removesuffix(",none"), value) for name, value in metrics.items() if isinstance(value, float))
+        say(f"{task}: {', '.join(f'{name} {value:.4f}' for name, value in figures)}")
+
+
+def _measured(export: Path, tasks: str, device: str, factories: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Return lm-eval's results by task."""
+    module = import_extra("outerstep.lm_eval_tasks", extra="lm-eval", command="outerstep run evaluate --tasks")
+    try:
+        results: dict[str, dict[str, Any]] = module.run_tasks(export, tasks.split(","), device, factories)
+    except ValueError as error:
+        raise UsageError(f"--tasks: {error}") from error
+    return results
+
+
+def pin(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec; - reads it from stdin.")],
+    data: Annotated[
+        str | None,
+        typer.Option("--data", help="Where this machine has the training set. Default: the spec's data.source."),
+    ] = None,
+    without_state: Annotated[
+        bool,
+        typer.Option(
+            "--without-state", help="Do not pin state 0, so that workers may build it with other versions of torch."
+        ),
+    ] = False,
+    allow_factory: AllowFactoryOption = None,
+    data_root: DataRootOption = None,
+    max_parameters: MaxParametersOption = None,
+) -> None:
+    """Print the section [pins] of a run spec: digests that its workers must match, computed on this machine.
+
+    Without it, the first worker to join decides the model's shape and the training set, and the worker that seeds the
+    run decides state 0. Append the output to the spec before you create the run. The command builds the model and opens
+    the training set, so it needs the worker's libraries (torch, transformers), but no GPU and no coordinator.
+
+    \b
+    Example:
+      outerstep run pin run.toml >> run.toml
+      outerstep run create run.toml --token-file ./data/admin.token
+    """
+    _, parsed = read_spec(spec)
+    settings = import_extra("worker.settings", extra="worker", command="outerstep run pin")
+    given: dict[str, Any] = {
+        "data": data,
+        "allow_factory": allow_factory or None,
+        "data_root": data_root or None,
+        "max_parameters": max_parameters,
+    }
+    box = validated(settings.BoxSettings, given, FLAGS)
+    models = import_extra("outerstep.models", extra="worker", command="outerstep run pin")
+    found = models.pins_of(parsed, box, state=not without_state)
+    say("")
+    say("[pins]")
+    for key, value in found.model_dump(exclude_none=True).items():
+        say(f'{key} = "{value}"')

@@ -1,0 +1,238 @@
+"""A run's model outside of training: exported, evaluated, or pinned. Importing this needs torch and transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, load_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from protocol.messages import DataSummary, Evaluation, RunDetail
+from protocol.spec.model import MAX_PARAMETERS
+from protocol.spec.run import RunSpec, parse_spec
+from protocol.spec.sections import PinSpec
+from worker.allowing import allowed_by, permit, permit_factory
+from worker.box import check_suited, shard_cache
+from worker.data.open_training_set import open_training_set
+from worker.data.tokens.index import described
+from worker.data.tokens.tokenizer import IN_BYTES
+from worker.data.training_set import TrainingSet
+from worker.errors import DataError, ModelError
+from worker.export import export, load_checkpoint
+from worker.inner.evaluation import evaluate
+from worker.inner.micro_batch import MicroBatches
+from worker.link.client import Client
+from worker.models.building import build_model, check_vocabulary
+from worker.models.pretrained import ADAPTERS, CONFIG
+from worker.settings import BoxSettings
+from worker.starting import choose_device
+from worker.state.fragments import Fragments
+from worker.state.outer_state import OuterState
+from worker.state.parameters import frozen_summary, tensor_specs
+
+HOST = torch.device("cpu")
+TOKENS_AT_ONCE = 4096  # a run's whole batch may have half a million tokens, whose logits fit on no machine
+
+
+# --- evaluation ---------------------------------------------------------------------------------------------------
+
+
+def evaluate_model(
+    http: httpx.Client,
+    token: str,
+    run: RunDetail,
+    box: BoxSettings,
+    *,
+    state: int | None = None,
+    exported: Path | None = None,
+) -> Evaluation:
+    """Return the loss on at most `evaluation.max_tokens` held-out tokens, of the run's model before round `state`
+    (None: the latest checkpoint) or of an export.
+
+    `box` gives the device, the data and their cache, and the allowed code. If it names no data, `data.source` must be
+    the data that the run is trained on. Raises NotAllowed, DataError, ModelError, ValueError if this machine lacks the
+    device, and what `worker.export.load_checkpoint` raises.
+    """
+    logging.disable_progress_bar()
+    device = choose_device(box.device)
+    data = held_out_data(run, box)
+    client = Client(http, run.name, token)
+    if exported is None:
+        model = load_checkpoint(client, state, box.allow_factory, box.max_parameters)
+    else:
+        model = load_export(exported, run, box.allow_factory, box.max_parameters)
+    check_vocabulary(model, data.vocabulary)
+    check_finite(model)
+    sizes = MicroBatches(None, max(TOKENS_AT_ONCE // run.spec.data.sequence_length, 1))
+    report = evaluate(model.to(device), data, run.spec.evaluation.max_tokens, device, micro_batches=sizes)
+    return Evaluation(**report.model_dump())
+
+
+def held_out_data(run: RunDetail, box: BoxSettings) -> TrainingSet:
+    """Return the run's data, or the data that `box` names. Raises DataError if they are missing, use another tokenizer
+    than the run, are not the run's although `box` names none, or have nothing held out."""
+    spec = run.spec.with_source(box.data)
+    if spec.data.source == "custom":
+        raise DataError(f"run {run.name} has data.source = 'custom', which only its scripts can read; give --data")
+    data = open_training_set(spec, shards=shard_cache(box))
+    _check_tokenizer(run, spec.data.source, data.summary)
+    known = None if run.data is None else run.data.digest
+    if box.data is None and known not in (None, data.summary.digest):
+        raise DataError(
+            f"data.source = {spec.data.source!r} has other text on this machine (BLAKE3 {data.summary.digest}) than "
+            f"the run is trained on ({known}); give --data to evaluate on other text"
+        )
+    if next(data.held_out_batches(1), None) is None:
+        raise DataError(
+            f"data.source = {spec.data.source!r} has nothing held out, or less than one sequence of "
+            f"{spec.data.sequence_length} tokens; give --data with more"
+        )
+    return data
+
+
+def _check_tokenizer(run: RunDetail, source: str, ours: DataSummary) -> None:
+    """Raise DataError if the tokenizer is not the run's. It is unknown for a script's own data."""
+    theirs = run.data
+    if theirs is None or run.spec.data.source == "custom" or theirs.tokenizer_digest == ours.tokenizer_digest:
+        return
+    here, there = (described(each.tokenizer or IN_BYTES, each.tokenizer_digest) for each in (ours, theirs))
+    raise DataError(
+        f"data.source = {source!r} has token ids from {here}, but run {run.name} is trained on ids from {there}; "
+        "give --data made with that tokenizer, by `outerstep data prepare`"
+    )
+
+
+def load_export(
+    directory: Path,
+    run: RunDetail | None = None,
+    factories: tuple[str, ...] = (),
+    max_parameters: int = MAX_PARAMETERS,
+) -> nn.Module:
+    """Return the model in a directory written by `outerstep run export`, on the CPU; adapters are merged into the model
+    that they belong to. Only code in `factories` may be run to build it. Raises NotAllowed, and ModelError, also if
+    `run` trains adapters on a different model."""
+    try:
+        if (directory / CONFIG).is_file():
+            model = _transformers_model(directory)
+        else:
+            spec = parse_spec((directory / "spec.toml").read_text())
+            permit_factory(spec, factories)
+            model = build_model(spec, HOST, max_parameters)
+            if (directory / ADAPTERS).is_file():
+                if run is not None:
+                    _check_base(run, spec, model, directory)
+                model = _with_adapters(model, directory)
+            else:
+                load_model(model, directory / "model.safetensors")
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"{directory} was not written by `outerstep run export`, or is damaged: {error}") from error
+    return model.float().eval()
+
+
+def _transformers_model(directory: Path) -> nn.Module:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False, use_safetensors=True, output_loading_info=True
+    )
+    model: nn.Module = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):  # transformers would initialise them at random
+        raise ValueError(f"its weights lack {len(missing)} tensors of the model, {missing[0]} for one")
+    return model
+
+
+def _check_base(run: RunDetail, spec: RunSpec, model: nn.Module, directory: Path) -> None:
+    """Raise ModelError if the adapters of `spec` belong to a different model here than those that `run` trains."""
+    ours, theirs = spec.model, run.spec.model
+    if ours.lora is None or theirs.lora is None:
+        return
+    if (
+        run.frozen is None or ours.lora.target_modules != theirs.lora.target_modules
+    ):  # they change the names in the digest
+        here, there = ((each.pretrained, each.revision) for each in (ours, theirs))
+        same, difference = here == there, f"it is {here}, not {there}"
+    else:
+        frozen = frozen_summary(model)
+        same, difference = frozen == run.frozen, f"its frozen parameters here are {frozen}, not {run.frozen}"
+    if not same:
+        raise ModelError(
+            f"the adapters in {directory} belong to model.pretrained = {ours.pretrained!r}, which is not the model "
+            f"that run {run.name} trains adapters on: {difference}; load the weights that its workers have, or "
+            "evaluate its own export"
+        )
+
+
+def _with_adapters(model: Any, directory: Path) -> nn.Module:
+    """Return `model`, which peft has wrapped, with the directory's adapters merged into it."""
+    import peft  # installed, since it built `model`
+
+    tensors = load_file(directory / "adapter_model.safetensors")
+    if tensors.keys() != peft.get_peft_model_state_dict(model, save_embedding_layers=False).keys():
+        raise ValueError("adapter_model.safetensors does not have the adapters that spec.toml describes")
+    peft.set_peft_model_state_dict(model, tensors)
+    merged: nn.Module = model.merge_and_unload()
+    return merged
+
+
+def check_finite(model: nn.Module) -> None:
+    """Raise ModelError if a parameter of the model has values that are not finite."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ModelError(f"the tensor {name} of the model has values that are not finite: it has no loss")
+
+
+# --- export -------------------------------------------------------------------------------------------------------
+
+
+def export_model(
+    http: httpx.Client,
+    run: str,
+    token: str,
+    directory: Path,
+    state: int | None = None,
+    *,
+    merge: bool = False,
+    factories: tuple[str, ...] = (),
+    max_parameters: int = MAX_PARAMETERS,
+) -> nn.Module:
+    """Write checkpoint `state` of `run` (None: the latest) into `directory`, and return the model. `merge`: merge its
+    adapters; `factories`: code that may be run to build it.
+
+    Retries for ever while the coordinator is unreachable. Raises what `worker.export.export` raises.
+    """
+    logging.disable_progress_bar()  # it lasts an instant, and would disturb our own display
+    client = Client(http, run, token)
+    return export(client, directory, state, merge=merge, factories=factories, max_parameters=max_parameters)
+
+
+# --- pins ---------------------------------------------------------------------------------------------------------
+
+
+def pins_of(spec: RunSpec, settings: BoxSettings, *, state: bool) -> PinSpec:
+    """Return the digests that the run's workers must match. Builds the run's model in host memory and opens its
+    training set. `state`: pin state 0 too, unless it comes from another run.
+
+    Raises NotAllowed, DataError and ModelError, as a worker does at its start, and LayoutError.
+    """
+    permit(spec, allowed_by(settings))
+    check_suited(spec, 1)
+    model = build_model(spec, torch.device("cpu"), settings.max_parameters)
+    layout = spec.sync.plan_layout(tensor_specs(model))
+    frozen = frozen_summary(model)
+    digest = None
+    if not spec.data.private:
+        data = open_training_set(spec.with_source(settings.data), shards=shard_cache(settings))
+        digest = data.summary.digest
+        data.close()
+    held = None
+    if state and spec.model.run is None:
+        held = OuterState(layout, spec.outer, pin_memory=False)
+        held.take(Fragments(model, layout))
+    return PinSpec(
+        layout=layout.digest().hex(),
+        frozen=frozen.digest if frozen else None,
+        data=digest,
+        state=held.digest().hex() if held else None,
+    )
