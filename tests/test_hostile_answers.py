@@ -25,7 +25,7 @@ from protocol.fragments import Layout, Slice, TensorSpec
 from protocol.spec.sections import OuterSpec
 from tests.support.http_server import Handler, serving
 from worker.codecs import unpack_payload
-from worker.data.fetching.remote import HttpFiles
+from worker.data.fetching.remote_files import HttpFiles
 from worker.errors import DataError, Resync
 from worker.link.client import Client, open_http
 from worker.link.membership import Membership
@@ -238,7 +238,7 @@ def test_the_layout_of_another_model_is_refused() -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, text=reply.model_dump_json()))
     with httpx.Client(transport=transport, base_url="http://c") as http:
         membership = Membership(Client(http, "r", "t"), "w", messages.JoinRequest(tensors=ours), None)
-        with pytest.raises(UnexpectedAnswer, match="not of this worker's model"):
+        with pytest.raises(UnexpectedAnswer, match="does not match this worker's model"):
             membership.join()
 
 

@@ -1,4 +1,4 @@
-"""The open round in memory: who has an assignment for it, and what each fragment has collected."""
+"""The open round in memory: which workers have an assignment for it, and what each fragment has collected."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field

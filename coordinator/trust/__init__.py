@@ -8,5 +8,5 @@ held_out.py    the held-out loss of a state
 guard.py       what happens if the model looks spoilt anyway
 
 `screening/` is the pure part below: it measures contributions and judges them. `sync/admission.py` refuses those that
-claim more work than was assigned; `run/step_rates.py` bounds what a worker says of its speed.
+claim more work than was assigned; `run/step_rates.py` bounds the speed that a worker reports.
 """

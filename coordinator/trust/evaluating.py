@@ -26,7 +26,7 @@ NEAR = 0.05  # nats per token; differences in hardware and precision make a tent
 
 
 def is_evaluated(run: LiveRun) -> bool:
-    """Return True if the state from which the open or next round starts is to be evaluated."""
+    """Return True if the state from which the open or next round starts must be evaluated."""
     return run.round % run.spec.evaluation.every_rounds == 0
 
 

@@ -27,7 +27,7 @@ GUARD = "the guard"
 STANDS_OUT = 0.25  # share of the median cosine of the others below which a worker is left out after a roll-back
 SUSPECTED = 0.5  # the same, below which a worker is only named once the loss no longer falls
 FLAT = 4  # states in a row without a new lowest loss
-LEAST_ROUNDS = 2  # rounds from which a worker's usual contribution can be told
+LEAST_ROUNDS = 2  # rounds that a worker must have contributed to before it can stand out
 BOUND = 65_504.0  # largest value of θ and u: the fp16 copy of a larger one is infinite
 
 F32 = npt.NDArray[np.float32]

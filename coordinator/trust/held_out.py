@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 from coordinator.store.tables import EvaluationRow
 from protocol.messages import Evaluation
 
-ALL = ""  # stands for the worker in a row that holds the mean of several
+ALL = ""  # the worker of a row that holds the mean of several
 
 
 def evaluations(session: Session, run_id: int, round_: int) -> dict[str, Evaluation]:

@@ -8,7 +8,7 @@ from coordinator.trust.evaluating import NEAR, far_from_majority, in_turn
 from harness.coordinator import InThread
 from harness.member import Member, spec_toml
 from protocol.messages import Scope
-from tests.coordinator.crew import events, info, play_round, problem, recovered
+from tests.coordinator.crew import events, forget_events, info, play_round, problem, recovered
 
 KEPT = "every_rounds = 1\nkeep = 20"
 
@@ -109,6 +109,7 @@ def test_who_lies_is_not_believed_and_found_out(shared: InThread, run: str) -> N
     assert event["data"] == {"round": 2, "worker": "c"}
     told = info(shared, run, "/rounds/2")["evaluations"]
     assert {worker: each["confirmed"] for worker, each in told.items()} == {"a": True, "c": False, "d": True}
+    forget_events(shared, run)
     later = [name for round_ in range(3, 8) for name in play(shared, members, round_, {"c": 0.012})]
     assert set(later) == {"a", "b", "d"}
 

@@ -10,7 +10,7 @@ from coordinator.trust.guard import BOUND, SUSPECTED, Part, Rise, risen, stopped
 from coordinator.upkeep import rolling_back
 from harness.coordinator import InThread
 from harness.member import Member, spec_toml
-from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
+from tests.coordinator.crew import crew, enlist, events, forget_events, info, play_round, problem
 from tests.coordinator.test_restart import Lives
 from tests.coordinator.test_rolling_back import joined_again
 from tests.support.waiting import wait_until
@@ -197,6 +197,7 @@ def test_where_nobody_stands_out_the_run_goes_back_and_waits_and_a_second_time_i
     assert (info(shared, run)["round"], info(shared, run)["state"]) == (1, "paused")
     with shared.client() as admin:
         admin.patch(f"/v1/runs/{run}", json={"state": "running"}).raise_for_status()
+    forget_events(shared, run)  # no decision depends on events, which retention deletes
     members = joined_again(shared, run, ["a", "b"])
     play_round(members, 1)
     shared.await_state(run, 2)
