@@ -119,7 +119,7 @@ def _doctor() -> typer.Typer:
 def _run() -> typer.Typer:
     from outerstep.cli import models, privacy, run, steer, watch, workers
 
-    commands = {
+    commands: dict[str, Callable[..., None]] = {
         "create": run.create,
         "ls": run.list_runs,
         "show": run.show,
