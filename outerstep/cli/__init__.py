@@ -88,7 +88,7 @@ def _group(name: str, group: typer.Typer, commands: Mapping[str, Callable[..., N
 def _coordinator() -> typer.Typer:
     from outerstep.cli import backup, coordinator
 
-    commands = {
+    commands: dict[str, Callable[..., None]] = {
         "backup": backup.backup,
         "backups": backup.backups,
         "restore": backup.restore,
@@ -150,7 +150,7 @@ def _run() -> typer.Typer:
 def _token() -> typer.Typer:
     from outerstep.cli import token
 
-    commands = {
+    commands: dict[str, Callable[..., None]] = {
         "create": token.create,
         "rotate": token.rotate,
         "ls": token.list_tokens,
