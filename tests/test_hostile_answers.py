@@ -158,7 +158,7 @@ def test_a_listing_that_does_not_end_is_refused() -> None:
         body = json.dumps({"items": items, "next": "7"}).encode()
         transport = httpx.MockTransport(lambda _, body=body: httpx.Response(200, content=body))
         client = rest.Client(httpx.Client(base_url="http://c", transport=transport))
-        with pytest.raises(UnexpectedAnswer, match="does not end"):
+        with pytest.raises(UnexpectedAnswer, match="endless list"):
             list(client.events("r"))
 
 
@@ -226,7 +226,7 @@ def test_a_payload_of_another_size_is_refused_unread() -> None:
     layout = Layout(tensors=[TensorSpec(name="a", shape=[4])], fragments=[[Slice(tensor=0, start=0, stop=4)]])
     with pytest.raises(Resync, match="the layout says 8"):
         OuterState(layout, OuterSpec(), pin_memory=False).load(0, payload)
-    with pytest.raises(UnexpectedAnswer, match="where the layout has 8"):
+    with pytest.raises(UnexpectedAnswer, match="2147483648 elements .* 8"):
         unpack_payload(payload, torch.device("cpu"), 8)
 
 
