@@ -25,7 +25,7 @@ from protocol.fragments import Layout, Slice, TensorSpec
 from protocol.spec.sections import OuterSpec
 from tests.support.http_server import Handler, serving
 from worker.codecs import unpack_payload
-from worker.data.fetching.remote import HttpFiles
+from worker.data.fetching.remote_files import HttpFiles
 from worker.errors import DataError, Resync
 from worker.link.client import Client, open_http
 from worker.link.membership import Membership

@@ -9,7 +9,7 @@ from outerstep.doctor.finding import Finding, fine, warning, wrong
 from protocol.messages import DataSummary, RunDetail, data_difference
 from protocol.spec.run import RunSpec
 from worker.box import check_suited, shard_cache
-from worker.data.opening import open_training_set
+from worker.data.open_training_set import open_training_set
 from worker.settings import BoxSettings
 
 
