@@ -134,7 +134,7 @@ class Worker:
                 return
             assignment = Assignment.model_validate_json(answer)
             if assignment.action is not Action.TRAIN:
-                raise RuntimeError(f"{self.name} is told to {assignment.action}: {assignment.reason}")
+                raise RuntimeError(f"{self.name} got the assignment {assignment.action}: {assignment.reason}")
             opened = self.crowd.heard["assignment", round_]
             await asyncio.sleep(opened + self.crowd.round_s * offset - time.perf_counter())
             await self._contribute(assignment)
@@ -283,22 +283,22 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--round-s", type=float, help="inner steps of the slowest worker; default 30")
-    parser.add_argument("--viewers", type=int, default=0, help="people who look at the dashboard")
+    parser.add_argument("--viewers", type=int, default=0, help="viewers of the dashboard")
     arguments = parser.parse_args()
     round_s = arguments.round_s or (6.0 if arguments.quick else 30.0)
 
     plain = _measured(arguments.workers, round_s)
     _print(plain)
-    told = dict(plain)
+    figures = dict(plain)
     for name, pages in (("streams", False), ("pages", True)) if arguments.viewers else ():
-        told[name] = viewed = _measured(arguments.workers, round_s, arguments.viewers, pages)
+        figures[name] = viewed = _measured(arguments.workers, round_s, arguments.viewers, pages)
         _print(viewed)
         p99, before = (each["kinds"]["heartbeat"]["p99_ms"] for each in (viewed, plain))
         viewed["heartbeat_p99_ratio"] = round(p99 / before, 2)
         print(f"p99 of heartbeats with {arguments.viewers} {name}: {viewed['heartbeat_p99_ratio']} times as long")
     if arguments.json:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
-        print(json.dumps({"benchmark": "control_plane", **machine, **told}))
+        print(json.dumps({"benchmark": "control_plane", **machine, **figures}))
 
 
 def _measured(workers: int, round_s: float, viewers: int = 0, pages: bool = False) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from coordinator.run import pacing
+from coordinator.run import step_rates
 from coordinator.sync.aggregating import aggregate
 from harness.screening import Screening
 from protocol.fragments import plan_fragments
@@ -47,7 +47,7 @@ from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import SyncSpec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 from worker.codecs import pack_fragment, unpack_payload
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 from worker.inner.evaluation import evaluate
 from worker.inner.loss import mean_loss
 from worker.inner.optimizers import build_inner_optimizers
@@ -104,7 +104,7 @@ QUICK = Size(6, 10, 4, 32, 20, 16_384)  # shows only that it works
 Late = Callable[[set[int], np.random.Generator], set[int]]
 
 
-def nobody(present: set[int], draw: np.random.Generator) -> set[int]:
+def none_late(present: set[int], draw: np.random.Generator) -> set[int]:
     return set()
 
 
@@ -144,7 +144,7 @@ class Scenario:
     """A scenario. `late`: the workers that miss a round. `then`: what such a worker continues from. `present`: the
     workers of a round, from those of the round before. `auto`: True if H is proportional to each worker's speed."""
 
-    late: Late = nobody
+    late: Late = none_late
     then: Literal["carried", "kept", "forgotten"] = "carried"
     present: Callable[[set[int], np.random.Generator], set[int]] = all_of_them
     auto: bool = False
@@ -155,7 +155,7 @@ class Scenario:
             nominal = sync.inner_steps
             auto = {"inner_steps": "auto", "round_s": nominal, "nominal_inner_steps": nominal, "min_inner_steps": 1}
             sync = SyncSpec.model_validate(sync.model_dump() | auto)
-        return [pacing.inner_steps(sync, speed) for speed in SPEEDS.tolist()]
+        return [step_rates.inner_steps(sync, speed) for speed in SPEEDS.tolist()]
 
 
 CLEAN = "clean"

@@ -26,7 +26,7 @@ from benchmarks.faults import CPU, Replica, Size, contribution, step
 from outerstep.privacy import epsilon
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import PrivacySpec
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 from worker.inner.evaluation import evaluate
 from worker.privacy.noise import with_noise
 from worker.privacy.release import PrivateRelease, Spent
@@ -93,9 +93,9 @@ def run(spec: RunSpec, data: TextData, workers: int, privacy: PrivacySpec | None
     for p in range(len(state)):
         final.fragments.rebase(p, state.reached(p), None)
     loss = evaluate(final.model, data, spec.evaluation.max_tokens, CPU).loss
-    told = epsilon(privacy, spec.sync.rounds) if privacy else math.inf
+    spent = epsilon(privacy, spec.sync.rounds) if privacy else math.inf
     noise = privacy.noise_multiplier if privacy else None
-    return Result(workers, noise, loss, statistics.median(norms), None if math.isinf(told) else told)
+    return Result(workers, noise, loss, statistics.median(norms), None if math.isinf(spent) else spent)
 
 
 def table(results: Sequence[Result], clip: float, size: Size) -> Table:
@@ -103,8 +103,8 @@ def table(results: Sequence[Result], clip: float, size: Size) -> Table:
     shown = Table("workers", "noise_multiplier", "loss", "norm", "epsilon", title=title, title_justify="left")
     for each in results:
         noise = "no [privacy]" if each.noise is None else f"{each.noise:g}"
-        told = "unbounded" if each.epsilon is None else f"{each.epsilon:,.3g}"
-        shown.add_row(str(each.workers), escape(noise), f"{each.loss:.4f}", f"{each.norm:.3g}", told)
+        shown_epsilon = "unbounded" if each.epsilon is None else f"{each.epsilon:,.3g}"
+        shown.add_row(str(each.workers), escape(noise), f"{each.loss:.4f}", f"{each.norm:.3g}", shown_epsilon)
     return shown
 
 

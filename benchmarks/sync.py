@@ -159,7 +159,7 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
         if rank == 0:
             _seed(client, membership, state)
         barrier.wait()
-        state.round = 0
+        state.reach(0)
         exchange = Exchange(membership, spec, state, torch.device("cpu"))
         before = client.traffic.upload_bytes
         deltas = list(delta.split(layout.elements))

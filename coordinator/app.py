@@ -40,7 +40,7 @@ def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = N
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        coordinator.bell.attach(asyncio.get_running_loop())
+        coordinator.waiters.attach(asyncio.get_running_loop())
         logging.getLogger().addHandler(coordinator.errors)
         tasks = [asyncio.create_task(_tick(coordinator)), asyncio.create_task(_notify(coordinator))]
         yield

@@ -1,14 +1,14 @@
-"""What the REST interface shows of a run: replies built from the database and from the run in memory."""
+"""What the REST interface shows of runs, workers, checkpoints and events: from the database and the run in memory."""
 
+from itertools import pairwise
 from typing import Any
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.round_reports import held_out_fields, held_up_by, reason_of
-from coordinator.run.eta import eta_s
 from coordinator.run.live_run import LiveRun
-from coordinator.run.steps import expected_rounds
+from coordinator.run.schedule import expected_rounds
 from coordinator.store.blobs import KINDS, Stored
 from coordinator.store.tables import (
     CheckpointFragmentRow,
@@ -16,12 +16,14 @@ from coordinator.store.tables import (
     EvaluationRow,
     EventRow,
     FragmentRow,
+    RoundRow,
     RunRow,
     WorkerRow,
 )
 from coordinator.sync import checkpointing, retention
 from coordinator.trust import held_out
-from coordinator.trust.quarantine import standing_of
+from coordinator.trust.quarantine import reputation_of
+from outerstep.common.quantities import PACE_ROUNDS, remaining_s
 from protocol.errors import Problem
 from protocol.messages import (
     Account,
@@ -40,16 +42,16 @@ from protocol.messages import (
 )
 
 CHECKPOINTS_NAMED = 5
-VERIFIED_S = 5.0  # until a client asks again for a file that was found missing
+VERIFIED_S = 5.0  # until a client retries a file that was found missing
 
 
 def state_of(run: LiveRun) -> RunState:
-    """Return the state that is shown: a run without state 0 is seeding until it is there."""
+    """Return the state to show: a running run is seeding until state 0 is complete."""
     return RunState.SEEDING if run.state is RunState.RUNNING and not run.seeded else run.state
 
 
 def run_info(run: LiveRun) -> RunInfo:
-    """Return what a list of runs shows of the run."""
+    """Return the run as a list of runs shows it."""
     return RunInfo(**_run_fields(run))
 
 
@@ -60,7 +62,7 @@ def run_detail(run: LiveRun) -> RunDetail:
 
 def spec_toml(run: LiveRun) -> str:
     """Return the run's spec as it was given."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         return session.get_one(RunRow, run.id).spec_toml
 
 
@@ -79,7 +81,7 @@ def disk_bytes(run: LiveRun) -> DiskBytes:
 
 
 def _run_fields(run: LiveRun) -> dict[str, Any]:
-    with run.looked_at():
+    with run.briefly_locked():
         state, final = run.state, run.final_digest
         remembered: dict[str, Any] = {
             "name": run.name,
@@ -96,7 +98,7 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             "frozen": None if run.model is None else run.model.frozen,
             "state_digest": None if final is None else final.hex(),
         }
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get_one(RunRow, run.id)
         evaluated = session.scalar(select(func.max(EvaluationRow.round)).where(EvaluationRow.run_id == run.id))
         measured = {} if evaluated is None else held_out.evaluations(session, run.id, evaluated)
@@ -104,7 +106,7 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
             **remembered,
             "spec_digest": row.spec_digest.hex(),
             "created_at": row.created_at,
-            "eta_s": eta_s(session, run.id, state, remembered["rounds"] - remembered["round"], run.world.now())
+            "eta_s": _eta_s(session, run.id, state, remembered["rounds"] - remembered["round"], run.context.now())
             if remembered["held_up_by"] in (None, Cause.WORKER_SILENT)
             else None,
             "tokens": row.tokens,
@@ -115,11 +117,29 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
         }
 
 
+def _eta_s(session: Session, run_id: int, state: RunState, left: int, now: float) -> float | None:
+    """Return the seconds from `now` that the run's `left` rounds will take, estimated from its last rounds. 0 once the
+    run is over; None if unknown, because no round was published yet or no other one opens."""
+    if state in (RunState.FINISHED, RunState.STOPPED):
+        return 0.0
+    if state is not RunState.RUNNING:
+        return None
+    closed = select(RoundRow.opened_at, RoundRow.closed_at).where(
+        RoundRow.run_id == run_id, RoundRow.closed_at.is_not(None)
+    )
+    rows = session.execute(closed.order_by(RoundRow.round.desc()).limit(PACE_ROUNDS)).all()
+    if not rows:
+        return None
+    # From one end to the next, to include the time between rounds.
+    ends = [rows[-1].opened_at, *(row.closed_at for row in reversed(rows))]
+    return remaining_s([max(end - start, 0.0) for start, end in pairwise(ends)], left, max(now - ends[-1], 0.0))
+
+
 def workers(run: LiveRun, limit: int, after: str | None) -> Page[WorkerInfo]:
-    """Return the workers with a name above `after` (None: all), by name."""
-    with run.looked_at():
-        pass  # what is just being changed is in the database afterwards
-    with run.world.database.read() as session:
+    """Return the workers whose name follows `after` (None: all), by name."""
+    with run.briefly_locked():
+        pass  # wait until a change in progress is in the database
+    with run.context.database.read() as session:
         query = select(WorkerRow).where(WorkerRow.run_id == run.id).order_by(WorkerRow.name).limit(limit + 1)
         if after is not None:
             query = query.where(WorkerRow.name > after)
@@ -130,9 +150,9 @@ def workers(run: LiveRun, limit: int, after: str | None) -> Page[WorkerInfo]:
 
 def worker(run: LiveRun, name: str) -> WorkerInfo:
     """Return a worker of the run, live or not. Problem `not-found` if it never joined."""
-    with run.looked_at():
+    with run.briefly_locked():
         pass
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == name)).one_or_none()
         if row is None:
             raise Problem("not-found", f"the run {run.name} never had a worker {name}")
@@ -141,13 +161,13 @@ def worker(run: LiveRun, name: str) -> WorkerInfo:
 
 def _worker(run: LiveRun, row: WorkerRow) -> WorkerInfo:
     live = row.name in run.members
-    standing = standing_of(row)
+    reputation = reputation_of(row)
     return WorkerInfo(
         name=row.name,
         state=WorkerState(row.state),
         epoch=row.epoch,
         joined_at=row.joined_at,
-        last_seen_s=run.members.last_seen_s(row.name, run.world.clock()),
+        last_seen_s=run.members.last_seen_s(row.name, run.context.clock()),
         host=row.host,
         metrics=run.members.metrics(row.name) if live else Metrics.model_validate(row.metrics),
         contributions=row.contributions,
@@ -158,14 +178,14 @@ def _worker(run: LiveRun, row: WorkerRow) -> WorkerInfo:
         state_round=row.state_round,
         state_digest=None if row.state_digest is None else row.state_digest.hex(),
         token=row.token,
-        score=standing.score,
-        quarantined_until=standing.until if standing.until > run.round else None,
+        score=reputation.score,
+        quarantined_until=reputation.until if reputation.until > run.round else None,
     )
 
 
 def checkpoints(run: LiveRun, limit: int, before: int | None) -> Page[CheckpointInfo]:
     """Return the checkpoints before `before` (None: all), newest first."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         query = select(CheckpointRow).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
         if before is not None:
             query = query.where(CheckpointRow.round < before)
@@ -177,7 +197,7 @@ def checkpoints(run: LiveRun, limit: int, before: int | None) -> Page[Checkpoint
 def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
     """Return the checkpoint of `round_` (None: the latest that is not damaged). Raises Problem: not-found, gone,
     file-lost."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         query = select(CheckpointRow).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
         if round_ is not None:
             query = query.where(CheckpointRow.round == round_)
@@ -199,7 +219,7 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
 
 def stored_checkpoint(run: LiveRun, round_: int, fragment: int) -> Stored:
     """Return the blob of a fragment of the checkpoint of `round_`. Raises Problem: not-found, gone, file-lost."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, round_, fragment))
         if row is None or round_ in run.outer.damaged_checkpoints:
             raise _no_checkpoint(run, session, round_)
@@ -208,7 +228,7 @@ def stored_checkpoint(run: LiveRun, round_: int, fragment: int) -> Stored:
 
 def stored_delta(run: LiveRun, round_: int, fragment: int, digest: bytes) -> Stored:
     """Return the blob of a published delta."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         size = session.scalar(
             select(FragmentRow.delta_bytes).where(
                 FragmentRow.run_id == run.id, FragmentRow.round == round_, FragmentRow.fragment == fragment
@@ -218,15 +238,15 @@ def stored_delta(run: LiveRun, round_: int, fragment: int, digest: bytes) -> Sto
 
 
 def missing_checkpoint(run: LiveRun, round_: int, fragment: int) -> Problem:
-    """Return the Problem that the blob of a checkpoint's fragment is not there, or not whole; a verification will make
-    it again if possible. Raises Problem if the retention rule has just deleted it."""
+    """Return the Problem for a checkpoint fragment whose blob is missing or damaged; a verification rebuilds it if
+    possible. Raises Problem if the retention rule has just deleted it."""
     stored_checkpoint(run, round_, fragment)
     run.outer.request_verification()
     return _being_verified(f"fragment {fragment} of checkpoint {round_}")
 
 
 def missing_delta(run: LiveRun, round_: int, fragment: int) -> Problem:
-    """Return the Problem that the blob of a delta is not there, or not whole."""
+    """Return the Problem for a delta whose blob is missing or damaged."""
     where = f"the delta of round {round_}, fragment {fragment},"
     if not retention.keeps_delta(run, round_):
         return Problem("gone", f"{where} was deleted by the retention rule; recover from the latest checkpoint")
@@ -237,13 +257,13 @@ def missing_delta(run: LiveRun, round_: int, fragment: int) -> Problem:
 
 
 def _being_verified(what: str) -> Problem:
-    detail = f"{what} is missing or damaged on the coordinator's disk; the coordinator is trying to make it again"
+    detail = f"{what} is missing or damaged on the coordinator's disk; the coordinator is trying to rebuild it"
     return Problem("not-ready", detail, retry_after_s=VERIFIED_S)
 
 
 def _no_checkpoint(run: LiveRun, session: Session, round_: int | None) -> Problem:
-    """Return the Problem that there is no checkpoint of `round_` (None: none at all): `file-lost` if the disk has lost
-    it, `gone` if the retention rule has deleted those of so early states, otherwise `not-found`."""
+    """Return the Problem for a checkpoint of `round_` (None: the latest) that does not exist: `file-lost` if the disk
+    has lost it, `gone` if the retention rule has deleted checkpoints that early, otherwise `not-found`."""
     found = sorted(session.scalars(select(CheckpointRow.round).where(CheckpointRow.run_id == run.id)))
     sound = [each for each in found if each not in run.outer.damaged_checkpoints]
     if (round_ is None and found and not sound) or round_ in run.outer.damaged_checkpoints:
@@ -277,8 +297,8 @@ def _checkpoint_fields(run: LiveRun, session: Session, row: CheckpointRow) -> di
 
 
 def events(run: LiveRun, limit: int, after: int) -> Page[Event]:
-    """Return the events with an id above `after`, oldest first."""
-    with run.world.database.read() as session:
+    """Return the events whose id is greater than `after`, oldest first."""
+    with run.context.database.read() as session:
         query = select(EventRow).where(EventRow.run_id == run.id, EventRow.id > after).order_by(EventRow.id)
         rows = session.scalars(query.limit(limit + 1)).all()
     items = [Event(id=row.id, at=row.at, kind=row.kind, message=row.message, data=row.data) for row in rows[:limit]]

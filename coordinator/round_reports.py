@@ -1,8 +1,8 @@
-"""What the REST interface shows of rounds, and of what a run waits for.
+"""What the REST interface shows of rounds, and what a run waits for.
 
-Replies are built from the database, and for the open round from the run in memory, which is asked first: whoever was
-told of a change sees it. The run's lock is not held while the database is read; a round that is opened or closed
-meanwhile is told as the database has it.
+Replies are built from the database and, for the open round, from the run in memory. Memory is read first, so a client
+that was woken by a change sees it. The run's lock is not held while the database is read; a round that opens or closes
+meanwhile is shown as it is in the database.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,10 +11,10 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.rounds.opening import fault_of, status, unheard, waits_for
+from coordinator.rounds.opening import fault_of, silent_needed, status, waits_for
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound
-from coordinator.run.steps import expected_rounds
+from coordinator.run.schedule import expected_rounds
 from coordinator.store.tables import FragmentRow, LateContributionRow, RoundRow
 from coordinator.sync import retention
 from coordinator.trust import held_out
@@ -48,38 +48,38 @@ def reason_of(run: LiveRun) -> str:
 
 
 def held_up_by(run: LiveRun) -> Cause | None:
-    """Return the gravest cause that holds the run up; None if nothing is wrong."""
+    """Return the most serious cause that holds the run up; None if nothing is wrong."""
     if (fault := fault_of(run)) is not None:
         return fault.cause
     if run.open is not None:
         silent = _least_advanced(run.open).silent and run.state is not RunState.STOPPED
     else:
-        silent = run.state is RunState.RUNNING and run.model is not None and bool(unheard(run))
+        silent = run.state is RunState.RUNNING and run.model is not None and bool(silent_needed(run))
     return Cause.WORKER_SILENT if silent else None
 
 
 def _least_advanced(opening: OpenRound) -> OpenFragment:
-    """Return the fragment whose state and reason are those of the open round."""
+    """Return the fragment whose state and reason stand for the open round."""
     return min(opening.fragments, key=lambda each: ADVANCEMENT.index(each.state))
 
 
 def _fragment_reason(run: LiveRun, fragment: OpenFragment) -> str:
-    """Return what a fragment of the open round waits for; after a stop, that it was given up."""
+    """Return what a fragment of the open round waits for; after a stop, that the round was given up."""
     given_up = run.state is RunState.STOPPED and fragment.state is not FragmentState.PUBLISHED
     return "given up: the run was stopped" if given_up else waits_for(run, fragment)
 
 
 def _closes_in_s(run: LiveRun, fragment: OpenFragment) -> float | None:
-    """Return in how many seconds a fragment of the open round closes; None if no deadline is running."""
+    """Return the seconds until a fragment of the open round closes; None if no deadline is running."""
     if fragment.closes_at is None or run.state is RunState.STOPPED:
         return None
-    return max(0.0, fragment.closes_at - run.world.clock())
+    return max(0.0, fragment.closes_at - run.context.clock())
 
 
 def rounds(run: LiveRun, limit: int, before: int | None) -> Page[RoundInfo]:
     """Return the rounds before `before` (None: all), newest first."""
     opening = _open_round(run)
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         query = select(RoundRow).where(RoundRow.run_id == run.id).order_by(RoundRow.round.desc()).limit(limit + 1)
         if before is not None:
             query = query.where(RoundRow.round < before)
@@ -89,10 +89,10 @@ def rounds(run: LiveRun, limit: int, before: int | None) -> Page[RoundInfo]:
 
 
 def round_detail(run: LiveRun, number: int | None) -> RoundDetail:
-    """Return a round and its fragments; None: the open one, or the next. Problem `not-found` if it was not opened."""
+    """Return a round and its fragments; None: the open or next round. Problem `not-found` if it was not opened."""
     opening = _open_round(run)
     number = run.round if number is None else number
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get(RoundRow, (run.id, number))
         if row is None:
             raise Problem("not-found", f"round {number} of the run {run.name} was not opened: {reason_of(run)}")
@@ -120,15 +120,15 @@ def round_detail(run: LiveRun, number: int | None) -> RoundDetail:
 
 
 def _open_round(run: LiveRun) -> OpenRound | None:
-    """Return the open round, once what is just being changed of the run is in the database."""
-    with run.looked_at():
+    """Return the open round, after waiting until a change in progress is in the database."""
+    with run.briefly_locked():
         return run.open
 
 
 def _round_fields(
     run: LiveRun, session: Session, rows: Sequence[RoundRow], opening: OpenRound | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield what is shown of each of the rounds. As many queries for a thousand of them as for one."""
+    """Yield what is shown of each round. A thousand rounds need as few queries as one."""
     numbers = [row.round for row in rows]
     measured = held_out.evaluations_of(session, run.id, numbers)
     not_summed_up = [row.round for row in rows if row.tokens is None]
@@ -175,7 +175,7 @@ def _by_worker(measured: dict[str, Evaluation]) -> dict[str, Evaluation]:
 
 
 def held_out_fields(measured: dict[str, Evaluation]) -> dict[str, Any]:
-    """Return what is shown of the held-out loss of a state, of what was measured of it by worker."""
+    """Return the fields for the held-out loss of a state. `measured`: its measurements by worker."""
     mean = held_out.mean(measured.values())
     return {
         "held_out_loss": None if mean is None else mean.loss,

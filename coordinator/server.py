@@ -55,7 +55,7 @@ class Server(uvicorn.Server):
             print("\n".join(banner(self._address, self.coordinator.settings.data_dir)), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.coordinator.bell.close()
+        self.coordinator.waiters.close()
         await super().shutdown(sockets)
 
 

@@ -25,24 +25,24 @@ from coordinator.notifications.formats import new_id
 from coordinator.notifications.outbox import Outbox
 from coordinator.notifications.sending import Sender, webhook_of
 from coordinator.quotas import Quotas
-from coordinator.run.bell import READS_AT_ONCE, Bell
-from coordinator.run.live_run import Change, LiveRun, World
+from coordinator.run.live_run import Change, LiveRun, RunContext
+from coordinator.run.waiters import READS_AT_ONCE, Waiters
 from coordinator.settings import Settings
 from coordinator.settling import settle
 from coordinator.store import audit
-from coordinator.store.assembling import Wholes
 from coordinator.store.blobs import Store
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, url_of
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.identity import Actor, Identity
+from coordinator.store.partial_uploads import PartialUploads
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Tokens, secret_hash
 from coordinator.sync import retention
 from coordinator.upkeep import removing, restoring, rolling_back, verifying
 from coordinator.upkeep.storage import REMIND_S, Storage
-from coordinator.workers import ending, membership, names
+from coordinator.workers import leases, membership
 from protocol.digest import digest
 from protocol.errors import Problem, SpecError
 from protocol.messages import AuditEntry, Cause, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
@@ -65,9 +65,9 @@ class Coordinator:
         secret: bytes | None = None,
     ) -> None:
         self.settings, self.clock, self.now = settings, clock, now
-        self.bell = Bell()
+        self.waiters = Waiters()
         self.memory = MemoryBudget()
-        self.wholes = Wholes(clock, settings.parts_bytes_per_member)
+        self.partial_uploads = PartialUploads(clock, settings.parts_bytes_per_member)
         self.quotas = Quotas(settings, clock)
         if settings.backup_dir is not None:
             locations.check(settings.backup_dir, settings.data_dir)
@@ -93,17 +93,16 @@ class Coordinator:
         self.alerts = Alerts(clock, self.outbox)
         self.errors = RecentErrors()
         self.started_at = now()
-        self._world = World(
+        self._context = RunContext(
             database=self.database,
             data=self.data,
             blobs=store(self.data),
             submit=self._jobs.submit,
-            ring=self.bell.ring,
+            wake=self.waiters.wake,
             storage_failed=self.storage.note,
             storage_fault=lambda: self.storage.fault,
             memory=self.memory,
             closing=self._closing,
-            settle=settle,
             notify=self.outbox.note_event if self.outbox else lambda *_: None,
             secret=secret or os.urandom(32),
             clock=clock,
@@ -115,12 +114,12 @@ class Coordinator:
             rows = session.scalars(select(RunRow)).all()
         # SQLite would reuse the id of a removed run, which something may still refer to.
         self._ids = itertools.count(1 + max((row.id for row in rows), default=0))
-        removing.finish(self._world, {row.name for row in rows})
+        removing.finish(self._context, {row.name for row in rows})
         for row in rows:
-            run = LiveRun(row, self._world)
+            run = LiveRun(row, self._context, settle)
             self._runs[run.name] = run
             restoring.restore(run)
-        self.data.gone_on()
+        self.data.clear_restored()
         self.backups = self._scheduled(url)
 
     def _scheduled(self, url: URL) -> Scheduled | None:
@@ -128,8 +127,8 @@ class Coordinator:
         if (location := self.settings.backup_dir) is None:
             return None
         schedule = Schedule(location, self.settings.backup_every_s, self.settings.backup_keep)
-        world = self._world
-        return Scheduled(schedule, Source(url, world.blobs.open), self._closing, world.clock, world.now)
+        context = self._context
+        return Scheduled(schedule, Source(url, context.blobs.open), self._closing, context.clock, context.now)
 
     @property
     def last_backup_at(self) -> float | None:
@@ -149,7 +148,7 @@ class Coordinator:
     def tick(self) -> None:
         """Do what depends on time alone, such as deadlines and leases. Called a few times a second."""
         self._guarded("storage", self.storage.check)
-        self._guarded("uploads", self.wholes.sweep)
+        self._guarded("uploads", self.partial_uploads.sweep)
         self._guarded("tokens", self._tick_tokens)
         self._guarded("alerts", self._tick_alerts)
         if self.backups is not None:
@@ -168,10 +167,10 @@ class Coordinator:
         self.tokens.write_last_uses()
 
     def _tick_run(self, run: LiveRun) -> None:
-        ending.end_without_token(run, self.tokens.is_good)
-        ending.expire(run)
-        ending.replace_silent_seeder(run)
-        ending.end_lingering(run)
+        leases.end_without_token(run, self.tokens.is_good)
+        leases.expire(run)
+        leases.replace_silent_seeder(run)
+        leases.end_lingering(run)
         run.settle()
         rolling_back.roll_back_if_due(run, verifying=partial(self._is_verifying, run))
         verifying.start_when_due(run, self.verify_at, self._verifying.submit)
@@ -188,7 +187,7 @@ class Coordinator:
         except Exception as error:
             if self.storage.note(error) is not None:
                 return
-            before, now = self._tick_faults.get(what), self._world.clock()
+            before, now = self._tick_faults.get(what), self._context.clock()
             if before is None or before[0] != str(error) or now - before[1] >= REMIND_S:
                 self._tick_faults[what] = str(error), now
                 logger.exception("%s: tick failed; retrying", what)
@@ -216,7 +215,7 @@ class Coordinator:
         """Delete a token, and end its memberships, streams and long polls. Raises Problem."""
         self.tokens.revoke(token_id, by, of_run)
         for run in self.runs():
-            ending.end_without_token(run, self.tokens.is_good)
+            leases.end_without_token(run, self.tokens.is_good)
         self._ring_all()
 
     def exchange_token(
@@ -225,7 +224,7 @@ class Coordinator:
         """Create the worker token `secret` for one use of the join token `by`; return it, and True if it is new. Raises
         Problem."""
         membership.check_joinable(run)
-        check = partial(names.check_free, run=run, worker=worker)
+        check = partial(membership.check_name_free, run=run, worker=worker)
         return self.tokens.exchange(by, run.name, worker, secret, actor, check)
 
     def audit(self, run: str | None, limit: int, before: int | None) -> Page[AuditEntry]:
@@ -236,7 +235,7 @@ class Coordinator:
     def _ring_all(self) -> None:
         """Wake all long polls and streams; each checks its token again."""
         for run in self.runs():
-            self.bell.ring(run.name, None)
+            self.waiters.wake(run.name, None)
 
     def check_ready(self) -> None:
         """Raise Problem `not-ready` unless the database answers and the data directory is writable."""
@@ -319,17 +318,17 @@ class Coordinator:
                 spec_digest=digest(spec_toml.encode()),
                 spec=spec.model_dump(mode="json"),
                 state=RunState.RUNNING,
-                created_at=self._world.now(),
+                created_at=self._context.now(),
                 round=0,
                 next_unit=0,
             )
             session.add(row)
             session.flush()
-            run = LiveRun(row, self._world)
+            run = LiveRun(row, self._context, settle)
             change = Change(run, session)
             change.record("created", f"the run {spec.name} was created")
             change.audit(by, "run-created", f"created the run {spec.name}")
-        for apply in change.consequences:
+        for apply in change.applied_later:
             apply()
         run.restored()
         self._runs[spec.name] = run
@@ -354,7 +353,7 @@ class Coordinator:
                 removing.remove_rows(run, by, verifying=self._is_verifying(run))
                 del self._runs[name]
             self.tokens.forget_of(name)
-            removing.remove_blobs(self._world, name)
+            removing.remove_blobs(self._context, name)
         logger.info("the run %s was removed", name)
 
     def _check_not_needed(self, run: LiveRun) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from coordinator.screening.judging import CLIPPED, CLIPPED_WITH_FEEDBACK, Evidence, Judgement, judge
 from coordinator.screening.measuring import find
-from coordinator.sync.judgement import EARLIER_ROUNDS
+from coordinator.trust.verdicts import EARLIER_ROUNDS
 from protocol.codecs import CODECS
 from protocol.digest import digest
 from protocol.spec.run import RunSpec

@@ -124,7 +124,7 @@ def test_a_restore_killed_at_each_point_is_done_again(prepared: Prepared, tmp_pa
         manifest = BackupDirectory(prepared.backups).manifest(1)
         if not (new / FILE).exists():
             if (new / "restored").exists():
-                with pytest.raises(ValueError, match="was not restored to the end"):
+                with pytest.raises(ValueError, match="is incomplete"):
                     url_of(None, new)
             assert restore(BackupDirectory(prepared.backups), None, new) == manifest, point
         check_restored(new, manifest)

@@ -121,7 +121,7 @@ BIG = 100_000_000
 
 HOSTILE: dict[str, tuple[Callable[[Target], bytes], str]] = {
     "empty": (lambda t: b"", "invalid-payload"),
-    "not a payload": (lambda t: b"hello, world" * 10, "invalid-payload"),
+    "not a payload": (lambda t: b"hello, context" * 10, "invalid-payload"),
     "truncated prefix": (lambda t: t.payload()[:7], "invalid-payload"),
     "truncated header": (lambda t: t.payload()[:40], "invalid-payload"),
     "truncated frames": (lambda t: t.payload()[:-1], "invalid-payload"),

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from coordinator.http import uploads
-from coordinator.run import pacing
-from coordinator.screening import agreeing, judging, spoilt, standing
+from coordinator.run import step_rates
+from coordinator.screening import judging
 from coordinator.settings import Settings
-from coordinator.store import assembling, data_directory
+from coordinator.store import data_directory, partial_uploads
 from coordinator.sync import admission
-from coordinator.trust import guard as guarding
-from coordinator.trust import weights
+from coordinator.trust import evaluating, guard, quarantine, verdicts
 from protocol import messages
 from protocol.messages import Scope
 from protocol.spec.sections import GuardSpec, RetentionSpec, SyncSpec
@@ -25,8 +24,8 @@ LINKS_OF = ["docs/security.md", "SECURITY.md"]
 # A limit on the page is a default of one of these models, or a constant of one of these modules.
 MODELS = (Settings, SyncSpec, GuardSpec, RetentionSpec)
 MODULES = (
-    *(judging, agreeing, spoilt, standing, admission, guarding, pacing, weights, messages),
-    *(uploads, assembling, data_directory),
+    *(judging, evaluating, quarantine, admission, guard, step_rates, verdicts, messages),
+    *(uploads, partial_uploads, data_directory),
 )
 # Values in attacks, which are no limits.
 CLAIMED = {"inner_steps_per_second", "carried", "factory", "aggregation", "weights_only"}

@@ -169,11 +169,11 @@ def test_skypilot_takes_it(tmp_path: Path) -> None:
     environment = {**os.environ, "HOME": str(tmp_path), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
     environment.pop("PYTHONPATH", None)
 
-    def looked_at(task: Path) -> subprocess.CompletedProcess[str]:
+    def briefly_locked(task: Path) -> subprocess.CompletedProcess[str]:
         command = [str(python), "-c", TAKEN, str(task)]
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
 
-    task = looked_at(SKYPILOT)
+    task = briefly_locked(SKYPILOT)
     assert task.returncode == 0, task.stderr
     assert (
         str(tuple(yaml.safe_load(SKYPILOT.read_text())["resources"]["job_recovery"]["recover_on_exit_codes"]))
@@ -182,4 +182,4 @@ def test_skypilot_takes_it(tmp_path: Path) -> None:
 
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(SKYPILOT.read_text().replace("recover_on_exit_codes", "recover_on_exit_code"))
-    assert looked_at(wrong).returncode != 0, "it looks"
+    assert briefly_locked(wrong).returncode != 0, "it looks"

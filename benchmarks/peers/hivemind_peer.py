@@ -1,7 +1,7 @@
-"""hivemind: a `DecentralizedAverager` per worker, in a process of its own, with uniform 8 bit compression.
+"""hivemind: a `DecentralizedAverager` per worker, each in a separate process, with uniform 8 bit compression.
 
-A sync begins when all averagers have found each other through the DHT and are allowed to begin, and ends when the last
-of them holds the mean. The matchmaking before it is told apart. The tensors lie in the averagers' shared memory.
+A sync lasts from when all averagers have found each other through the DHT until the last one holds the mean. The
+matchmaking before it is reported separately. The tensors are in the averagers' shared memory.
 """
 
 import json

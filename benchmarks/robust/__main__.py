@@ -4,7 +4,7 @@
 
 There is no network, but the parts are the real ones: the model `tiny` on the standard library's sources, the worker's
 inner step, codecs, error feedback and outer step, the coordinator's judging and its means. The hostile workers, one or
-two of eight by default, replace their honest pseudo-gradients, in every round unless said otherwise:
+two of eight by default, replace their honest pseudo-gradients, in every round except as noted:
 
   x1e6, x100-once, x10, x1.2    multiplied by this factor ("once": in round 4 only)
   noise-x10, noise-x3.9, noise   of random direction, with this multiple of an honest one's norm
@@ -48,7 +48,7 @@ from benchmarks.robust.training import FULL, QUICK, Size, run
 from coordinator.sync.aggregating import AGGREGATORS
 from protocol.codecs import CODECS
 from protocol.spec.sections import PER_VALUE_RULES
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 
 
 def measure(size: Size, elements: int, given: argparse.Namespace) -> dict[str, Any]:

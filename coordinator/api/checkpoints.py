@@ -24,7 +24,7 @@ from coordinator.http.response_cache import cached_response
 from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
 from coordinator.run.live_run import LiveRun
 from coordinator.sync import outer_state
-from coordinator.workers import membership
+from coordinator.workers import leases
 from protocol.fragments import Layout
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page, PartReply
 from protocol.wire import max_payload_bytes, max_payloads_bytes
@@ -64,7 +64,7 @@ async def seed(
 def _accept(
     run: LiveRun, layout: Layout, worker: str, fragment: int, upload: ReceivedUpload
 ) -> tuple[CheckpointFragment | PartReply, bool]:
-    membership.check_lease(run, worker)  # it may have ended while the body arrived
+    leases.check_lease(run, worker)  # it may have ended while the body arrived
     found = upload.complete()
     if isinstance(found, PartReply):
         return found, False

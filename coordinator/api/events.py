@@ -16,8 +16,8 @@ from coordinator.http.bodies import LimitedRoute
 from coordinator.http.openapi import RUN_PROBLEMS, Responses, problem_responses
 from coordinator.http.response_cache import Caches, cached_response, on_read_thread
 from coordinator.quotas import lineage_of
-from coordinator.run.bell import EVENTS
 from coordinator.run.live_run import LiveRun
+from coordinator.run.waiters import EVENTS
 from coordinator.service import Coordinator
 from protocol.errors import Problem
 from protocol.messages import Event, Page
@@ -63,20 +63,20 @@ async def _stream(
     run: LiveRun, service: Coordinator, caches: Caches, after: int, check_still: Callable[[], None]
 ) -> AsyncIterator[ServerSentEvent]:
     """Yield the events after `after`, until `check_still` raises Problem because the token is no longer valid."""
-    bell = service.bell
-    while not bell.closed:
-        with bell.listening(run.name, EVENTS) as ring:
+    waiters = service.waiters
+    while not waiters.closed:
+        with waiters.register(run.name, EVENTS) as woken:
             try:
                 check_still()
             except Problem as problem:
                 logger.info("%s: a stream of events ended: %s", run.name, problem.detail)
                 return
-            # Streams that were woken by the same ring share a read.
-            key = (run, after, bell.rung(run.name))
+            # Streams that were woken together share a read.
+            key = (run, after, waiters.wake_count(run.name))
             report = partial(reports.events, run, STREAM_PAGE, after)
             page, _ = await caches.events.read(key, math.inf, partial(on_read_thread, service, report))
             for event in page.items:
                 yield ServerSentEvent(id=str(event.id), event=event.kind, data=event.model_dump_json())
                 after = event.id
             if not page.items:
-                await ring.wait()
+                await woken.wait()

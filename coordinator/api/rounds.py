@@ -35,10 +35,11 @@ from coordinator.http.openapi import (
 )
 from coordinator.http.response_cache import cached_response
 from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
-from coordinator.run.bell import delta_of
 from coordinator.run.live_run import LiveRun
+from coordinator.run.waiters import delta_of
 from coordinator.sync import contributing, deltas
-from coordinator.workers import evaluating, membership
+from coordinator.trust import evaluating
+from coordinator.workers import leases
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import ContributionReply, EvaluationReport, Page, PartReply, RoundDetail, RoundInfo
@@ -89,7 +90,7 @@ async def get_round(
 @max_body(MESSAGE_BYTES)
 def report_evaluation(run: ReadableRun, number: Number, report: EvaluationReport, worker: AnyMember) -> Response:
     """Report the held-out loss of the state before round `number`."""
-    evaluating.evaluated(run, worker, number, report)
+    evaluating.record_evaluation(run, worker, number, report)
     return Response(status_code=204)
 
 
@@ -126,7 +127,7 @@ async def contribute(
 def _accept(
     run: LiveRun, layout: Layout, worker: str, number: int, fragment: int, upload: ReceivedUpload
 ) -> ContributionReply | PartReply:
-    membership.check_lease(run, worker)  # it may have ended while the body arrived
+    leases.check_lease(run, worker)  # it may have ended while the body arrived
     found = upload.complete()
     if isinstance(found, PartReply):
         assert upload.part is not None
@@ -161,7 +162,7 @@ async def get_delta(
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
     # The last round's deltas only: an older one may still be in memory although the retention rule has deleted it.
-    recent = run.world.memory.delta(found) if (number, fragment) in run.outer.deltas else None
+    recent = run.context.memory.delta(found) if (number, fragment) in run.outer.deltas else None
     if recent is not None:
         return memory_response(http, recent, found)
     return await run_in_threadpool(_stored_delta, http, run, number, fragment, found)

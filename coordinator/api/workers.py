@@ -31,8 +31,8 @@ from coordinator.http.openapi import (
     problem_responses,
 )
 from coordinator.http.response_cache import cached_response
-from coordinator.run.bell import ASSIGNMENTS
-from coordinator.workers import accounting, assigning, membership
+from coordinator.run.waiters import ASSIGNMENTS
+from coordinator.workers import accounting, assigning, leases, membership
 from protocol.messages import (
     MAX_TENSORS,
     Action,
@@ -111,7 +111,7 @@ def leave(
 ) -> Response:
     """Leave a run; an operator can make a worker leave."""
     operator = None if caller.is_member(run, worker) else by
-    membership.leave(service.run(run), worker, request or LeaveRequest(), operator)
+    leases.leave(service.run(run), worker, request or LeaveRequest(), operator)
     return Response(status_code=204)
 
 
@@ -127,7 +127,7 @@ def change_worker(run: OperatorOfRun, worker: PathName, change: WorkerChange, by
 @max_body(MESSAGE_BYTES)
 async def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> LeaseReply:
     """Send a heartbeat."""
-    return membership.renew(run, worker, metrics)
+    return leases.renew(run, worker, metrics)
 
 
 @router.put(
@@ -153,7 +153,7 @@ async def get_assignment(
     def under_lock() -> tuple[bool, Assignment]:
         with run.lock:
             accounting.book_queued(run)
-            membership.check_lease(run, worker)  # it may have ended during the wait, and an ended lease gets no units
+            leases.check_lease(run, worker)  # it may have ended during the wait, and an ended lease gets no units
             assignment = assigning.assign(run, worker, request.state_round, request.carried)
         return assignment.action is not Action.WAIT, assignment
 

@@ -43,7 +43,7 @@ async def poll(
     from_memory: Callable[[], tuple[bool, Answer] | None],
     under_lock: Callable[[], tuple[bool, Answer]],
 ) -> Answer:
-    """Check now, and whenever `topic` rings, until the result is (True, answer) or the time is up; return the last
+    """Check now, and at every wake-up of `topic`, until the result is (True, answer) or the time is up; return the last
     answer.
 
     `from_memory` is called first, on the event loop. It returns the result of `under_lock` if it needs neither a lock
@@ -55,11 +55,11 @@ async def poll(
     The wait is up to a fifth shorter than `wait_s`, so that clients that began to wait together do not all ask again at
     the same moment.
     """
-    loop, bell, is_member = asyncio.get_running_loop(), service.bell, caller.member is not None
-    until = loop.time() + wait_s * (1 - bell.spread() / 5)
+    loop, waiters, is_member = asyncio.get_running_loop(), service.waiters, caller.member is not None
+    until = loop.time() + wait_s * (1 - waiters.jitter() / 5)
     async with _counted(service, caller, run, topic, wait_s):
         while True:
-            with bell.listening(run, topic, slowly=not is_member) as ring:
+            with waiters.register(run, topic, slowly=not is_member) as woken:
                 service.check_still(caller)
                 found = from_memory()
                 if found is None and is_member:
@@ -68,10 +68,10 @@ async def poll(
                     found = await anyio.to_thread.run_sync(under_lock, limiter=service.read_threads)
                 final, answer = found
                 remaining = until - loop.time()
-                if final or remaining <= 0 or bell.closed:
+                if final or remaining <= 0 or waiters.closed:
                     return answer
                 try:
-                    await asyncio.wait_for(ring.wait(), remaining)
+                    await asyncio.wait_for(woken.wait(), remaining)
                 except TimeoutError:
                     return answer
 
@@ -99,9 +99,9 @@ async def _ask_in_turn(
 ) -> tuple[bool, Answer]:
     """Call `under_lock`, for a few requests at a time. While a request waits for its turn, the others often bring its
     answer into memory, so `from_memory` is called again first."""
-    bell = service.bell
-    async with bell.reading:
+    waiters = service.waiters
+    async with waiters.reading:
         found = from_memory()
         if found is None:
-            found = await anyio.to_thread.run_sync(under_lock, limiter=bell.threads)
+            found = await anyio.to_thread.run_sync(under_lock, limiter=waiters.threads)
         return found

@@ -20,8 +20,8 @@ from fastapi.concurrency import run_in_threadpool
 from coordinator.http.bodies import chunks
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
-from coordinator.store.assembling import Whole
 from coordinator.store.data_directory import DataDirectory
+from coordinator.store.partial_uploads import PartialUpload
 from coordinator.store.payloads import Body, MemoryBudget
 from protocol.digest import parse_content_digest
 from protocol.errors import Problem, Remedy
@@ -146,7 +146,9 @@ class ReceivedUpload:
     """The received body of a request. `part` is None if it is a whole payload. Set `finished` if no other part of the
     payload is needed."""
 
-    def __init__(self, sink: Sink, data: DataDirectory, part: Part | None = None, whole: Whole | None = None) -> None:
+    def __init__(
+        self, sink: Sink, data: DataDirectory, part: Part | None = None, whole: PartialUpload | None = None
+    ) -> None:
         self._sink, self._data, self._whole, self.part = sink, data, whole, part
         self.finished = False
 
@@ -222,17 +224,17 @@ def _part_of_whole(
         return service.data.scratch() if memory is None else memory
 
     key = _owner(request), request.url.path
-    whole = service.wholes.get(key, part.total, part.digest, target, ROUNDS * round_bytes)
+    whole = service.partial_uploads.get(key, part.total, part.digest, target, ROUNDS * round_bytes)
     upload = ReceivedUpload(sink, service.data, part, whole)
     try:
         with whole.used():
             yield upload
     except Problem as problem:
-        upload.finished = whole.spoilt or problem.remedy is not Remedy.RETRY
+        upload.finished = whole.corrupt or problem.remedy is not Remedy.RETRY
         raise
     finally:
         if upload.finished:
-            service.wholes.drop(key, whole)
+            service.partial_uploads.drop(key, whole)
 
 
 def part_response(reply: PartReply) -> Response:

@@ -17,10 +17,9 @@ from sqlalchemy.exc import NoResultFound
 from coordinator import reports, round_reports
 from coordinator.metrics.families import OF_RUNS, PREFIX, Family
 from coordinator.reports import state_of
-from coordinator.run.live_run import LiveRun
-from coordinator.run.tally import Outcome
-from coordinator.store.tables import CheckpointRow, WorkerRow
-from coordinator.trust import guard as guarding
+from coordinator.run.live_run import LiveRun, Outcome
+from coordinator.store.tables import CheckpointRow, RunRow, WorkerRow
+from coordinator.trust.guard import has_paused
 from protocol.messages import Cause, DiskBytes, Metrics, RoundInfo, RunInfo, RunState
 
 MAX_RUNS = 50
@@ -102,17 +101,17 @@ class RunSnapshot:
 
 def snapshot(run: LiveRun) -> RunSnapshot:
     """Read a run's state for its metrics."""
-    info, now = reports.run_info(run), run.world.now()
+    info, now = reports.run_info(run), run.context.now()
     published = round_reports.rounds(run, 1, info.round).items
     last = published[0] if published else None
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         checkpoint_at = session.scalar(
             select(CheckpointRow.created_at)
             .where(CheckpointRow.run_id == run.id)
             .order_by(CheckpointRow.round.desc())
             .limit(1)
         )
-        by_guard = guarding.has_paused(session, run)
+        by_guard = has_paused(run, session.get_one(RunRow, run.id))
         joins = dict(
             session.execute(
                 select(WorkerRow.name, WorkerRow.epoch)
@@ -121,9 +120,9 @@ def snapshot(run: LiveRun) -> RunSnapshot:
                 .limit(MAX_WORKERS)
             ).all()
         )
-    with run.looked_at():
-        clock, opening = run.world.clock(), run.open
-        events, outcomes = dict(run.tally.events), dict(run.tally.outcomes)
+    with run.briefly_locked():
+        clock, opening = run.context.clock(), run.open
+        events, outcomes = dict(run.counters.events), dict(run.counters.outcomes)
         quarantined = len(run.members.quarantined(run.round))
     workers = [
         WorkerSnapshot(name, seen_s, run.members.metrics(name), times)

@@ -167,7 +167,7 @@ def _last_backup(backups: Scheduled) -> str:
 
 def _last_round_s(run: LiveRun) -> float:
     """Return how long the last published round was open; 0 if there is none."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.execute(
             select(RoundRow.opened_at, RoundRow.closed_at)
             .where(RoundRow.run_id == run.id, RoundRow.closed_at.is_not(None))

@@ -1,1 +1,1 @@
-"""The lifecycle of a run: rounds open, fragments close, and the operator pauses, resumes, drains or stops it."""
+"""The lifecycle of a run: rounds open, fragments close, and the operator pauses, resumes, drains or stops the run."""

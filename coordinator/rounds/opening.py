@@ -1,17 +1,18 @@
-"""The opening of rounds: when there are enough workers, and which units each trains on.
+"""Opening rounds: when there are enough workers, and which units each worker trains on. Also what a run waits for, in
+words.
 
-The workers get their units in worker-id order, so that it does not matter who asked first.
+Workers get their units in worker-id order, so the order of their requests does not matter.
 """
 
-from coordinator.run import pacing
-from coordinator.run.bell import ASSIGNMENTS
-from coordinator.run.decide import Silence, silence_of
-from coordinator.run.live_run import LiveRun, Settling
+from coordinator.run import step_rates
+from coordinator.run.decide import Silence, describe_silence
+from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound, RoundAssignment
-from coordinator.run.steps import round_steps, share_of
+from coordinator.run.schedule import round_steps, share_of
+from coordinator.run.waiters import ASSIGNMENTS
 from coordinator.store.database import Fault
 from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
-from coordinator.trust.evaluators import evaluators
+from coordinator.trust.evaluating import evaluators
 from coordinator.trust.quarantine import kept_out
 from coordinator.units.ledger import deal_units, workers_with_units
 from coordinator.units.pools import pools_of
@@ -19,9 +20,9 @@ from protocol.messages import Cause, FragmentState, RunState
 
 
 def status(run: LiveRun) -> str:
-    """Return what the run is doing, in a few words that are true in each of its states.
+    """Return in a few words what the run is doing.
 
-    Without the lock, every part of it was true at some moment during the call.
+    If the caller does not hold the lock, each part was true at some moment during the call.
     """
     opening = run.open
     if run.ended:
@@ -35,12 +36,13 @@ def status(run: LiveRun) -> str:
 
 
 def fault_of(run: LiveRun) -> Fault | None:
-    """Return what is wrong with the run's files, the disk or the database: the cause of all else that it waits for."""
+    """Return what is wrong with the run's files, the disk or the database, which explains everything else that the run
+    waits for; None if nothing is."""
     if run.ended:
         return None
     if run.outer.damage is not None:
         return Fault(Cause.FILES_DAMAGED, run.outer.damage)
-    return run.world.storage_fault()
+    return run.context.storage_fault()
 
 
 def waits_for(run: LiveRun, fragment: OpenFragment) -> str:
@@ -49,9 +51,9 @@ def waits_for(run: LiveRun, fragment: OpenFragment) -> str:
     return fragment.reason if fault is None else fault.reason
 
 
-def unheard(run: LiveRun) -> dict[str, Silence]:
+def silent_needed(run: LiveRun) -> dict[str, Silence]:
     """Return the silent workers that the next round, or state 0, waits for."""
-    silent = run.members.silent(run.world.clock())
+    silent = run.members.silent(run.context.clock())
     if not run.seeded:
         return {worker: each for worker, each in silent.items() if worker == run.members.seeder}
     present = _candidates(run)
@@ -78,8 +80,8 @@ def why_not_open(run: LiveRun) -> str | None:
 
 
 def _with_silence(run: LiveRun, waiting: str) -> str:
-    silent = unheard(run)
-    return f"{silence_of(silent)}; {waiting}" if silent else waiting
+    silent = silent_needed(run)
+    return f"{describe_silence(silent)}; {waiting}" if silent else waiting
 
 
 def _candidates(run: LiveRun) -> set[str]:
@@ -87,19 +89,18 @@ def _candidates(run: LiveRun) -> set[str]:
     return found - kept_out(run, found)
 
 
-def open_next(settling: Settling) -> bool:
+def open_next(run: LiveRun) -> bool:
     """Open the next round if it can be opened; return True if it was."""
-    run = settling.run
     if run.open is not None or why_not_open(run) is not None:
         return False
     workers = sorted(_candidates(run))
     fragments = range(len(run.outer.states))
     opening = OpenRound(
-        run.round, run.step, round_steps(run), run.world.clock(), set(workers), [OpenFragment() for _ in fragments]
+        run.round, run.step, round_steps(run), run.context.clock(), set(workers), [OpenFragment() for _ in fragments]
     )
-    with settling.change() as change:
-        session = change.session
-        session.add(RoundRow(run_id=run.id, round=run.round, step=run.step, opened_at=run.world.now(), closed_at=None))
+    with run.change() as change:
+        session, now = change.session, run.context.now()
+        session.add(RoundRow(run_id=run.id, round=run.round, step=run.step, opened_at=now, closed_at=None))
         for index in fragments:
             collecting = FragmentState.COLLECTING
             session.add(FragmentRow(run_id=run.id, round=run.round, fragment=index, state=collecting, reason=""))
@@ -125,8 +126,8 @@ def assignment_row(run: LiveRun, worker: str, assignment: RoundAssignment) -> As
 
 
 def inner_steps_of(run: LiveRun, worker: str) -> int:
-    """Return H of `worker` for the open or next round if it begins now; of the run's last round it may be a part."""
+    """Return H of `worker` for the open or next round if it starts training now; less if the schedule ends before."""
     opening = run.open
-    elapsed_s = 0.0 if opening is None else run.world.clock() - opening.opened_at
-    pace = run.paces.believed(worker, run.members.metrics(worker).inner_steps_per_second)
-    return share_of(run, pacing.inner_steps(run.spec.sync, pace, elapsed_s))
+    elapsed_s = 0.0 if opening is None else run.context.clock() - opening.opened_at
+    rate = run.step_rates.believed(worker, run.members.metrics(worker).inner_steps_per_second)
+    return share_of(run, step_rates.inner_steps(run.spec.sync, rate, elapsed_s))

@@ -1,19 +1,21 @@
-"""What the operator does to a run: pause, resume, drain, stop. Every change of a run's state is here, except that
-the last round finishes it (`publishing.py`).
+"""What the operator does to a run: pause, resume, drain, stop.
 
-    paused     the open round closes, no other opens; the workers stay and wait
-    draining   the same, and the workers leave; when the last one has left the run is paused
-    stopped    over: the open round is given up, the workers leave
+    paused     the open round closes and no other opens; the workers stay and wait
+    draining   the same, and the workers leave; when the last one has left, the run is paused
+    stopped    over: the open round is given up and the workers leave
 
-A run that comes to rest gets a checkpoint of its last state (`checkpointing.py`), so none of these loses anything.
+The other changes of a run's state are: the last round finishes it (`sync/publishing.py`), the guard pauses it
+(`trust/guard.py`), and a roll-back pauses or resumes it (`upkeep/rolling_back.py`). A run that comes to rest gets a
+checkpoint of its last state (`sync/checkpointing.py`), so nothing is lost.
 """
 
-from coordinator.run.live_run import Change, LiveRun, Settling
+from coordinator.run.live_run import LiveRun
 from coordinator.store.identity import Actor
+from coordinator.trust import guard
 from protocol.errors import Problem
 from protocol.messages import RunState
 
-# What the operator may do to a run that is in a given state.
+# state -> the states that the operator may set from there
 CHANGES: dict[RunState, set[RunState]] = {
     RunState.RUNNING: {RunState.PAUSED, RunState.DRAINING, RunState.STOPPED},
     RunState.PAUSED: {RunState.RUNNING, RunState.DRAINING, RunState.STOPPED},
@@ -24,31 +26,32 @@ CHANGES: dict[RunState, set[RunState]] = {
 
 
 def change_state(run: LiveRun, state: RunState, by: Actor) -> None:
-    """Pause, resume, drain or stop. Problem `run-ended` for a run that is over."""
+    """Pause, resume, drain or stop. Problem `run-ended` if the run is over."""
     with run.change() as change:
         if state is run.state:
             return
         if state not in CHANGES[run.state]:
             raise Problem("run-ended", f"the run {run.name} is {run.state} and cannot become {state}")
-        _set_state(change, state, f"the operator set the run to {state}")
+        change.set_state(state)
+        guard.note_operator(change)
+        change.record(str(state), f"the operator set the run to {state}")
         change.audit(by, "run-changed", f"set the run to {state}")
         change.wake()
 
 
-def pause_if_drained(settling: Settling) -> bool:
-    """Pause a draining run that has neither an open round nor workers; return True if it was."""
-    run = settling.run
+def pause_if_drained(run: LiveRun) -> bool:
+    """Pause a draining run that has neither an open round nor workers; return True if it was paused."""
     if run.state is not RunState.DRAINING or run.open is not None or len(run.members):
         return False
-    with settling.change() as change:
-        message = "the run is drained: all workers have left; it is paused"
-        _set_state(change, RunState.PAUSED, message, kind="drained")
+    with run.change() as change:
+        change.set_state(RunState.PAUSED)
+        change.record("drained", "the run is drained: all workers have left; it is paused")
     return True
 
 
 def must_leave(run: LiveRun, worker: str) -> bool:
-    """Return True if the run is draining and `worker` is to leave it now: it has no part in the open round, and the
-    round can close without it."""
+    """Return True if the run is draining and `worker` should leave now: it has no part in the open round, and the round
+    can close without it."""
     if run.state is not RunState.DRAINING:
         return False
     if run.open is None:
@@ -61,11 +64,6 @@ def must_leave(run: LiveRun, worker: str) -> bool:
 
 
 def turns_away(run: LiveRun, worker: str) -> bool:
-    """Return True if the run is draining and `worker`, which holds no lease, is not to join it: it would be told to
-    leave. Whoever has a part in the open round may come back to finish it."""
+    """Return True if the run is draining and `worker`, which holds no lease, cannot join because it would have to leave
+    at once. A worker that has a part in the open round may come back to finish it."""
     return must_leave(run, worker) and (run.open is None or worker not in run.open.assigned)
-
-
-def _set_state(change: Change, state: RunState, message: str, *, kind: str | None = None) -> None:
-    change.set_state(state)
-    change.record(kind or str(state), message)

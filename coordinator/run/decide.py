@@ -16,7 +16,7 @@ from outerstep.common.quantities import counted, natural
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 
-NOBODYS: Mapping[str, str] = MappingProxyType({})  # no worker's token is known
+NO_OWNERS: Mapping[str, str] = MappingProxyType({})  # the token of no worker is known
 
 
 class Silence(NamedTuple):
@@ -26,7 +26,7 @@ class Silence(NamedTuple):
     dropped_s: float
 
 
-NONE_SILENT: Mapping[str, Silence] = MappingProxyType({})
+NO_SILENCE: Mapping[str, Silence] = MappingProxyType({})
 
 # state -> what happens -> the state after it. docs/rounds.md is drawn from this.
 TRANSITIONS: dict[FragmentState, dict[str, FragmentState]] = {
@@ -52,7 +52,7 @@ def advance(state: FragmentState, what: str) -> FragmentState:
 @dataclass(frozen=True)
 class Wait:
     """The decision to wait. `until`: when to decide again if nothing happens; None if only an event can change it.
-    `silent`: True if the reason is a worker that is not heard of."""
+    `silent`: True if the reason is a silent worker."""
 
     until: float | None
     reason: str
@@ -68,30 +68,30 @@ class Close:
 
 
 def has_quorum(
-    expected: Set[str], contributed: Set[str], policy: MembersSpec, owners: Mapping[str, str] = NOBODYS
+    expected: Set[str], contributed: Set[str], policy: MembersSpec, owners: Mapping[str, str] = NO_OWNERS
 ) -> bool:
-    """Return True if more than half of the voices of this round have contributed, and at least `min_workers` workers.
+    """Return True if more than half of this round's votes have contributed, and at least `min_workers` workers.
 
-    `expected`: those of whom a quorum is made. `owners`: the token that each joined with. Every token has one voice,
-    which its workers share; a worker of none that is known has one of its own. Where just half of the voices have
+    The quorum is counted over `expected` workers. `owners`: the token that each worker joined with. Every token has one
+    vote, which its workers share; a worker whose token is unknown has its own vote. If exactly half of the votes have
     contributed, more than half of the workers must have.
     """
     if len(contributed) < policy.min_workers:
         return False
-    voices, present = _by_owner(expected | contributed, owners), _by_owner(contributed, owners)
-    parts = (Fraction(count, voices[owner]) for owner, count in present.items() if count < voices[owner])
-    whole = sum(count == voices[owner] for owner, count in present.items())
-    more = 2 * (whole + sum(parts)) - len(voices)
-    return more > 0 or (more == 0 and 2 * len(contributed) > voices.total())
+    votes, present = _by_owner(expected | contributed, owners), _by_owner(contributed, owners)
+    parts = (Fraction(count, votes[owner]) for owner, count in present.items() if count < votes[owner])
+    whole = sum(count == votes[owner] for owner, count in present.items())
+    more = 2 * (whole + sum(parts)) - len(votes)
+    return more > 0 or (more == 0 and 2 * len(contributed) > votes.total())
 
 
 def _by_owner(workers: Set[str], owners: Mapping[str, str]) -> Counter[str]:
-    """Count the workers of each token; one of none that is known is by itself."""
+    """Count the workers of each token. A worker whose token is unknown counts as its own token."""
     return Counter(map(owners.get, workers, workers))
 
 
 def grace_s(policy: MembersSpec, opened_at: float, quorum_at: float) -> float:
-    """Return for how long stragglers are waited for after the quorum: in proportion to how long the quorum took."""
+    """Return how long to wait for stragglers after the quorum: in proportion to how long the quorum took."""
     return min(max(policy.grace_factor * (quorum_at - opened_at), policy.grace_min_s), policy.grace_max_s)
 
 
@@ -103,13 +103,13 @@ def decide(
     opened_at: float,
     quorum_at: float | None,
     now: float,
-    silent: Mapping[str, Silence] = NONE_SILENT,
+    silent: Mapping[str, Silence] = NO_SILENCE,
 ) -> Wait | Close:
     """Decide whether to wait or to close, with the reason in one sentence.
 
     `expected`: live workers that hold an assignment for this round and are waited for. `contributed`: workers whose
-    contribution was accepted, live or not: what was acknowledged counts. `quorum_at`: when `has_quorum` became True;
-    None before. `silent`: the live workers whose heartbeat is overdue; they are still waited for, and named first.
+    contribution was accepted, live or not, because an acknowledged contribution counts. `quorum_at`: when `has_quorum`
+    became True; None before. `silent`: live workers with an overdue heartbeat, still waited for, and named first.
     """
     missing = sorted(expected - contributed, key=natural)
     everybody = counted(len(expected | contributed), "worker")
@@ -124,7 +124,7 @@ def decide(
     waiting = f"waiting for {len(missing)} of {everybody} ({names_of(missing)})"
     unheard = {worker: silent[worker] for worker in missing if worker in silent}
     if unheard:
-        waiting = f"{silence_of(unheard)}; {waiting}"
+        waiting = f"{describe_silence(unheard)}; {waiting}"
     capped_at = math.inf
     if policy.round_max_s is not None and len(contributed) >= policy.min_workers:
         capped_at = opened_at + policy.round_max_s
@@ -149,8 +149,8 @@ def _all(workers: int) -> str:
     return "the only worker has" if workers == 1 else f"all {workers} workers have"
 
 
-def silence_of(unheard: Mapping[str, Silence]) -> str:
-    """Return in words who is silent, the one silent longest first, and since when that one is."""
+def describe_silence(unheard: Mapping[str, Silence]) -> str:
+    """Return in words which workers are silent, and since when the one named first, the longest silent, is."""
     longest_first = sorted(unheard, key=lambda worker: (-unheard[worker].heard_s, natural(worker)))
     heard_s, dropped_s = unheard[longest_first[0]]
     are = "is" if len(unheard) == 1 else "are"
@@ -158,5 +158,5 @@ def silence_of(unheard: Mapping[str, Silence]) -> str:
 
 
 def names_of(workers: list[str]) -> str:
-    """Return the first three of them, and how many more there are."""
+    """Return the first three names, and the number of the others."""
     return ", ".join(workers[:3]) + (f" and {len(workers) - 3} more" if len(workers) > 3 else "")

@@ -1,18 +1,18 @@
-"""A run in memory: what the database says of it, plus what only a living process knows (leases, deadlines).
+"""A run in memory: its row in the database, plus what only a living process knows (leases, deadlines).
 
-There is one way to change it, `LiveRun.change`: under the run's lock the rows are written, and only once they are
-committed the memory changes too; then the run settles (`settling.py`): whatever follows from the change happens at
-once. Nothing here is needed to recover: a restart rebuilds it from the database (`restoring.py`).
+There is one way to change it, `LiveRun.change`. The package's head (`coordinator/run/__init__.py`) says what a run goes
+through, under which lock, and what is durable when.
 """
 
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,12 @@ from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.run.bell import EVENTS
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
 from coordinator.run.outer import OuterState
-from coordinator.run.pacing import Paces
-from coordinator.run.tally import Tally
-from coordinator.screening.likeness import Likeness
+from coordinator.run.step_rates import StepRates
+from coordinator.run.waiters import EVENTS
+from coordinator.screening.judging import SimilarityHistory
 from coordinator.screening.measuring import Found
 from coordinator.store import audit
 from coordinator.store.blobs import Blobs, RunNames
@@ -48,7 +47,7 @@ logger = logging.getLogger(__name__)
 LOOK_S = 1.0
 
 
-# Events of lost and spoilt files, of models that are not what they should be, and of what stands still: warnings.
+# Kinds of events that are logged as warnings: lost or damaged files, models that differ, anything that stands still.
 ALARMING = frozenset(
     {
         "backup-failed",
@@ -70,29 +69,29 @@ ALARMING = frozenset(
 
 
 @dataclass(frozen=True)
-class World:
-    """What a run needs from outside: storage, clocks, threads for the heavy work, and a bell for those who wait."""
+class RunContext:
+    """What a run needs from outside: storage, clocks, threads for heavy work, and a way to wake waiting requests."""
 
     database: Database
     data: DataDirectory
     blobs: Blobs
     submit: Callable[..., Future[None]]
-    ring: Callable[[str, str | None], None]  # run, topic (None: all): wake the long polls that wait for it
-    storage_failed: Callable[[BaseException], Fault | None]  # note an error of a write: what is wrong with the disk
+    wake: Callable[[str, str | None], None]  # run, topic (None: all): wake the requests that wait for it
+    storage_failed: Callable[[BaseException], Fault | None]  # note a failed write; return what is wrong with the disk
     storage_fault: Callable[[], Fault | None]  # what is wrong with disk or database now
     memory: MemoryBudget  # for payloads
-    closing: threading.Event  # the coordinator stops: long work on other threads ends early
-    settle: Callable[["Settling"], None]  # bring a run to its fixpoint
-    # Session, run, kind, message, data of an event: notify of it, and return what follows once it is committed.
+    closing: threading.Event  # the coordinator is stopping: long work on other threads ends early
+    # Session, run, kind, message and data of an event: queue its notification; return what to call after the commit.
     notify: Callable[[Session, str, str, str, dict[str, Any]], Callable[[], None] | None]
-    secret: bytes  # from which the keys of sketches come (screening/measuring.py)
+    secret: bytes  # from which the keys of sketches are derived (screening/measuring.py)
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 
 
 @dataclass
 class Arrival:
-    """A contribution that waits, as the durable blob `name`, to be committed; once `processed`, what came of it."""
+    """A contribution that is durable as the blob `name` and waits to be committed. Once `processed`, either `created`
+    says whether it is new, or `error` why it was refused."""
 
     header: ContributionHeader
     name: str
@@ -107,16 +106,45 @@ class Arrival:
 
 @dataclass
 class QueuedReport:
-    """A report of a worker, and whether it is in the database yet."""
+    """A worker's report, and whether it is in the database yet."""
 
     worker: str
     report: RoundReport
     booked: bool = False
 
 
+class Outcome(StrEnum):
+    """What became of a contribution to a fragment."""
+
+    COUNTED = "counted"  # with its whole weight
+    SHORTENED = "shortened"
+    LEFT_OUT = "left_out"
+    LATE = "late"  # refused because its fragment had closed
+
+
+@dataclass
+class Counters:
+    """Counts since this process started. Only metrics read them.
+
+    events    by kind
+    outcomes  of contributions"""
+
+    events: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+
+    def count_judged(self, factors: Iterable[float]) -> None:
+        """Count the contributions to a published fragment. `factors`: how much of its weight each of them counts."""
+        for factor in factors:
+            counted = Outcome.COUNTED if factor >= 1 else Outcome.SHORTENED
+            self.outcomes[Outcome.LEFT_OUT if factor == 0 else counted] += 1
+
+    def count_late(self) -> None:
+        self.outcomes[Outcome.LATE] += 1
+
+
 class Model(BaseModel, frozen=True, from_attributes=True):
-    """What is trained, as the first worker has fixed it. `data`: its training set; None if the run has none. `frozen`:
-    the parameters that are not trained; None where there are none, or the first worker did not say."""
+    """What is trained, as fixed by the first worker. `data`: its training set; None if the run has none. `frozen`: the
+    parameters that are not trained; None if there are none, or the first worker did not report them."""
 
     layout: Layout
     data: DataSummary | None
@@ -124,18 +152,18 @@ class Model(BaseModel, frozen=True, from_attributes=True):
 
 
 class LiveRun:
-    """One run. Its methods are small; what happens to it is in the modules of `runs`, `sync` and `upkeep`.
+    """One run. Its methods are small; what happens to it is in the packages `rounds`, `workers`, `sync` and `upkeep`.
 
-    Whoever reads several things that must be true together, or decides by what it has read, holds `lock` meanwhile. It
-    can be taken again by whoever has it.
+    Hold `lock`, which is reentrant, while you read several things that must be true together, or decide by what you
+    read. `settle(run)` does whatever follows from the run's state and the time (`coordinator/settling.py`).
     """
 
-    def __init__(self, row: RunRow, world: World) -> None:
+    def __init__(self, row: RunRow, context: RunContext, settle: "Callable[[LiveRun], None]") -> None:
         self.id = row.id
         self.name, self.created_at = row.name, row.created_at
         self.spec = RunSpec.model_validate(row.spec)
-        self.world = world
-        self.blobs, self.names = world.blobs, RunNames(row.name)
+        self.context = context
+        self.blobs, self.names = context.blobs, RunNames(row.name)
         self.lock = threading.RLock()
 
         self._state = RunState(row.state)
@@ -143,27 +171,27 @@ class LiveRun:
         self._model = None if row.layout is None else Model.model_validate(row)
         self._open: OpenRound | None = None
         self._change: Change | None = None  # the one in progress
-        self._topics: list[str | None] = []  # to be woken once the run has settled
-        self._restored = False
-        self._removed = False
+        self._topics: list[str | None] = []  # to wake once the run has settled
+        self._settle = settle
+        self._settling = self._restored = self._removed = False
 
         self.members = Members(self.spec.members.lease_s)
-        self.paces = Paces(self.spec.sync)
-        self.outer = OuterState(world.data.states(row.name), self.lock)
-        self.reports: deque[QueuedReport] = deque()  # not booked yet
-        self.arrivals: deque[Arrival] = deque()  # contributions to be committed, by whoever gets the lock next
+        self.step_rates = StepRates(self.spec.sync)
+        self.outer = OuterState(context.data.states(row.name), self.lock)
+        self.reports: deque[QueuedReport] = deque()  # to be booked by the next thread that gets the lock
+        self.arrivals: deque[Arrival] = deque()  # to be committed by the next thread that gets the lock
         self.events_recorded = 0  # since the last trimming
-        self.likeness = Likeness()
-        self.tally = Tally()
+        self.similarity = SimilarityHistory()
+        self.counters = Counters()
 
     def traced(self, name: str, number: int, fragment: int) -> AbstractContextManager[None]:
-        """Trace the block, where there are traces, as a part of round `number`."""
+        """Trace the block as a part of round `number`, if tracing is on."""
         return tracing.round_span(name, self.name, self.created_at, number, fragment=fragment)
 
     @contextmanager
-    def looked_at(self) -> Iterator[None]:
-        """Hold the lock within the block, if it can be had within LOOK_S: what is read is then of one moment. It is
-        kept for longer while a write waits for a locked database, and that has to be shown."""
+    def briefly_locked(self) -> Iterator[None]:
+        """Hold the lock within the block if it is free within LOOK_S, so that what is read belongs to one moment. While
+        a write waits for a locked database the lock is held longer, and reports must still be shown."""
         held = self.lock.acquire(timeout=LOOK_S)
         try:
             yield
@@ -175,16 +203,18 @@ class LiveRun:
 
     @contextmanager
     def change(self) -> Iterator["Change"]:
-        """Change the run: the block writes rows and says what changes in memory; then the run settles.
+        """Change the run: the block writes rows and registers what changes in memory; then the run settles.
 
-        A caller whose change depends on what it has read of the run holds `lock` around both. An exception from the
-        block or from the commit leaves database and memory as they were. One from the settling leaves the change in
-        place; what should have followed from it follows at the next tick, a fraction of a second later.
+        Hold `lock` around both if the change depends on what you have read. An exception from the block or from the
+        commit leaves database and memory as they were. An exception from the settling leaves the change in place; what
+        should have followed from it follows at the next tick, a fraction of a second later. Changes that are made while
+        the run settles are part of the settling.
         """
         with self.lock:
             with self._transition() as change:
                 yield change
-            self.settle()
+            if not self._settling:
+                self.settle()
 
     @contextmanager
     def _transition(self) -> Iterator["Change"]:
@@ -193,62 +223,64 @@ class LiveRun:
         if self._change is not None:
             raise RuntimeError("a change within a change would be committed before what it depends on")
         try:
-            with self.world.database.write() as session:
+            with self.context.database.write() as session:
                 self._change = change = Change(self, session)
                 yield change
         finally:
             self._change = None
         self._topics += change.topics
-        for apply in change.consequences:
+        for apply in change.applied_later:
             apply()
 
     def settle(self) -> None:
-        """Do whatever follows from the run's state and the time (`settling.py`), and wake those who wait for it."""
+        """Do whatever follows from the run's state and the time, then wake the requests that wait for what changed."""
         with self.lock:
             if not self._restored:
                 return
+            self._settling = True
             try:
-                self.world.settle(Settling(self, self._transition))
+                self._settle(self)
             finally:
+                self._settling = False
                 self._wake()
 
     def _wake(self) -> None:
         topics, self._topics = self._topics, []
         for topic in [None] if None in topics else dict.fromkeys(topics):
-            self.world.ring(self.name, topic)
+            self.context.wake(self.name, topic)
 
     def restored(self, opening: OpenRound | None = None) -> None:
-        """Let the run settle from now on: it is in memory as the database has it, `opening` as its open round."""
+        """Let the run settle from now on: memory agrees with the database, and `opening` is the open round."""
         with self.lock:
             self._open, self._restored = opening, True
             self.settle()
 
     def suspend(self) -> None:
-        """Let nothing follow from changes until `restored`: the run in memory is about to be made anew. Under its lock,
-        which the caller keeps until then."""
+        """Let nothing follow from changes until `restored`: the run in memory is about to be rebuilt. The caller holds
+        the lock until then."""
         self._restored = False
 
     def removed(self) -> None:
-        """Let nothing change or settle from now on, whoever still has this run: its rows have gone."""
+        """Let nothing change or settle from now on, whoever still has a reference to this run: its rows are deleted."""
         with self.lock:
             self._removed, self._restored = True, False
-            self.world.ring(self.name, None)
+            self.context.wake(self.name, None)
 
     # --- what a change sets ---------------------------------------------------------------------------------------
 
     @property
     def state(self) -> RunState:
-        """What the operator, or the last round, has set it to."""
+        """As set by the operator, the guard or the last round."""
         return self._state
 
     @property
     def round(self) -> int:
-        """The open or next round, and so the number of the state from which it starts."""
+        """The number of the open or next round, and of the state from which it starts."""
         return self._round
 
     @property
     def step(self) -> int:
-        """The inner steps of the schedule before that round (`steps.py`)."""
+        """The inner steps of the schedule before that round (`schedule.py`)."""
         return self._step
 
     @property
@@ -258,10 +290,10 @@ class LiveRun:
 
     @property
     def open(self) -> OpenRound | None:
-        """The open round; None between two rounds."""
+        """The open round; None between rounds."""
         return self._open
 
-    # --- what follows from what it holds --------------------------------------------------------------------------
+    # --- derived --------------------------------------------------------------------------
 
     @property
     def seeded(self) -> bool:
@@ -270,8 +302,8 @@ class LiveRun:
 
     @property
     def trains_on_the_same(self) -> bool:
-        """True if all workers train on one data set, whose units the coordinator assigns; False if each of them may
-        have its own."""
+        """True if all workers train on one data set, whose units the coordinator assigns; False if each may have its
+        own."""
         return self.model is not None and self.model.data is not None and self.model.data.digest is not None
 
     @property
@@ -281,29 +313,20 @@ class LiveRun:
 
     @property
     def final_digest(self) -> bytes | None:
-        """The finished run's model digest; None until the coordinator has taken the last outer step itself."""
+        """The finished run's model digest; None until the coordinator itself has taken the last outer step."""
         if self.state is not RunState.FINISHED or any(each.round != self.round for each in self.outer.states):
             return None
         return model_digest(each.digest for each in self.outer.states)
 
 
-@dataclass(frozen=True)
-class Settling:
-    """A run as it settles: whoever has one has the run's lock, and `change` makes a change that is part of that."""
-
-    run: LiveRun
-    change: Callable[[], AbstractContextManager["Change"]]
-
-
 class Change:
-    """One change of a run: rows in `session`, and the changes in memory that follow once they are committed.
-
-    Whoever has one holds the run's lock.
+    """One change of a run: rows written in `session`, and the changes in memory that follow after the commit. It exists
+    only while the run's lock is held.
     """
 
     def __init__(self, run: LiveRun, session: Session) -> None:
         self.run, self.session = run, session
-        self.consequences: list[Callable[[], object]] = []
+        self.applied_later: list[Callable[[], object]] = []
         self.topics: list[str | None] = []
 
     @property
@@ -316,67 +339,67 @@ class Change:
         query = select(WorkerRow).where(WorkerRow.run_id == self.run.id, WorkerRow.name == worker)
         return self.session.scalars(query).one()
 
-    def then(self, apply: Callable[[], object]) -> None:
-        """Call `apply`, which changes the run in memory, once the rows are committed; several in the order given."""
-        self.consequences.append(apply)
+    def after_commit(self, apply: Callable[[], object]) -> None:
+        """Call `apply`, which changes the run in memory, after the commit. Several are called in the order given."""
+        self.applied_later.append(apply)
 
     def set_state(self, state: RunState) -> None:
         """Set the run's state."""
         self.row.state = state
-        self.then(partial(setattr, self.run, "_state", state))
+        self.after_commit(partial(setattr, self.run, "_state", state))
 
     def set_model(self, model: Model) -> None:
         """Fix what is trained."""
         dumped = model.model_dump()
         self.row.layout, self.row.data, self.row.frozen = dumped["layout"], dumped["data"], dumped["frozen"]
-        self.then(partial(setattr, self.run, "_model", model))
+        self.after_commit(partial(setattr, self.run, "_model", model))
 
     def begin_round(self, opening: OpenRound) -> None:
         """Open the round whose rows were added."""
-        self.then(partial(setattr, self.run, "_open", opening))
-        self.then(self.run.members.begin_round)
+        self.after_commit(partial(setattr, self.run, "_open", opening))
+        self.after_commit(self.run.members.begin_round)
 
     def end_round(self, opening: OpenRound, steps: int) -> None:
-        """End the open round, which has taken the schedule on by `steps`: the run is at the next state."""
+        """End the open round, which advanced the schedule by `steps`: the run is at the next state."""
         step = self.run.step + steps
         self.row.round, self.row.step = opening.number + 1, step
-        self.then(partial(setattr, self.run, "_open", None))
-        self.then(partial(self.run.members.end_round, opening.assigned, opening.contributed))
-        seen = opening.paces(self.run.spec.unit_tokens)
-        self.then(partial(self.run.paces.see, seen, self.run.members.claimed_paces()))
-        self.then(partial(setattr, self.run, "_round", opening.number + 1))
-        self.then(partial(setattr, self.run, "_step", step))
+        self.after_commit(partial(setattr, self.run, "_open", None))
+        self.after_commit(partial(self.run.members.end_round, opening.assigned, opening.contributed))
+        seen = opening.step_times(self.run.spec.unit_tokens)
+        self.after_commit(partial(self.run.step_rates.observe, seen, self.run.members.claimed_step_rates()))
+        self.after_commit(partial(setattr, self.run, "_round", opening.number + 1))
+        self.after_commit(partial(setattr, self.run, "_step", step))
 
     def go_back(self, round_: int, step: int) -> None:
         """Make `round_` the next round, whatever was open. `step`: the inner steps of the schedule before it."""
         self.row.round, self.row.step = round_, step
-        self.then(partial(setattr, self.run, "_open", None))
-        self.then(partial(setattr, self.run, "_round", round_))
-        self.then(partial(setattr, self.run, "_step", step))
-        self.then(self.run.outer.forget_history)
+        self.after_commit(partial(setattr, self.run, "_open", None))
+        self.after_commit(partial(setattr, self.run, "_round", round_))
+        self.after_commit(partial(setattr, self.run, "_step", step))
+        self.after_commit(self.run.outer.forget_history)
 
     def record(self, kind: str, message: str, **data: Any) -> None:
-        """Record an event, in the same transaction as the rows, and wake those who follow the events."""
+        """Record an event in the same transaction as the rows, and wake the event streams."""
         run = self.run
         about = {"run": run.name, "worker": data.get("worker"), "round": data.get("round")}
         level = logging.WARNING if kind in ALARMING else logging.INFO
-        self.session.add(EventRow(run_id=run.id, at=run.world.now(), kind=kind, message=message, data=data))
-        # Once it is committed: on a full disk the same event is tried again many times.
-        self.then(partial(logger.log, level, "%s: %s", run.name, message, extra=about))
-        self.then(partial(_count_event, run, kind))
-        if (committed := run.world.notify(self.session, run.name, kind, message, data)) is not None:
-            self.then(committed)
+        self.session.add(EventRow(run_id=run.id, at=run.context.now(), kind=kind, message=message, data=data))
+        # Logged after the commit: on a full disk the same event is tried many times.
+        self.after_commit(partial(logger.log, level, "%s: %s", run.name, message, extra=about))
+        self.after_commit(partial(_count_event, run, kind))
+        if (committed := run.context.notify(self.session, run.name, kind, message, data)) is not None:
+            self.after_commit(committed)
         self.wake(EVENTS)
 
     def audit(self, by: Actor, act: str, message: str) -> None:
-        """Add an entry to the audit, in the same transaction."""
-        audit.note(self.session, self.run.world.now(), by, act, message, self.run.name)
+        """Add an entry to the audit log in the same transaction."""
+        audit.note(self.session, self.run.context.now(), by, act, message, self.run.name)
 
     def wake(self, topic: str | None = None) -> None:
-        """Once the run has settled, wake those who wait for `topic` (None: all) and those who follow the events."""
+        """Once the run has settled, wake the requests that wait for `topic` (None: all) and the event streams."""
         self.topics += [topic, EVENTS]
 
 
 def _count_event(run: LiveRun, kind: str) -> None:
     run.events_recorded += 1
-    run.tally.events[kind] += 1
+    run.counters.events[kind] += 1

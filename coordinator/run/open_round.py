@@ -1,9 +1,9 @@
-"""The open round in memory: who has an assignment for it, and what each fragment has collected."""
+"""The open round in memory: which workers have an assignment for it, and what each fragment has collected."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from coordinator.run.decide import NONE_SILENT, Close, Silence, decide, has_quorum
+from coordinator.run.decide import NO_SILENCE, Close, Silence, decide, has_quorum
 from coordinator.screening.measuring import Found
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
@@ -13,8 +13,8 @@ from protocol.spec.sections import MembersSpec
 class AcceptedContribution:
     """An accepted contribution: the tokens that it may weigh, and the digest that names its blob.
 
-    found  what it is judged by; None after a restart, or where there was no room for it, until it is looked at again
-    at     when it was there, by the monotonic clock; None after a restart
+    found  the evidence to judge it by; None after a restart, or if there was no room, until it is computed again
+    at     when it had arrived, by the monotonic clock; None after a restart
     """
 
     tokens: int
@@ -28,9 +28,9 @@ class OpenFragment:
     """One fragment of the open round. Times are of the monotonic clock.
 
     contributed   the accepted contributions, by worker
-    weights       what each of them weighs, in tokens, by worker; fixed when the fragment is closed
+    weights       the weight of each of them, in tokens, by worker; fixed when the fragment closes
     silent        True while it waits for a worker whose heartbeat is overdue
-    contents      the payloads of those that are also in memory, by worker, until they are averaged
+    contents      the payloads that are also in memory, by worker, until they are averaged
     """
 
     state: FragmentState = FragmentState.COLLECTING
@@ -50,7 +50,7 @@ class OpenFragment:
         policy: MembersSpec,
         opened_at: float,
         now: float,
-        silent: Mapping[str, Silence] = NONE_SILENT,
+        silent: Mapping[str, Silence] = NO_SILENCE,
     ) -> Close | None:
         """Decide whether this fragment closes now. Return the contributors to close it with, or None to keep
         collecting; either way record the reason and when to decide again. The quorum is counted over `expected`
@@ -83,19 +83,19 @@ class RoundAssignment:
 
 @dataclass
 class OpenRound:
-    """The round that is being worked on.
+    """The open round.
 
     step                   inner steps of the run's schedule before it
-    steps                  those of it, for a worker that does all of its own
+    steps                  schedule steps of this round, if all of it is trained
     assigned               workers that hold an assignment for it
-    assignments            by worker, as far as they are in memory
-    handed_out             by worker: when it was told of its assignment first, by the monotonic clock
+    assignments            those assignments that are in memory, by worker
+    handed_out             when each worker first received its assignment, by the monotonic clock
     without_earlier_units  workers known to hold no units of earlier rounds
     consumed               by worker: the units that its contribution to this round has consumed
     diverged               workers that were refused because they hold another state
 
-    What is kept of assignments and units spares the database the same queries by a thousand workers at once, and for
-    every fragment.
+    Assignments and units are kept here so that a thousand workers at once, and every fragment, do not repeat the same
+    database queries.
     """
 
     number: int
@@ -111,12 +111,12 @@ class OpenRound:
     diverged: set[str] = field(default_factory=set)
 
     def agrees_on_earlier_units(self, worker: str, carried: Sequence[Sequence[int]] | None) -> bool:
-        """Return True if worker and database need not be compared: the worker carries no units of earlier rounds and
-        none are assigned to it, or it does not say what it carries."""
+        """Return True if the worker's carried units need not be compared with the database: it carries none and holds
+        none of earlier rounds, or it does not report what it carries."""
         return carried is None or (not carried and worker in self.without_earlier_units)
 
     def assign(self, worker: str, assignment: RoundAssignment, carried: Sequence[Sequence[int]] | None) -> None:
-        """Give `worker`, with which the database agrees now on the units `carried`, its assignment."""
+        """Give `worker` its assignment. The database agrees with it on the units `carried`."""
         self.assigned.add(worker)
         self.assignments[worker] = assignment
         if carried is not None and not carried:
@@ -127,8 +127,9 @@ class OpenRound:
         """The workers that have contributed to any fragment."""
         return {worker for fragment in self.fragments for worker in fragment.contributed}
 
-    def paces(self, unit_tokens: int) -> dict[str, tuple[int, float]]:
-        """Return for each contributor the steps of its first contribution, and the seconds that it took to be there."""
+    def step_times(self, unit_tokens: int) -> dict[str, tuple[int, float]]:
+        """Return for each contributor the steps of its first contribution, and the seconds from its assignment to its
+        arrival."""
         first: dict[str, tuple[float, int]] = {}
         for fragment in self.fragments:
             for worker, each in fragment.contributed.items():
@@ -138,7 +139,8 @@ class OpenRound:
         return {worker: (steps, seconds) for worker, (seconds, steps) in first.items()}
 
     def leave(self, worker: str) -> None:
-        """Forget what is in memory of a worker whose lease has ended. Its contributions stay, and so does its part."""
+        """Forget what is in memory about a worker whose lease has ended. It stays `assigned`, and its contributions
+        count."""
         self.assignments.pop(worker, None)
         self.handed_out.pop(worker, None)
         self.diverged.discard(worker)

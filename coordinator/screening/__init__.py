@@ -1,5 +1,5 @@
-"""Screening: what each contribution to a fragment may count, by what the coordinator itself finds in it. Pure.
+"""Screening: how much each contribution to a fragment counts, by what the coordinator itself measures in it. Pure.
 
-measuring.py  of one contribution, while it is checked: its norm, and a sketch from which its direction can be compared
-judging.py    of all that closed a fragment: who is left out, who is clipped, and why
+measuring.py  one contribution, while it is checked: its norm, and a sketch by which its direction can be compared
+judging.py    all contributions that closed a fragment: which are left out, which are shortened, and why
 """

@@ -1,27 +1,29 @@
 """How much each contribution to a fragment counts: nothing, part of its weight, or all of it. Pure.
 
-Honest pseudo-gradients differ: in the work behind them, in their data, in the hardware. They share a norm of the same
-order and a direction. Everything here is measured by the coordinator or taken from its own record; nothing depends on
-what a contributor says about itself.
+Honest pseudo-gradients differ in the work behind them, in their data and in the hardware, but their norms are of the
+same order and they share a direction. Everything here is measured by the coordinator or taken from its own record;
+nothing depends on what a contributor says about itself.
 
 - **Norm.** A norm is compared with the **reference**: the round's median, kept within reach of what was usual in the
   run's last rounds. One beyond CLIPPED times the reference is shortened to the reference, as in centred clipping
   (Karimireddy, He, Jaggi 2021). More than LEFT_OUT times is left out, and so is less than LAZY times. Work of missed
   rounds, by the record, may lengthen a norm to CLIPPED_UNEQUAL times, however many rounds were missed.
 - **Direction.** A worker's *agreement* is the median of its cosines with each other contribution, so a minority that
-  colludes cannot raise its own. Where all workers train on the same data, their agreement is similar; a contribution
-  with less than ALIKE of the usual agreement is left out, the worst one first. That includes noise, and a gradient
-  with every second sign flipped: both have an agreement of about 0. Where data differs by worker, only contributions
-  that clearly oppose the others are left out. A majority always stays.
-- **Copies.** Of contributions that are the same but for rounding, one counts.
+  colludes cannot raise its own. If all workers train on the same data, their agreement is similar; a contribution with
+  less than LEAST_AGREEMENT of the usual agreement is left out, the worst one first. That includes noise, and a gradient
+  with every second sign flipped: both have an agreement of about 0. If data differs by worker, only contributions that
+  clearly oppose the others are left out. A majority always stays.
+- **Copies.** If several contributions are the same except for rounding, one of them counts.
 
-If everybody would be left out, nobody is, but all are shortened: a round always has a delta. Of two workers that oppose
-each other, nobody can say which is right.
+If every contribution would be left out, all are shortened instead: a round always has a delta. Of two workers that
+oppose each other, nobody can say which is right.
+
+`SimilarityHistory` follows pairs of workers over the rounds, to report those that train on the same data.
 """
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -30,18 +32,20 @@ import numpy.typing as npt
 from coordinator.screening.measuring import Measure
 
 CLIPPED = 1.25  # times the reference; equal work on the same data gives norms within 1.2
-CLIPPED_UNEQUAL = 1.5  # of more steps than the others' or of late work, for that much work
-CLIPPED_OF_OTHER_DATA = 2.0  # and for late work times √(1 + its rounds), MOST_LATE at most: nothing of it is in common
+CLIPPED_UNEQUAL = 1.5  # for more steps than the others', or late work, relative to that much work
+CLIPPED_OF_OTHER_DATA = 2.0  # for late work times √(1 + its rounds, at most MOST_LATE), as it has nothing in common
 MOST_LATE = 3
-CLIPPED_WITH_FEEDBACK = 1.5  # what a codec left out comes in later rounds; newcomers have none of it yet
+CLIPPED_WITH_FEEDBACK = 1.5  # what a codec left out arrives in later rounds; newcomers have none of it yet
 LEFT_OUT = 10.0
 LAZY = 0.1
-REACH, REACH_OF_TWO = 20.0, 5.0  # of the reference, from what is usual; the latter with one or two workers
+REACH, REACH_OF_TWO = 20.0, 5.0  # most that the reference may differ from the usual one; with one or two workers
 CHANCE = 4.0  # standard deviations of a cosine between sketches
-ALIKE = 0.25  # of the usual agreement, of workers that train on the same data
-OPPOSED = 0.25  # of the usual agreement, negated, of workers whose data differ
-CLOSE = 0.9  # of the usual distance of two directions; honest pairs had 0.88 to 1.1 of it
-FEW = 64  # values other than 0: that so few are the same may be chance
+LEAST_AGREEMENT = 0.25  # share of the usual agreement, for workers that train on the same data
+OPPOSED = 0.25  # share of the usual agreement, negated, for workers whose data differs
+CLOSE = 0.9  # share of the usual distance of two directions; honest pairs had 0.88 to 1.1 of it
+FEW = 64  # non-zero values; fewer may be equal by chance
+MEMORY = 0.8  # weight of the earlier score in SimilarityHistory, per fragment; the rest is the newest distance
+SAME = 0.8  # a pair with a lower score sends nearly the same
 COPIED = 0.9999  # the cosine of two sketches above which, with norms as close, one is a copy; fp16 keeps three digits
 
 F64 = npt.NDArray[np.float64]
@@ -78,16 +82,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdicts by worker, and the reference, from which later rounds know what is usual; None if all are zero.
-    `alike`: pairs of workers whose directions are closer than their agreement with the others explains, with how far
-    they are from each other as a share of that: 0 for the same direction, 1 for what is usual."""
+    """The verdicts by worker, and the reference, by which later rounds know what is usual; None if all norms are zero.
+    `close`: pairs of workers whose directions are closer than their agreement with the others explains, with their
+    distance as a share of the usual one: 0 for the same direction, 1 for the usual distance."""
 
     reference: float | None
     verdicts: dict[str, Verdict]
-    alike: dict[tuple[str, str], float] = field(default_factory=dict)
+    close: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
-# What each rule of aggregation (`sync.aggregation`) looks at; all others tell, and leave out nobody.
+# The rules of aggregation (`sync.aggregation`) that act on norms, and on directions. All others only report.
 NORMS, DIRECTIONS = frozenset({"screened", "clipped"}), frozenset({"screened"})
 
 
@@ -98,19 +102,19 @@ def judge(
     *,
     rule: str = "screened",
     clipped: float = CLIPPED,
-    alike: float = ALIKE,
+    least_agreement: float = LEAST_AGREEMENT,
 ) -> Judgement:
     """Judge the contributions to one fragment.
 
-    usual      the median reference of the run's last rounds; None in its first one
-    plausible  a norm that no first round of one or two workers exceeds
-    clipped    the longest honest contribution with the run's codec and data, as a multiple of the reference
-    alike      the least agreement, as a share of the usual one: ALIKE if all workers train on the same data, 0 if not
+    usual            the median reference of the run's last rounds; None in its first one
+    plausible        a norm that no first round of one or two workers exceeds
+    clipped          the longest honest contribution with the run's codec and data, as a multiple of the reference
+    least_agreement  share of the usual agreement: LEAST_AGREEMENT if all workers train on the same data, 0 if not
     """
     copies = _copies(evidence) if rule in DIRECTIONS else {}
     if copies:
         own = {worker: each for worker, each in evidence.items() if worker not in copies}
-        judgement = judge(own, usual, plausible, rule=rule, clipped=clipped, alike=alike)
+        judgement = judge(own, usual, plausible, rule=rule, clipped=clipped, least_agreement=least_agreement)
         verdicts = judgement.verdicts | copies
         return replace(judgement, verdicts={worker: verdicts[worker] for worker in evidence})
     reference = _reference([each.measure.norm for each in evidence.values()], usual, plausible)
@@ -118,17 +122,17 @@ def judge(
         return Judgement(None, {worker: Verdict(1.0) for worker in evidence})
     work = statistics.median(each.work for each in evidence.values())
     allowed = clipped * min(max((usual or 0.0) / reference, 1.0), clipped)
-    verdicts = {worker: _by_norm(each, reference, work, allowed, alike) for worker, each in evidence.items()}
+    verdicts = {worker: _by_norm(each, reference, work, allowed, least_agreement) for worker, each in evidence.items()}
     if rule not in NORMS:
         verdicts = {worker: replace(each, factor=1.0, reason="") for worker, each in verdicts.items()}
     elif all(each.factor == 0 for each in verdicts.values()):
         verdicts = {worker: _shortened(each, evidence[worker], reference) for worker, each in verdicts.items()}
-    judged, close = _by_direction(evidence, verdicts, work, alike, leave_out=rule in DIRECTIONS)
+    judged, close = _by_direction(evidence, verdicts, work, least_agreement, leave_out=rule in DIRECTIONS)
     return Judgement(reference, judged, close)
 
 
 def _copies(evidence: Mapping[str, Evidence]) -> dict[str, Verdict]:
-    """Return the verdicts on contributions that repeat another one, of a worker earlier in the order of names."""
+    """Return the verdicts on contributions that repeat that of a worker earlier in the order of names."""
     workers = sorted(worker for worker, each in evidence.items() if np.count_nonzero(each.measure.direction) >= FEW)
     products = _products(evidence, workers)
     found: dict[str, Verdict] = {}
@@ -137,19 +141,19 @@ def _copies(evidence: Mapping[str, Evidence]) -> dict[str, Verdict]:
         for i in np.flatnonzero(products[k, :k] > COPIED):
             first = workers[i]
             if first not in found and math.isclose(norm, evidence[first].measure.norm, rel_tol=1 - COPIED):
-                found[worker] = Verdict(0.0, f"it is what {first} has sent: the work of one counts once")
+                found[worker] = Verdict(0.0, f"it repeats the contribution of {first}, and the same work counts once")
                 break
     return found
 
 
 def _reference(norms: list[float], usual: float | None, plausible: float) -> float | None:
-    """Return the norm that all are compared with; None if none is above 0."""
+    """Return the norm that all are compared with; None if no norm is above 0."""
     positive = sorted(norm for norm in norms if norm > 0)
     if not positive:
         return usual
     low, high = positive[(len(positive) - 1) // 2], positive[len(positive) // 2]
     found = math.sqrt(low * high) if low >= LAZY * high else low
-    if len(positive) == 2 and found == low and high <= plausible:  # take the longer one for honest if it can be
+    if len(positive) == 2 and found == low and high <= plausible:  # assume that the longer one is honest
         found = high
     if usual is not None:
         reach = REACH if len(norms) > 2 else REACH_OF_TWO
@@ -157,30 +161,30 @@ def _reference(norms: list[float], usual: float | None, plausible: float) -> flo
     return min(found, plausible)
 
 
-def _by_norm(each: Evidence, reference: float, work: float, clipped: float, alike: float) -> Verdict:
-    """Judge a contribution by its norm. `work`: the round's median; `clipped`: the most that one of that much work may
-    have, as a multiple of the reference."""
+def _by_norm(each: Evidence, reference: float, work: float, clipped: float, least_agreement: float) -> Verdict:
+    """Judge a contribution by its norm. `work`: the round's median; `clipped`: the largest norm for that much work, as
+    a multiple of the reference."""
     norm = each.measure.norm
     share = each.work / work if work > 0 else 1.0
     ratio = norm / reference
-    told = f"its norm is {norm:.3g}, {ratio:.3g} times the round's {reference:.3g}"
+    compared = f"its norm is {norm:.3g}, {ratio:.3g} times the round's {reference:.3g}"
     if ratio > LEFT_OUT * max(1.0, share):
-        return Verdict(0.0, f"{told}: more than {LEFT_OUT:g} times is no training", ratio)
-    # Late work comes less the delta of its round, so nothing may remain of it.
+        return Verdict(0.0, f"{compared}: more than {LEFT_OUT:g} times does not come from training", ratio)
+    # The delta of its round is subtracted from late work, so nothing may remain of it.
     if norm < LAZY * min(1.0, share) * reference and not each.all_late:
-        return Verdict(0.0, f"{told}: less than {LAZY:g} times brings next to nothing", ratio)
+        return Verdict(0.0, f"{compared}: less than {LAZY:g} times contains almost no work", ratio)
     usual = max(1.0, share)
     allowed = usual * (max(clipped, CLIPPED_UNEQUAL) if each.late or share > 1 else clipped)
-    if alike == 0:
+    if least_agreement == 0:
         allowed *= math.sqrt(1 + min(each.late, MOST_LATE))
     if ratio > allowed:
         length = allowed if each.late else usual
-        return Verdict(length / ratio, f"{told}: shortened to {length:.3g} times", ratio)
+        return Verdict(length / ratio, f"{compared}: shortened to {length:.3g} times", ratio)
     return Verdict(1.0, "", ratio)
 
 
 def _shortened(verdict: Verdict, each: Evidence, reference: float) -> Verdict:
-    """Return a verdict that leaves out nobody."""
+    """Return the verdict for a round in which all would be left out: shortened instead."""
     if each.measure.norm <= CLIPPED * reference:
         return replace(verdict, factor=1.0, reason="")
     return replace(verdict, factor=reference / each.measure.norm, reason=f"{verdict.reason}; shortened")
@@ -190,16 +194,16 @@ def _by_direction(
     evidence: Mapping[str, Evidence],
     verdicts: Mapping[str, Verdict],
     work: float,
-    alike: float,
+    least_agreement: float,
     *,
     leave_out: bool,
 ) -> tuple[dict[str, Verdict], dict[tuple[str, str], float]]:
-    """Note each contribution's agreement with the others; leave out those with too little, one after the other. Return
-    the verdicts, and the pairs that are close.
+    """Set each contribution's agreement with the others, and leave out those with too little, one after the other.
+    Return the verdicts, and the pairs that are close.
 
-    A contribution of less work has a noisier direction, so less is asked of it: noise averages out with the square root
-    of the steps. Late work comes less the mean that it missed, which all that missed it have in common: so everybody is
-    compared with those that are in time, and nobody is left out who has not two of them to be compared with.
+    The direction of less work is noisier, so less agreement is required: noise averages out with the square root of the
+    steps. From late work the mean that it missed is subtracted, which is common to all that missed it. So every
+    contribution is compared only with those that are in time, and it is left out only if there are two of them.
     """
     judged = dict(verdicts)
     staying = [worker for worker, verdict in judged.items() if verdict.factor > 0 and evidence[worker].measure.norm > 0]
@@ -214,7 +218,7 @@ def _by_direction(
         }
         usual = [max(_upper_median([agreements[j] for j in others] or [0.0]), 0.0) for others in peers]
         bounds = [
-            _least_agreement(evidence[worker], judged[worker].ratio or 1.0, typical, work, chance, alike)
+            _least_agreement(evidence[worker], judged[worker].ratio or 1.0, typical, work, chance, least_agreement)
             if len(others) > 1
             else -math.inf
             for worker, typical, others in zip(staying, usual, peers, strict=True)
@@ -233,8 +237,8 @@ def _by_direction(
 
 
 def _close(workers: list[str], cosines: F64, chance: float) -> dict[tuple[str, str], float]:
-    """Return the pairs of workers with less than CLOSE of the distance that is usual for two with their agreements.
-    Among three workers, two that are close are what is usual; nor can it be said where all directions are nearly the
+    """Return the pairs of workers with less than CLOSE of the distance that is usual for their agreements. Empty with
+    three workers or fewer, among which two close ones would be the usual case, and if all directions are nearly the
     same, as in a first round of few steps."""
     everybody = range(len(workers))
     peers = [[j for j in everybody if j != i] for i in everybody]
@@ -243,22 +247,23 @@ def _close(workers: list[str], cosines: F64, chance: float) -> dict[tuple[str, s
     if usual <= 2 * chance or agreements.min() <= 0:
         return {}
     expected = np.outer(agreements, agreements) / usual
-    told = expected < 1 - 2 * chance
-    distances = np.divide(1 - cosines, 1 - expected, out=np.ones_like(cosines), where=told)
+    significant = expected < 1 - 2 * chance
+    distances = np.divide(1 - cosines, 1 - expected, out=np.ones_like(cosines), where=significant)
     return {
         (workers[i], workers[j]): float(distances[i, j]) for i, j in np.argwhere(np.triu(distances < CLOSE, 1)).tolist()
     }
 
 
-def _least_agreement(each: Evidence, ratio: float, usual: float, work: float, chance: float, alike: float) -> float:
-    """Return the agreement below which a contribution is left out. Less is asked of one with less work, whose direction
-    is noisier; of one with late work, whose own round's part alone agrees, by as much as that makes it longer; and of
-    one that is late as a whole, which comes less the mean that it missed."""
-    if alike == 0 or each.all_late:
+def _least_agreement(each: Evidence, ratio: float, usual: float, work: float, chance: float, least: float) -> float:
+    """Return the agreement below which a contribution is left out. `least`: as a share of the usual one. Less is
+    required of less work, whose direction is noisier; of work that is partly late, as much less as the late part makes
+    it longer, because only the part of its own round agrees; and of work that is late as a whole, from which the mean
+    that it missed is subtracted."""
+    if least == 0 or each.all_late:
         return -max(chance, OPPOSED * usual)
     share = math.sqrt(min(1.0, each.work / work)) if work > 0 else 1.0
     late = max(1.0, ratio) if each.late else 1.0
-    return alike * share * usual / late - max(chance - usual / 2, 0.0)
+    return least * share * usual / late - max(chance - usual / 2, 0.0)
 
 
 def _products(evidence: Mapping[str, Evidence], workers: list[str]) -> F64:
@@ -274,13 +279,36 @@ def _dimensions(evidence: Mapping[str, Evidence], workers: list[str]) -> int:
 
 
 def _agreements(cosines: F64, peers: Sequence[Sequence[int]]) -> list[float]:
-    """Return for each worker the median of its cosines with its peers or, if it has none, with all others. `cosines`:
-    float64[workers, workers]."""
+    """Return for each worker the median of its cosines with its peers or, if it has no peers, with all others.
+    `cosines`: float64[workers, workers]."""
     others = [list(each) or [j for j in range(len(peers)) if j != i] for i, each in enumerate(peers)]
     return [_upper_median(row[own].tolist()) for row, own in zip(cosines, others, strict=True)]
 
 
 def _upper_median(values: list[float]) -> float:
-    """Return the median; of an even number of values the higher of the middle two. Among three workers, of which one is
-    hostile, an honest one has one honest companion."""
+    """Return the median; with an even number of values, the higher of the middle two. If one of three workers is
+    hostile, an honest one has only one honest companion."""
     return sorted(values)[len(values) // 2]
+
+
+class SimilarityHistory:
+    """How close the directions of pairs of workers were in the last rounds, to find two that train on the same data.
+
+    Dropout, another precision or another GPU change every value a little, so the losses and norms of two such workers
+    differ. Their directions stay closer to each other than to any other worker's, round after round: measured, 0.06 to
+    0.3 of the usual distance with another dropout seed, 0.4 to 0.9 with bf16 beside fp32, 0.88 to 1.1 with separate
+    data. Kept in memory only: after a restart, a few rounds show it again.
+    """
+
+    def __init__(self) -> None:
+        self._scores: dict[tuple[str, str], float] = {}
+
+    def update(self, distances: Mapping[tuple[str, str], float], present: Collection[str]) -> list[tuple[str, str]]:
+        """Take in the `distances` of pairs among the workers `present`, as shares of the usual one; 1 for pairs that
+        are not named. Return the pairs that send nearly the same, in order."""
+        for pair in {*distances, *(pair for pair in self._scores if set(pair) <= set(present))}:
+            score = MEMORY * self._scores.get(pair, 1.0) + (1 - MEMORY) * distances.get(pair, 1.0)
+            self._scores[pair] = score
+            if score > 0.99:
+                del self._scores[pair]
+        return sorted(pair for pair in distances if self._scores.get(pair, 1.0) < SAME)

@@ -1,13 +1,13 @@
-"""What is kept of a contribution so that it can be compared with others, long after its bytes have left the memory.
+"""What is kept of a contribution to compare it with others long after its bytes have left memory: norm and sketch.
 
-A sketch folds the n values of a fragment into SKETCHED, each with a sign of its own (Charikar, Chen, Farach-Colton
-2002, one row; Weinberger et al. 2009, section 2, with positions in place of a hash):
+A sketch folds the n values of a fragment into SKETCHED values, each value with a random sign (Charikar, Chen,
+Farach-Colton 2002, one row; Weinberger et al. 2009, section 2, with positions in place of a hash):
 
     sketch[j] ← Σ_k sign(k · SKETCHED + j) · Δ[k · SKETCHED + j]
 
-The inner product of two sketches is that of the vectors, but for an error of about |a|·|b| / √SKETCHED. Signs come from
-a key that nobody outside knows, another one for each round and fragment: who does not know them cannot send two vectors
-that look alike to the sketch and are not.
+The inner product of two sketches is that of the vectors, with an error of about |a|·|b| / √SKETCHED. The signs come
+from a secret key that differs by round and fragment. Without it nobody can send two different vectors whose sketches
+agree.
 """
 
 import math
@@ -28,7 +28,7 @@ U8 = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Measure:
-    """Of one vector: its L2 norm; the sketch of its direction, float16[min(n, SKETCHED)] of norm 1, or zeros."""
+    """One vector's L2 norm, and the sketch of its direction: float16[min(n, SKETCHED)] of norm 1, or zeros."""
 
     norm: float
     direction: F16
@@ -36,8 +36,8 @@ class Measure:
 
 @dataclass(frozen=True)
 class Found:
-    """What the coordinator knows of one contribution: its measure and, from its own record, the number of missed rounds
-    whose work may be in it. `all_late`: it contains no work of its own round."""
+    """What the coordinator knows about one contribution: its measure and, from its own record, the number of missed
+    rounds whose work may be in it. `all_late`: it contains no work of its own round."""
 
     measure: Measure
     late: int
@@ -45,7 +45,7 @@ class Found:
 
 
 def find(payload: Payload, key: bytes) -> Measure:
-    """Check a contribution and return its measure, in bounded memory. `key` is the same for all that are compared.
+    """Check a contribution and return its measure, in bounded memory. Use the same `key` for all that are compared.
     Raises WireError unless all of it decodes to finite values."""
     return sketched(payload, key).measure()
 
@@ -69,7 +69,7 @@ def unit(sketch: F32) -> F16:
 
 
 class Sketcher:
-    """Sketches a vector of `elements` values that comes in pieces into `values`. A piece is overwritten."""
+    """Sketches a vector of `elements` values, which arrives in pieces, into `values`. Overwrites the pieces."""
 
     def __init__(self, elements: int, key: bytes) -> None:
         self._sum_of_squares, self._at = 0.0, 0
@@ -85,7 +85,7 @@ class Sketcher:
         self._at += len(values)
 
     def _fold(self, values: F32) -> None:
-        """Add them where they belong: to the end of the sketch that is begun, whole sketches, and what is left."""
+        """Add the values in three parts: the end of the row that is begun, whole rows, and the rest."""
         begun = min(-self._at % SKETCHED, len(values))
         whole = (len(values) - begun) // SKETCHED * SKETCHED
         if begun:
@@ -112,9 +112,9 @@ def _squares(values: F32) -> float:
 
 
 class Signs:
-    """A stream of random signs, one for each position of a vector, of any part of it the same."""
+    """Random signs, one for each position of a vector, the same in whichever pieces it arrives."""
 
-    _BITS = 64 * 4  # what one step of Philox's counter gives
+    _BITS = 64 * 4  # of one step of Philox's counter
 
     def __init__(self, key: bytes) -> None:
         self._key = int.from_bytes(blake3(key).digest(16), "little")

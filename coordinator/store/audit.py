@@ -1,5 +1,5 @@
-"""The audit: who did what with a token, or to one, from which address. Entries are written in the transaction of the
-act that they tell of, so there is none without the other, and are kept for good."""
+"""The audit log: who did what with a token, or to one, and from which address. Entries are written in the transaction
+of the action, so neither exists without the other, and are never deleted."""
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -16,7 +16,7 @@ def note(session: Session, now: float, by: Actor, act: str, message: str, run: s
 
 
 def entries(database: Database, run: str | None, limit: int, before: int | None) -> Page[AuditEntry]:
-    """Return the entries below number `before` (None: all), newest first; of `run` alone unless it is None."""
+    """Return the entries below number `before` (None: all), newest first. `run`: only of this run."""
     query = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit + 1)
     if before is not None:
         query = query.where(AuditRow.id < before)

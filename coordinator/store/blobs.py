@@ -1,14 +1,14 @@
-"""Blobs: immutable bytes under names that say what they are. Contributions, deltas and checkpoints are blobs.
+"""Blobs: immutable bytes with descriptive names. Contributions, deltas and checkpoints are blobs.
 
-A blob exists only together with a row in the database; what has no row is swept at start. Names are paths with `/`:
+A blob exists only together with a row in the database; blobs without a row are deleted at start. Names are paths:
 
     runs/{run}/contributions/{round}/{p}.{worker}.{digest}   acknowledged contributions
     runs/{run}/deltas/{round}/{p}.{digest}                   published deltas
     runs/{run}/checkpoints/{round}/{p}.{digest}              checkpoints
-    runs/{run}/set-aside/{n}/…                               blobs newer than a database restored from a backup
-    runs/{run}/removed                                       the mark of a run that is being removed
+    runs/{run}/set-aside/{n}/…                               blobs newer than a rollback or a restored database
+    runs/{run}/removed                                       marks a run that is being removed
 
-`digest` is the beginning of the bytes' BLAKE3 digest, so other bytes have another name.
+`digest` is the first 16 hex digits of the BLAKE3 digest, so different bytes have different names.
 """
 
 import os
@@ -26,15 +26,15 @@ KINDS: tuple[Kind, ...] = ("contributions", "deltas", "checkpoints")
 
 
 class Reader(Protocol):
-    """Bytes that are open to be read, at any place and by several threads. A context manager."""
+    """Bytes that are open for reading, at any offset and by several threads. A context manager."""
 
     @property
     def size(self) -> int:
-        """How many bytes there are."""
+        """Number of bytes."""
 
     def read_into(self, memory: memoryview, at: int) -> int:
-        """Read bytes from `at` on into `memory`; return how many, fewer than it holds only at the end. May raise
-        OSError."""
+        """Read bytes from offset `at` into `memory`. Return their number, which is less than its length only at the
+        end. May raise OSError."""
 
     def close(self) -> None: ...
 
@@ -66,39 +66,39 @@ class FileReader:
 class Blobs(Protocol):
     """A store of blobs. Thread-safe.
 
-    Any method may raise OSError: a store is at the other end of a disk or of a line. Local files that it is given or
-    makes lie in the data directory (`DataDirectory.scratch`), and may share their storage with the blob: whoever wants
-    to overwrite one that has other names makes a new file instead.
+    Any method may raise OSError, because a store is a disk or a remote service. Local files that are passed in or
+    created lie in the data directory (`DataDirectory.scratch`), and may share their storage with the blob (a hard
+    link). So do not overwrite a file that has other names: unlink it first.
     """
 
     def put(self, name: str, source: Buffer | Path) -> bool:
-        """Store the bytes, or those of the local file, under `name` unless that exists; return True if it did not.
+        """Store bytes, or the content of a local file, as `name` unless that blob exists. Return True if it did not.
 
-        The blob is durable when this returns, whoever has stored it. A local file stays where it is.
+        The blob is durable when this returns, in either case. A local file stays where it is.
         """
 
     def open(self, name: str) -> Reader:
-        """Open a blob. That it is deleted meanwhile does no harm. Raises FileNotFoundError."""
+        """Open a blob. It stays readable if it is deleted meanwhile. Raises FileNotFoundError."""
 
     def fetch(self, name: str, target: Path) -> None:
-        """Make the local file `target` from a blob, in the place of an older one. Raises FileNotFoundError."""
+        """Copy a blob to the local file `target`, replacing an older one. Raises FileNotFoundError."""
 
     def delete(self, name: str) -> None:
-        """Delete a blob, if there is one of this name."""
+        """Delete a blob, if it exists."""
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Yield name and bytes of each blob under `prefix`, a name that ends with `/`, in no order."""
+        """Yield the name and size of each blob under `prefix`, which ends with `/`, in no particular order."""
 
     def stat(self, name: str) -> int | None:
-        """Return the bytes of a blob; None if there is none of this name."""
+        """Return the size of a blob in bytes; None if it does not exist."""
 
 
-Store = Callable[[DataDirectory], Blobs]  # opens the store of a coordinator with this data directory
+Store = Callable[[DataDirectory], Blobs]  # opens the store of the coordinator with this data directory
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A blob as the database has it: name, BLAKE3 digest, and bytes where they are known."""
+    """A blob as recorded in the database. `size`: in bytes; None if unknown."""
 
     name: str
     digest: bytes
@@ -126,17 +126,17 @@ class RunNames:
 
     @property
     def all(self) -> str:
-        """The prefix of all of them."""
+        """The prefix of all blobs of the run."""
         return f"runs/{self.run}/"
 
     @property
     def removed(self) -> str:
-        """The mark of a run that is being removed."""
+        """The blob that marks a run that is being removed."""
         return f"{self.all}{REMOVED}"
 
     @property
     def set_aside(self) -> str:
-        """The prefix of what was set aside."""
+        """The prefix of blobs that were set aside."""
         return f"runs/{self.run}/set-aside/"
 
 
@@ -146,7 +146,7 @@ def round_of(name: str) -> int:
 
 
 def move(blobs: Blobs, name: str, new_name: str, scratch: Path) -> None:
-    """Give a blob another name, durably: after a crash it has at least one of the two. `scratch`: an unused path."""
+    """Rename a blob, durably: after a crash it has at least one of the two names. `scratch`: an unused path."""
     try:
         blobs.fetch(name, scratch)
         blobs.put(new_name, scratch)

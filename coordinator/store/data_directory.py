@@ -1,8 +1,8 @@
-"""The data directory: what lies there beside the blobs, locked while a coordinator uses it.
+"""The data directory: what it contains besides blobs. It is locked while a coordinator uses it.
 
 outerstep.db  admin.token  lock
-restored                       of which backup this is a copy, until a coordinator has gone on from it
-incoming/                      scratch: being received or written; emptied at start
+restored                       which backup this was restored from, until a coordinator has continued from it
+incoming/                      scratch files being received or written; emptied at start
 runs/{run}/state/{p}.{0 or 1}  the current outer state; derived from checkpoints and deltas, so not fsynced
 """
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from outerstep.common.files import fsync, open_locked
 
 RESTORED = "restored"
-# Of the disk: no upload takes these, so that the database and the work on what was accepted go on.
+# Of the disk, never used by uploads, so that the database and the work on accepted uploads can continue.
 RESERVED_BYTES, RESERVED_SHARE = 256 << 20, 0.01  # whichever is less
 
 
 class DataDirectory:
-    """One coordinator's data directory. Raises OuterstepError if another one uses it."""
+    """The data directory of one coordinator. Raises OuterstepError if another coordinator uses it."""
 
     def __init__(self, root: Path) -> None:
         if not root.is_dir():
@@ -38,11 +38,11 @@ class DataDirectory:
         self._numbers = itertools.count()
 
     def scratch(self) -> Path:
-        """Return an unused path for a local file. What is still there at the next start is deleted."""
+        """Return an unused path for a local file. The next start deletes what is still there."""
         return self._scratch / str(next(self._numbers))
 
     def check_room(self, size: int) -> None:
-        """Raise OSError, as a full disk does, where `size` bytes of an upload would take what is reserved."""
+        """Raise OSError, as a full disk does, if an upload of `size` bytes would use reserved space."""
         disk = shutil.disk_usage(self._scratch)
         if disk.free - size < min(RESERVED_BYTES, RESERVED_SHARE * disk.total):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._scratch))
@@ -53,19 +53,19 @@ class DataDirectory:
         return StateFiles(folder)
 
     def forget(self, run: str) -> None:
-        """Remove the local files of a run that is no more."""
+        """Remove the local files of a run that was removed."""
         shutil.rmtree(self.root / "runs" / run / "state", ignore_errors=True)
 
     @property
     def restored(self) -> str | None:
-        """Which backup this directory was restored from, in words; None once a coordinator has gone on from it."""
+        """The backup that this directory was restored from, in words; None once a coordinator has continued from it."""
         try:
             return (self.root / RESTORED).read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
 
-    def gone_on(self) -> None:
-        """Forget that it was restored: every run knows."""
+    def clear_restored(self) -> None:
+        """Forget that the directory was restored, once every run has recorded it."""
         if self.restored is not None:
             (self.root / RESTORED).unlink()
             fsync(self.root)
@@ -76,17 +76,17 @@ class DataDirectory:
 
 @dataclass(frozen=True)
 class StateFiles:
-    """The local files of one run's outer state. They may be lost: they are derived again then."""
+    """The local files of one run's outer state. If they are lost, they are derived again."""
 
     folder: Path
 
     def path(self, fragment: int, round_: int) -> Path:
-        """Return the path of a state. Two take turns: state r + 1 is written over state r − 1, whose pages are in
+        """Return the path of a state. Two files take turns: state r + 1 overwrites state r − 1, whose pages are in
         memory already."""
         return self.folder / f"{fragment}.{round_ % 2}"
 
     def bytes(self) -> int:
-        """Return the bytes of all of them, but for those that a checkpoint shares."""
+        """Return the size of all state files, without those that a checkpoint shares."""
         total = 0
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError):  # replaced meanwhile

@@ -29,46 +29,46 @@ from protocol.messages import Cause
 
 
 class Backend(Protocol):
-    """What a module says about its database system."""
+    """The functions that a module for a database system provides."""
 
     def check(self, url: URL) -> None:
-        """Raise ValueError unless a coordinator can have its database at `url`."""
+        """Raise ValueError if a coordinator cannot use a database at `url`."""
 
     def exists(self, url: URL) -> bool:
         """Return True if there is a database at `url`."""
 
     def lock(self, url: URL) -> AbstractContextManager[object]:
-        """Lock the database, until the end of what is returned. Raises OuterstepError if another process has it, and
-        OSError."""
+        """Lock the database until the returned context ends. Raises OuterstepError if another process has locked it,
+        and OSError."""
 
     def engines(self, url: URL) -> tuple[Engine, Engine]:
-        """Return an engine for reading and one for writing, which share their connections."""
+        """Return an engine for reading and one for writing, which share a connection pool."""
 
     def folder(self, url: URL) -> Path | None:
-        """Return the folder on this machine that a database at `url` lies in; None if it lies elsewhere."""
+        """Return the local directory of the database at `url`; None if it is not on this machine."""
 
     def size_bytes(self, url: URL) -> int:
-        """Return the bytes that the database takes."""
+        """Return the size of the database in bytes."""
 
     def copy(self, url: URL, target: Path) -> None:
-        """Copy the database, as it is at one moment, into the new file `target`, which is SQLite's whatever the
-        database is. Raises OuterstepError where it cannot be read, and OSError."""
+        """Copy the database, as of one moment, to the new file `target`, which is a SQLite database whatever the source
+        is. Raises OuterstepError if the database cannot be read, and OSError."""
 
     def violated(self, error: IntegrityError) -> str | None:
-        """Return the name of the constraint that `error` reports; None if the database does not say which one."""
+        """Return the name of the violated constraint; None if the database does not report it."""
 
     def fault(self, error: DBAPIError) -> tuple[Cause, str] | None:
-        """Return what `error` says of the database itself and its disk, and in words; None if it is about a
+        """Return the fault of the database or its disk that `error` reports, with a message; None if it is about a
         statement."""
 
 
 BACKENDS: dict[str, Backend] = {"sqlite": sqlite}
 
-# The constraints that a request can violate: the problem that it is answered with. Those that are not here hold
-# whatever a client sends, so a violation is a fault of Outerstep.
+# The constraints that a request can violate, with the problem that it gets. All others hold whatever a client sends, so
+# violating one is a bug.
 VIOLATIONS = {
-    "uq_runs_name": ("run-exists", "there is a run of this name; choose another one"),
-    "uq_tokens_secret_hash": ("invalid-message", "token: there is a token with this secret; draw a random one"),
+    "uq_runs_name": ("run-exists", "a run of this name exists; choose another name"),
+    "uq_tokens_secret_hash": ("invalid-message", "token: another token has this secret; choose a random one"),
     "uq_workers_token_hash": (
         "invalid-message",
         "body.member_token: another worker has it; choose one for each worker, from a source of secrets",
@@ -77,41 +77,42 @@ VIOLATIONS = {
 
 
 def url_of(text: str | None, data_dir: Path) -> URL:
-    """Return the URL that `text` is; None: of the database in `data_dir`. Raises ValueError if it cannot be used."""
+    """Return the URL in `text`, or that of the database in `data_dir` if it is None. Raises ValueError if it cannot be
+    used."""
     url = sqlite.url_in(data_dir) if text is None else _elsewhere(text, data_dir)
     there = exists(url)
     if not there and (data_dir / RESTORED).exists():
-        raise ValueError(f"{data_dir} was not restored to the end: run `outerstep coordinator restore` again")
+        raise ValueError(f"the restore into {data_dir} is incomplete: run `outerstep coordinator restore` again")
     if not there and any((data_dir / "runs").glob("*")):
         raise ValueError(
-            f"{data_dir} has the files of runs, and there is no database at {url!r}: give the URL that the coordinator "
-            "had before, restore the database from a backup, or begin with an empty data directory"
+            f"{data_dir} has files of runs, but there is no database at {url!r}: give the URL that the coordinator had "
+            "before, restore the database from a backup, or start with an empty data directory"
         )
     return url
 
 
 def _elsewhere(text: str, data_dir: Path) -> URL:
-    """Return the URL that `text` is. Raises ValueError if it is none, or if `data_dir` has another database."""
+    """Return the URL in `text`. Raises ValueError if it is not a URL, or if `data_dir` has another database."""
     inside = sqlite.url_in(data_dir)
     try:
         url = make_url(text)
     except ArgumentError as error:
-        raise ValueError("this is no URL, as for example sqlite:////var/lib/outerstep.db is one") from error
+        raise ValueError("this is not a URL; an example is sqlite:////var/lib/outerstep.db") from error
     name = url.get_backend_name()
     if name not in BACKENDS:
-        raise ValueError(f"there is no backend for {name}: use one of {', '.join(BACKENDS)}, or leave the setting away")
+        raise ValueError(f"{name} is not supported: use one of {', '.join(BACKENDS)}, or omit the setting")
     BACKENDS[name].check(url)
     found = Path(str(inside.database))
     if found.exists() and not (name == "sqlite" and found.resolve() == Path(str(url.database)).resolve()):
         raise ValueError(
-            f"the data directory has a database already, {found}: with the coordinator stopped move it to where it is "
-            "to be, with the files beside it that its name begins, or leave the setting away"
+            f"the data directory already has a database, {found}: stop the coordinator and move it, with the files "
+            "whose names begin with its name, or omit the setting"
         )
     return url
 
 
 class Database:
-    """One coordinator's database, at the newest schema; no other coordinator has it meanwhile.
+    """The database of one coordinator, migrated to the newest schema and locked against other coordinators.
 
     Raises OuterstepError if it is in use or cannot be opened, and OSError.
     """
@@ -133,7 +134,7 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """Open a session to read in."""
+        """Open a session for reading."""
         with Session(self.reading) as session:
             yield session
 
@@ -141,7 +142,7 @@ class Database:
     def write(self) -> Iterator[Session]:
         """Open a session whose transaction is committed, durably, at the end of the block.
 
-        Raises Problem, as VIOLATIONS says, if the block writes what a constraint forbids.
+        Raises the Problem in VIOLATIONS if the block violates one of those constraints.
         """
         try:
             with Session(self.writing, expire_on_commit=False) as session, session.begin():
@@ -152,16 +153,16 @@ class Database:
             raise Problem(*problem) from error
 
     def revision(self) -> str | None:
-        """Return the revision of its schema. Raises DBAPIError if it does not answer."""
+        """Return the revision of the schema. Raises DBAPIError if the database does not respond."""
         with self.reading.connect() as connection:
             return MigrationContext.configure(connection).get_current_revision()
 
     def size_bytes(self) -> int:
-        """Return the bytes that it takes. Raises OSError."""
+        """Return the size in bytes. Raises OSError."""
         return self._size_bytes()
 
     def probe(self) -> None:
-        """Begin a write and end it, without changing anything. Raises DBAPIError where it cannot begin."""
+        """Begin and end a write transaction without changes. Raises DBAPIError if it cannot begin."""
         with self.write() as session:
             session.connection()
 
@@ -170,7 +171,7 @@ class Database:
 
 
 def copy(url: URL, target: Path) -> None:
-    """Copy the database at `url` into the new file `target`, as `Backend.copy` does."""
+    """Copy the database at `url` to the new file `target` (`Backend.copy`)."""
     BACKENDS[url.get_backend_name()].copy(url, target)
 
 
@@ -180,15 +181,14 @@ def exists(url: URL) -> bool:
 
 
 class Fault(NamedTuple):
-    """What stands in the way of every write, and a sentence that says so."""
+    """A cause that makes every write fail, and a message about it."""
 
     cause: Cause
     reason: str
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """Return what `error` says of the disk, of files or of the database, or of the database itself; None if it says
-    nothing of them."""
+    """Return the fault of the disk or the database that `error` reports; None if it is another error."""
     if isinstance(error, DBAPIError):
         found = (backend.fault(error) for backend in BACKENDS.values())
         return next((Fault(*each) for each in found if each is not None), None)
@@ -200,14 +200,14 @@ def fault_of(error: BaseException) -> Fault | None:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Return True if `error` says that the disk is full, of a file or of the database."""
+    """Return True if `error` reports a full disk, for a file or the database."""
     fault = fault_of(error)
     return fault is not None and fault.cause is Cause.STORAGE_FULL
 
 
 def upgrade(engine: Engine) -> None:
-    """Bring the database to the newest schema; make it where there is none. Raises OuterstepError, and changes nothing,
-    if it has a later version's."""
+    """Migrate the database to the newest schema; create it if there is none. Raises OuterstepError, and changes
+    nothing, if a later version has migrated it."""
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     config.attributes["metadata"] = Base.metadata
@@ -223,7 +223,7 @@ def _refuse_later_schema(connection: Connection, script: ScriptDirectory) -> Non
     for found in MigrationContext.configure(connection).get_current_heads():
         if found not in known:
             raise OuterstepError(
-                f"the database {connection.engine.url!r} was brought to schema {found} by a later version of "
-                f"Outerstep; {__version__} knows those up to {script.get_current_head()}, and has changed nothing. "
-                "Start that version or a later one, or restore a backup of before (`outerstep coordinator restore`)"
+                f"the database {connection.engine.url!r} was migrated to schema {found} by a later version of "
+                f"Outerstep; {__version__} knows schemas up to {script.get_current_head()} and has changed nothing. "
+                "Start that version or a later one, or restore an earlier backup (`outerstep coordinator restore`)"
             )

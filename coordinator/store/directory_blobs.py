@@ -21,9 +21,9 @@ class DirectoryBlobs:
 
     def __init__(self, data: DataDirectory) -> None:
         self.root, self._scratch = data.root, data.scratch
-        # Makes and removes folders: one that is found while the lock is held stays.
+        # Held while folders are made or removed: one that is found under the lock stays.
         self._folders = threading.Lock()
-        # An earlier process may have made a folder just before it died: it is there, but not yet durable.
+        # Only what this process made: an earlier one may have died before the folder that it made was durable.
         self._durable_folders = {self.root}
 
     def put(self, name: str, source: Buffer | Path) -> bool:
@@ -35,7 +35,7 @@ class DirectoryBlobs:
                 try:
                     os.link(file, final)
                     created = True
-                except FileExistsError:  # and perhaps not durable yet: so fsync for this one too
+                except FileExistsError:  # perhaps not durable yet: fsync for this one too
                     created = False
         fsync(final.parent)
         return created
@@ -68,7 +68,7 @@ class DirectoryBlobs:
             return None
 
     def _make_folder(self, folder: Path) -> None:
-        """Make sure that the folder and those above it are there, durably. Under the lock of `_folders`."""
+        """Create the folder and its parents, durably. Call it with `_folders` held."""
         if folder not in self._durable_folders:
             self._make_folder(folder.parent)
             folder.mkdir(exist_ok=True)
@@ -83,7 +83,7 @@ def _raise_unless_missing(error: OSError) -> None:
 
 @contextmanager
 def _file_of(source: Buffer | Path, scratch: Callable[[], Path]) -> Iterator[Path]:
-    """Give the block a local file of the bytes."""
+    """Give the block a local file with the bytes."""
     if isinstance(source, Path):
         yield source
         return

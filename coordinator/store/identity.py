@@ -1,10 +1,11 @@
-"""Who sends a request, and what the token that it carries allows."""
+"""The sender of a request, and what its token allows."""
 
 from dataclasses import dataclass, field
 
 from protocol.messages import Scope
 
-# What else a scope allows. A join token reads as well, so that a box can look at the run before it exchanges it.
+# The scopes that a scope includes. A join token may also read, so that a box can look at the run before it exchanges
+# it.
 ALLOWED: dict[Scope, frozenset[Scope]] = {
     Scope.ADMIN: frozenset({Scope.ADMIN, Scope.OPERATOR, Scope.WORKER, Scope.VIEWER}),
     Scope.OPERATOR: frozenset({Scope.OPERATOR, Scope.VIEWER}),
@@ -16,7 +17,7 @@ ALLOWED: dict[Scope, frozenset[Scope]] = {
 
 @dataclass(frozen=True)
 class Actor:
-    """Who does something: the id of a token, and the address that the request came from. None of both: the coordinator
+    """Whoever does something: the id of a token, and the address that the request came from. Both None: the coordinator
     itself."""
 
     token: str | None = None
@@ -25,13 +26,13 @@ class Actor:
 
 @dataclass(frozen=True)
 class Identity:
-    """The holder of a token, or a member (one worker of one run), who has no scope.
+    """The holder of a token, or a member (one worker of one run), which has no scope.
 
-    run       the only run that it is for; None: all
-    worker    the member, or the only name that the token joins under; None: any
-    token     the token's id, of a member that of the token that it joined with; None: its name was released since
-    names     under how many names workers may join with the token; None: any number
-    lineage   the id of the join token that the token was exchanged for, else the token's own: limits are shared by it
+    run       the only run that it is for; None: all runs
+    worker    the member's name, or the only name that the token may join under; None: any
+    token     the token's id; for a member, of the token that it joined with (None: its name was released since)
+    names     the number of names that workers may join under with the token; None: any number
+    lineage   the id of the join token that was exchanged for this token, else its own id: they share rate limits
     """
 
     scope: Scope | None
@@ -43,14 +44,14 @@ class Identity:
     lineage: str | None = None
 
     def allows(self, scope: Scope, run: str | None = None) -> bool:
-        """Return True if the token has this scope, of the run (None: of all of them)."""
+        """Return True if the token has this scope for the run (None: for all runs)."""
         return self.scope is not None and scope in ALLOWED[self.scope] and self.run in (None, run)
 
     @property
     def member(self) -> str | None:
-        """The name of the worker that this is; None for the holder of a token."""
+        """The worker's name; None for the holder of a token."""
         return self.worker if self.scope is None else None
 
     def is_member(self, run: str, worker: str) -> bool:
-        """Return True if it is this worker of this run."""
+        """Return True if this is the given worker of the given run."""
         return (self.run, self.member) == (run, worker)

@@ -1,7 +1,7 @@
-"""What is SQLite's own: where its file may be, its pragmas, how transactions begin, what its errors say of disk and
-file, how it is copied while it is in use.
+"""The SQLite backend: where the file may be, pragmas, how transactions begin, what errors mean, and copying a database
+that is in use.
 
-WAL mode, every commit fsynced. A write begins IMMEDIATE, so it waits for others before it has done anything.
+WAL mode, with every commit fsynced. A write begins IMMEDIATE, so it waits for other writes before it does anything.
 """
 
 import errno
@@ -21,9 +21,9 @@ from protocol.errors import OuterstepError
 from protocol.messages import Cause
 
 FILE = "outerstep.db"  # in the data directory, unless a URL says otherwise
-BUSY_S = 10  # so long a transaction waits for one of another connection; those of a coordinator take milliseconds
+BUSY_S = 10  # how long a transaction waits for another connection's; a coordinator's take milliseconds
 
-DISK_FULL = "the coordinator's disk is full: uploads are refused until there is room"
+DISK_FULL = "the coordinator's disk is full: uploads are rejected until there is space"
 
 _SLASHES = "three slashes before a relative path and four before an absolute one: sqlite:////var/lib/outerstep.db"
 
@@ -36,13 +36,13 @@ def url_in(data_dir: Path) -> URL:
 def check(url: URL) -> None:
     """Raise ValueError unless `url` names a file."""
     if url.drivername not in ("sqlite", "sqlite+pysqlite"):
-        raise ValueError(f"SQLite's driver is Python's own, not {url.get_driver_name()}: write sqlite:///")
+        raise ValueError(f"the SQLite driver is Python's own, not {url.get_driver_name()}: write sqlite:///")
     if url.host is not None or url.username is not None:
-        raise ValueError(f"SQLite has {_SLASHES}")
+        raise ValueError(f"a SQLite URL has {_SLASHES}")
     if url.query:
-        raise ValueError(f"the coordinator takes no options of SQLite's, here {', '.join(sorted(url.query))}")
+        raise ValueError(f"the coordinator takes no SQLite options, here {', '.join(sorted(url.query))}")
     if url.database in (None, "", ":memory:") or str(url.database).startswith("file:"):
-        raise ValueError(f"a restart would lose a database in memory; name a file, with {_SLASHES}")
+        raise ValueError(f"a restart would lose a database in memory; give a file, with {_SLASHES}")
 
 
 def exists(url: URL) -> bool:
@@ -51,26 +51,26 @@ def exists(url: URL) -> bool:
 
 
 def lock(url: URL) -> IO[str]:
-    """Lock the database, until the file that is returned is closed. Raises OuterstepError if another process has it,
-    and OSError.
+    """Lock the database until the returned file is closed. Raises OuterstepError if another process has locked it, and
+    OSError.
 
-    SQLite's own locks let several processes write in turn. A coordinator holds in memory what it wrote, so it must be
-    alone. The data directory's lock does not see to that: two of them may name one database.
+    SQLite's own locks let several processes write in turn. But a coordinator keeps what it wrote in memory, so it must
+    be the only one. The data directory's lock is not enough: two directories may name the same database.
     """
     path = Path(str(url.database)).resolve()
-    if not path.parent.is_dir():  # not made: where a disk is not mounted, an empty database would take its place
-        raise FileNotFoundError(errno.ENOENT, "there is no directory for the database", os.fspath(path.parent))
-    refusal = f"the database {path} is in use by another coordinator; stop it, or give each its own"
+    if not path.parent.is_dir():  # not created: if a disk is not mounted, an empty database would replace it
+        raise FileNotFoundError(errno.ENOENT, "the database's directory does not exist", os.fspath(path.parent))
+    refusal = f"the database {path} is in use by another coordinator; stop it, or give each one its own"
     return open_locked(path.with_name(f"{path.name}.lock"), refusal)
 
 
 def engines(url: URL) -> tuple[Engine, Engine]:
-    """Return an engine for reading and one for writing, which share their connections."""
+    """Return an engine for reading and one for writing, which share a connection pool."""
     engine = create_engine(url, connect_args={"timeout": BUSY_S})
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _: ConnectionPoolEntry) -> None:
-        connection.isolation_level = None  # transactions begin where `begin` below says, not where sqlite3 guesses
+        connection.isolation_level = None  # `begin` below starts transactions, instead of sqlite3
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -83,21 +83,21 @@ def engines(url: URL) -> tuple[Engine, Engine]:
 
 
 def folder(url: URL) -> Path | None:
-    """Return the folder that the database at `url` lies in."""
+    """Return the directory of the database at `url`."""
     return Path(str(url.database)).resolve().parent
 
 
 def size_bytes(url: URL) -> int:
-    """Return the bytes of the database's file and of its write-ahead log."""
+    """Return the size of the database file and its write-ahead log, in bytes."""
     path = Path(str(url.database)).resolve()
     wal = path.with_name(f"{path.name}-wal")
     return path.stat().st_size + (wal.stat().st_size if wal.exists() else 0)
 
 
 def copy(url: URL, target: Path) -> None:
-    """Copy the database as it is at one moment into the new file `target`, while others read and write it.
+    """Copy the database, as of one moment, to the new file `target`, while others read and write it.
 
-    Raises OuterstepError for a database that cannot be read or is damaged, and OSError.
+    Raises OuterstepError if the database cannot be read or is damaged, and OSError.
     """
     source = Path(str(url.database)).resolve()
     try:
@@ -106,7 +106,7 @@ def copy(url: URL, target: Path) -> None:
             closing(sqlite3.connect(target)) as writing,
         ):
             reading.backup(writing)
-            writing.execute("PRAGMA journal_mode = DELETE")  # one file, with nothing beside it
+            writing.execute("PRAGMA journal_mode = DELETE")  # a single file, without a log beside it
             (found,) = writing.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.Error as error:
         if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
@@ -117,11 +117,11 @@ def copy(url: URL, target: Path) -> None:
 
 
 def violated(error: IntegrityError) -> str | None:
-    """Return the name of the constraint that `error` reports; None if SQLite does not say which one it was."""
+    """Return the name of the violated constraint; None if SQLite does not report it."""
     kind, _, what = str(error.orig).partition(" constraint failed: ")
     if kind == "CHECK":
         return what
-    if kind != "UNIQUE":  # of a foreign key SQLite says nothing more
+    if kind != "UNIQUE":  # SQLite does not name a violated foreign key
         return None
     columns = what.split(", ")
     table = Base.metadata.tables[columns[0].partition(".")[0]]
@@ -131,8 +131,9 @@ def violated(error: IntegrityError) -> str | None:
 
 
 def fault(error: DBAPIError) -> tuple[Cause, str] | None:
-    """Return what `error` says of the database itself and its disk, and in words; None if it is about a statement."""
-    match getattr(error.orig, "sqlite_errorcode", 0) & 0xFF:  # the rest of an extended code is a detail
+    """Return the fault of the database or its disk that `error` reports, with a message; None if it is about a
+    statement."""
+    match getattr(error.orig, "sqlite_errorcode", 0) & 0xFF:  # the rest of an extended code is detail
         case sqlite3.SQLITE_FULL:
             return Cause.STORAGE_FULL, DISK_FULL
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
@@ -140,5 +141,5 @@ def fault(error: DBAPIError) -> tuple[Cause, str] | None:
         case sqlite3.SQLITE_READONLY:
             return Cause.STORAGE_UNAVAILABLE, "the coordinator's database is read-only"
         case sqlite3.SQLITE_IOERR | sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
-            return Cause.STORAGE_UNAVAILABLE, f"the coordinator's database fails: {error.orig}"
+            return Cause.STORAGE_UNAVAILABLE, f"the coordinator's database failed: {error.orig}"
     return None

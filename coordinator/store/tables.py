@@ -1,6 +1,6 @@
-"""The database's tables. No tensors here: those are files (`files.py`). Invariants are named constraints.
+"""The database tables. Tensors are not here but in blobs (`blobs.py`). Invariants are named constraints.
 
-Workers are referred to by their name, which together with the run is their identity. Times are seconds since 1970.
+A worker is identified by its run and name. Times are seconds since 1970.
 """
 
 from typing import Any, ClassVar
@@ -27,7 +27,7 @@ def _counter() -> Any:
 
 
 def _account() -> Any:
-    """Return a column for a `protocol.messages.Account`, which `accounting.py` adds to."""
+    """Return a column for an `Account`, which `workers/accounting.py` adds to."""
     return mapped_column(default=dict, server_default="{}")
 
 
@@ -52,8 +52,8 @@ class TokenRow(Base):
 
 
 class AuditRow(Base):
-    """What somebody did with a token, or to one. `run` is a name, as the entry outlives the run, and `token` may be of
-    one that was revoked; null where the coordinator itself did it."""
+    """An action with a token, or on one. `run` is a name, because the entry outlives the run. `token` is an id,
+    possibly of a revoked token; null if the coordinator itself acted."""
 
     __tablename__ = "audit"
 
@@ -67,12 +67,14 @@ class AuditRow(Base):
 
 
 class RunRow(Base):
-    """A run. `round` is the open or next round, `step` the inner steps of the schedule before it (`steps.py`);
-    `next_unit` the first work unit that was never assigned. `spec_toml` is the spec as it was given, `spec` what it
-    said then, with all its defaults: they are the run's, whatever a later version has.
+    """A run. `round` is the open or next round, `step` the inner steps of the schedule before it (`run/schedule.py`);
+    `next_unit` the first work unit that was never assigned. `spec_toml` is the spec as it was given, `spec` the
+    same with the defaults of that time, which the run keeps.
 
-    `tokens` counts the tokens of the units that accepted contributions have consumed, so that the ranges of consumed
-    units can be checked against it; `checked_epochs` is the number of epochs for which that was done.
+    `tokens` counts the tokens of the units that accepted contributions have consumed; the ranges of consumed units are
+    checked against it. `checked_epochs` is the number of epochs for which that was done. `guard` is a
+    `coordinator.trust.guard.GuardRecord`; `rolled_back` is the last roll-back (`round`, `from_round`, `place`), null if
+    there was none; `equal_work` has the groups of workers that were reported for sending the same.
     """
 
     __tablename__ = "runs"
@@ -95,16 +97,20 @@ class RunRow(Base):
     divergences: Mapped[int] = _counter()
     checked_epochs: Mapped[int] = _counter()
     account: Mapped[dict[str, Any]] = _account()
+    guard: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    rolled_back: Mapped[dict[str, Any] | None]
+    equal_work: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
 
 
 class WorkerRow(Base):
     """A member of a run. `epoch` counts its joins; `token_hash` is null while it holds no lease. `token` is the id of
-    the token that the name belongs to, also after that was revoked; null where it belongs to whoever joins next.
+    the token that owns the name, even after it was revoked; null if the next one to join will own it.
 
     `contributions` counts the rounds that it contributed to, `place` the workers that joined the run before it. With
-    private data `units` is the length of an epoch of its own training set, null if it has not told it; `next_unit` and
-    `checked_epochs` are of that set, as the run's are of a set that all have. `standing` is a
-    `coordinator.screening.standing.Standing`, as far as it is not that of a newcomer.
+    private data, `units` is the length of an epoch of its own training set (null if not reported), and `next_unit` and
+    `checked_epochs` refer to that set, like the run's refer to a shared set. `reputation` is a
+    `coordinator.trust.quarantine.Reputation`, empty for a newcomer. `suspected`: the guard has named it once.
+    `refuted_state` is the last state whose held-out loss it was alone with; null if there is none.
     """
 
     __tablename__ = "workers"
@@ -131,15 +137,17 @@ class WorkerRow(Base):
     next_unit: Mapped[int] = _counter()
     checked_epochs: Mapped[int] = _counter()
     token: Mapped[str | None] = mapped_column(String(16))
-    standing: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    reputation: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
+    suspected: Mapped[bool] = mapped_column(default=False, server_default="0")
+    refuted_state: Mapped[int | None]
 
 
 class UnitRangeRow(Base):
     """Work units [start, stop): assigned to a worker, consumed by an accepted contribution, or back in the pool.
 
-    Units from `runs.next_unit` on have no row yet; with private data each worker's have a space of their own
-    (`pools.py`). Units are numbered through all epochs of the training set. Once a round is over, adjacent consumed
-    ranges become one, without a worker.
+    Units from `runs.next_unit` on have no row yet. With private data each worker has its own number range
+    (`units/pools.py`). Units are numbered through all epochs of the training set. Once a round is over, adjacent
+    consumed ranges are merged into one, without a worker.
     """
 
     __tablename__ = "unit_ranges"
@@ -162,7 +170,7 @@ class UnitRangeRow(Base):
 
 
 class AssignmentRow(Base):
-    """A worker takes part in a round; its units are the unit ranges assigned to it for that round."""
+    """A worker's participation in a round. Its units are the unit ranges assigned to it for that round."""
 
     __tablename__ = "assignments"
 
@@ -188,15 +196,16 @@ class RoundRow(Base):
     loss: Mapped[float | None]
     upload_bytes: Mapped[int | None]
     delta_bytes: Mapped[int | None]
-    quorum_at: Mapped[float | None]  # like the next two: the latest of its fragments
+    quorum_at: Mapped[float | None]  # like the next two: the latest of the round's fragments
     collected_at: Mapped[float | None]
     aggregated_at: Mapped[float | None]
-    account: Mapped[dict[str, Any]] = _account()  # added to with every report, so always complete
+    account: Mapped[dict[str, Any]] = _account()  # every report is added, so it is always complete
 
 
 class FragmentRow(Base):
-    """One fragment of a round. `contributors` is fixed when collecting ends: {worker: tokens}. `verdicts` say how far
-    each of them is in the delta: {worker: `protocol.messages.Verdict`}; `reference` is the norm that they are by."""
+    """One fragment of a round. `contributors` is fixed when collecting ends: {worker: tokens}; `late` lists the live
+    workers with an assignment that are not among them. `verdicts` say how much each one counts in the delta: {worker:
+    `Verdict`}; `reference` is the norm that they were judged by."""
 
     __tablename__ = "fragments"
     __table_args__ = (
@@ -210,6 +219,7 @@ class FragmentRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str]
     contributors: Mapped[dict[str, Any] | None]
+    late: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
     reference: Mapped[float | None]
     verdicts: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
     delta_bytes: Mapped[int | None]
@@ -221,7 +231,7 @@ class FragmentRow(Base):
 
 
 class LateContributionRow(Base):
-    """A contribution that came `late_s` after its fragment had closed, and was refused."""
+    """A contribution that arrived `late_s` after its fragment had closed, and was rejected."""
 
     __tablename__ = "late_contributions"
 
@@ -245,16 +255,13 @@ class ContributionRow(Base):
     size: Mapped[int]  # bytes
     tokens: Mapped[int]
     inner_steps: Mapped[int]
-    loss: Mapped[float | None]  # null where the training loop has reported none
+    loss: Mapped[float | None]  # null if the training loop reported none
     norm: Mapped[float]
     accepted_at: Mapped[float]
 
 
 class ReportRow(Base):
-    """A worker's report of what a round has cost, once per epoch of its membership.
-
-    `account` is a `protocol.messages.Account`.
-    """
+    """A worker's report of what a round cost (an `Account`), one for each epoch of its membership."""
 
     __tablename__ = "reports"
 
@@ -277,7 +284,7 @@ class OuterStateRow(Base):
 
 
 class CheckpointRow(Base):
-    """A checkpoint of which every fragment is durable."""
+    """A complete checkpoint: every fragment is durable."""
 
     __tablename__ = "checkpoints"
 
@@ -288,7 +295,7 @@ class CheckpointRow(Base):
 
 
 class CheckpointFragmentRow(Base):
-    """One durable fragment of a checkpoint, complete or not."""
+    """One durable fragment of a checkpoint, which may be incomplete."""
 
     __tablename__ = "checkpoint_fragments"
 
@@ -301,11 +308,11 @@ class CheckpointFragmentRow(Base):
 
 
 class EvaluationRow(Base):
-    """The held-out loss (nats per token) of the state before `round`, as `worker` has measured it on `tokens`, which
-    stand for `bytes` of text; null if that is not known.
+    """The held-out loss (nats per token) of the state before `round`, as `worker` measured it on `tokens`, which
+    represent `bytes` of text (null if unknown).
 
-    Of rounds that `retention` has summed up there is one row, in which several workers' mean has the worker "".
-    `confirmed`: whoever else was asked, a majority, says the same; or nobody else was.
+    Rounds that retention has summed up have one row; a mean of several workers has the worker "". `confirmed`: a
+    majority of the workers that evaluated the state agrees, or only one was asked.
     """
 
     __tablename__ = "evaluations"
@@ -333,9 +340,9 @@ class EventRow(Base):
 
 
 class NotificationRow(Base):
-    """A notification to the webhook (`notifications/outbox.py`). `run` is a name, as it outlives the run; null if it is
-    about the server. `open`: it says that something has begun, which has not ended. `done_at` is null until it was
-    sent, or given up."""
+    """A notification to the webhook (`notifications/outbox.py`). `run` is a name, because the notification outlives the
+    run; null if it is about the server. `open`: it reports that something began, which has not ended. `done_at` is null
+    until it was sent or given up."""
 
     __tablename__ = "notifications"
 

@@ -102,7 +102,7 @@ def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) ->
             change.worker_row(worker).divergences += 1
             message = f"{worker} holds another state {round_} of fragment {fragment} than the run; it must recover"
             change.record("diverged", message, worker=worker, round=round_, fragment=fragment)
-            change.then(partial(opening.diverged.add, worker))
+            change.after_commit(partial(opening.diverged.add, worker))
     detail = f"computed against the state {header.base.hex()} of fragment {fragment}; state {round_} is {base.hex()}"
     raise Problem("stale-base", detail, round=round_)
 
@@ -143,33 +143,12 @@ def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:
     because a fragment may contain work from just before these rounds. If all the work is carried, the limit is one
     assignment."""
     worker, rounds = header.worker, range(max(header.round - WEIGHED_ROUNDS + 1, 0), header.round + 1)
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         assigned = carrying.assigned_steps(session, run, worker, rounds)
         used = carrying.weighed_tokens(session, run, worker, header.fragment, rounds[:-1])
     largest = max(assigned.values(), default=0)
     unused = sum(assigned.values()) + largest - used // run.spec.unit_tokens
     return max(unused if run.spec.sync.streams else min(unused, largest), 0)
-
-
-def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, bool]:
-    """Return how many missed rounds' work the contribution may contain, by the coordinator's own record, and whether it
-    contains no work of its own round. Raises Problem `units-not-held` if the record contradicts `carried`."""
-    if not header.carried:
-        return 0, False
-    worker, since = header.worker, range(header.carried[0], header.round)
-    with run.world.database.read() as session:
-        contributed = carrying.last_contribution(session, run, worker, header.fragment, since)
-        assigned = carrying.assigned_steps(session, run, worker, since)
-        known = carrying.known(session, run, header.carried, header.round)
-        own = count_by_round(session, run.id, worker, header.round, header.units)[header.round]
-    claim = f"header field carried is {header.carried[:5]}: fragment {header.fragment} cannot carry work of round"
-    if contributed is not None:
-        detail = f"{claim} {since.start}, as {worker} has contributed to round {contributed} since"
-        raise Problem("units-not-held", f"{detail}; drop that work")
-    for round_ in known:
-        if round_ not in assigned:
-            raise Problem("units-not-held", f"{claim} {round_}, in which {worker} had no assignment; drop that work")
-    return len(known), own == 0
 
 
 def _named(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> tuple[Counter[int], int]:
@@ -179,7 +158,7 @@ def _named(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> tupl
     # Most name exactly the units that they were assigned: no query is needed.
     if assignment is not None and [list(each) for each in assignment.units] == header.units:
         return Counter({header.round: sum(stop - start for start, stop in header.units)}), assignment.inner_steps
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get(AssignmentRow, (run.id, header.round, header.worker))
         by_round = count_by_round(session, run.id, header.worker, header.round, header.units)
     return by_round, 0 if row is None else row.inner_steps
@@ -209,7 +188,7 @@ def accepted_digest(run: LiveRun, worker: str, round_: int, fragment: int) -> by
         if run.open is not None and round_ == run.round:
             contributed = run.open.fragments[fragment].contributed.get(worker)
             return None if contributed is None else contributed.digest
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get(ContributionRow, (run.id, round_, fragment, worker))
     return None if row is None else row.digest
 
@@ -217,22 +196,22 @@ def accepted_digest(run: LiveRun, worker: str, round_: int, fragment: int) -> by
 def record_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
     """Record that the worker's contribution was late, and by how many seconds."""
     key = (run.id, round_, fragment, worker)
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get(FragmentRow, key[:3])
         took_part = session.get(AssignmentRow, (run.id, round_, worker)) is not None
         noted = session.get(LateContributionRow, key) is not None
     if row is None or row.closed_at is None or not took_part or noted:
         return
-    late_s = max(0.0, run.world.now() - row.closed_at)
+    late_s = max(0.0, run.context.now() - row.closed_at)
     with run.change() as change:
         late = LateContributionRow(run_id=run.id, round=round_, fragment=fragment, worker=worker, late_s=late_s)
         change.session.add(late)
-        change.then(run.tally.late)
+        change.after_commit(run.counters.count_late)
 
 
 def _share(run: LiveRun, round_: int, fragment: int) -> float:
     """Return the share of a past round's workers that contributed to the fragment; 1 if the rows are deleted."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get(FragmentRow, (run.id, round_, fragment))
         assigned = session.scalar(
             select(func.count()).where(AssignmentRow.run_id == run.id, AssignmentRow.round == round_)

@@ -33,7 +33,7 @@ def is_due_at_rest(run: LiveRun, fragment: int) -> bool:
         at_rest = run.state is RunState.STOPPED or (run.state in RESTING and run.open is None)
         if not at_rest or run.outer.states[fragment].round != run.round:
             return False
-        with run.world.database.read() as session:
+        with run.context.database.read() as session:
             return session.get(CheckpointFragmentRow, (run.id, run.round, fragment)) is None
 
 
@@ -78,7 +78,7 @@ def record_if_complete(change: Change, round_: int) -> bool:
     if len(rows) < len(run.outer.states) or session.get(CheckpointRow, (run.id, round_)) is not None:
         return False
     digest = model_digest(row.state_digest for row in rows)
-    session.add(CheckpointRow(run_id=run.id, round=round_, created_at=run.world.now(), state_digest=digest))
+    session.add(CheckpointRow(run_id=run.id, round=round_, created_at=run.context.now(), state_digest=digest))
     change.record("checkpoint", f"checkpoint {round_} is complete", round=round_)
     return True
 

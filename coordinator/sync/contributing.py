@@ -15,7 +15,7 @@ from coordinator.screening.measuring import Found
 from coordinator.store.payloads import Body
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
 from coordinator.sync import admission
-from coordinator.sync.judgement import keep_in_memory, measure
+from coordinator.trust.verdicts import keep_in_memory, measure
 from coordinator.units.ledger import consume_units
 from protocol.errors import Problem
 from protocol.fragments import Layout
@@ -123,7 +123,7 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
         _insert(change, accepted)
         _count(change, opening, accepted, units)
 
-    now = change.run.world.clock()
+    now = change.run.context.clock()
 
     def apply() -> None:
         opening.consumed |= consumed
@@ -137,7 +137,7 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
                 fragment.contents[header.worker] = arrival.content
             arrival.created = True
 
-    change.then(apply)
+    change.after_commit(apply)
 
 
 def _is_first(arrival: Arrival, accepted: Sequence[Arrival]) -> bool:
@@ -207,7 +207,7 @@ def _insert(change: Change, accepted: Sequence[Arrival]) -> None:
             "inner_steps": arrival.header.inner_steps,
             "loss": arrival.header.loss,
             "norm": arrival.header.norm,
-            "accepted_at": run.world.now(),
+            "accepted_at": run.context.now(),
         }
         for arrival in accepted
     ]

@@ -114,7 +114,7 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
     Return False if that is impossible. Then the blob is deleted: a checkpoint covers its round, and workers that ask
     for the delta are sent to the checkpoint.
     """
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get(FragmentRow, (run.id, round_, fragment))
     if row is None or row.delta_digest is None:
         return True
@@ -122,7 +122,7 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
     damage = fault_in(run.blobs, name, row.delta_digest)
     if damage is None:
         return True
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         contributions = session.scalars(
             select(ContributionRow).where(
                 ContributionRow.run_id == run.id, ContributionRow.round == round_, ContributionRow.fragment == fragment
@@ -220,7 +220,7 @@ def status_under_lock(
                     f"there is no contribution of {member} to round {number}, fragment {fragment}; send it again",
                 )
             return False, f"round {number}, fragment {fragment}: {waits_for(run, each)}"
-        with run.world.database.read() as session:
+        with run.context.database.read() as session:
             row = session.get(FragmentRow, (run.id, number, fragment))
         if row is None:
             raise Problem("gone", f"round {number} is history; recover from the latest checkpoint")

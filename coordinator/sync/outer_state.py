@@ -5,6 +5,7 @@ derived again from a checkpoint and the deltas after it, so it is not fsynced.
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,10 +14,9 @@ from pathlib import Path
 import numpy as np
 from sqlalchemy import delete, select
 
-from coordinator.run.bell import EVENTS
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.outer import State
-from coordinator.screening.spoilt import BOUND
+from coordinator.run.waiters import EVENTS
 from coordinator.store.blobs import FileReader
 from coordinator.store.database import disk_is_full
 from coordinator.store.payloads import Body, StoredPayload
@@ -24,7 +24,7 @@ from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, Fragm
 from coordinator.sync import checkpointing, retention
 from coordinator.sync.deltas import rebuild_delta_if_damaged
 from coordinator.sync.state_file import F32, StateReader, stepped, write_state
-from coordinator.trust import guard as guarding
+from coordinator.trust.guard import BOUND, MaxMagnitude, check_values
 from outerstep.common.quantities import counted
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError, Problem, WireError
@@ -67,9 +67,9 @@ def _step(run: LiveRun, fragment: int) -> None:
     before = run.outer.states[fragment].round
     after = before + 1
     target = run.outer.files.path(fragment, after)
-    extent = guarding.Extent()
+    largest = MaxMagnitude()
     with StateReader(FileReader(run.outer.files.path(fragment, before))) as state:
-        digest = step(run, state, before, fragment, target, extent)
+        digest = step(run, state, before, fragment, target, largest)
     checkpointed = checkpointing.is_due(run, after)
     if checkpointed:
         checkpointing.write_fragment(run, after, fragment, target, digest)
@@ -77,25 +77,34 @@ def _step(run: LiveRun, fragment: int) -> None:
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
         row.round, row.state_digest = after, digest
         completed = checkpointed and checkpointing.record_if_complete(change, after)
-        guarding.look_at_the_extent(change, extent, after, fragment)
-        change.then(partial(run.outer.set, fragment, State(after, digest)))
+        check_values(change, largest, after, fragment)
+        change.after_commit(partial(run.outer.set, fragment, State(after, digest)))
         change.wake(EVENTS)
     if completed:
         retention.clean(run)
 
 
-def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path, extent: guarding.Extent) -> bytes:
+def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path, largest: MaxMagnitude) -> bytes:
     """Apply the delta of round `before` to that round's state, and write the result to the file `target`. Return the
     new state's digest."""
     with _delta(run, before, fragment) as delta:
-        chunks = extent.watch(stepped(state, delta, run.spec.outer))
+        chunks = largest.watch(stepped(state, delta, run.spec.outer))
         return write_state(target, run.name, before + 1, fragment, state.elements, chunks)
+
+
+def theta_norm(run: LiveRun, fragment: int, round_: int) -> float:
+    """Return the L2 norm of the fragment's θ in state `round_`, from its file."""
+    squares = 0.0
+    with StateReader(FileReader(run.outer.files.path(fragment, round_))) as state:
+        for theta, _ in state.read_chunks():
+            squares += float(np.dot(theta, theta))
+    return math.sqrt(squares)
 
 
 def _recent_delta(run: LiveRun, round_: int, fragment: int) -> memoryview | None:
     """Return the published delta if it is still in memory, else None."""
     digest = run.outer.deltas.get((round_, fragment))
-    return None if digest is None else run.world.memory.delta(digest)
+    return None if digest is None else run.context.memory.delta(digest)
 
 
 @contextmanager
@@ -105,7 +114,7 @@ def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
     if content is not None:
         yield Payload.from_bytes(content)
     else:
-        with run.world.database.read() as session:
+        with run.context.database.read() as session:
             row = session.get(FragmentRow, (run.id, round_, fragment))
         if row is None or row.delta_digest is None:
             raise FileNotFoundError(f"the database has no delta of round {round_}, fragment {fragment}")
@@ -118,7 +127,7 @@ def set_state_0(change: Change, digests: list[bytes]) -> None:
     run = change.run
     for fragment, digest in enumerate(digests):
         change.session.add(OuterStateRow(run_id=run.id, fragment=fragment, round=0, state_digest=digest))
-    change.then(partial(run.outer.begin, [State(0, digest) for digest in digests]))
+    change.after_commit(partial(run.outer.begin, [State(0, digest) for digest in digests]))
 
 
 def fetch_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
@@ -133,7 +142,7 @@ def restore(run: LiveRun) -> None:
     A state file that is missing or corrupt (it was not fsynced) is derived again: from the newest intact checkpoint, by
     the deltas after it.
     """
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         seeded = session.scalars(select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).limit(1)).all()
         rows = session.scalars(
             select(OuterStateRow).where(OuterStateRow.run_id == run.id).order_by(OuterStateRow.fragment)
@@ -158,7 +167,7 @@ def restore(run: LiveRun) -> None:
 
 def go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
     """Go back to the newest intact checkpoint of `fragment` that is later than state `after`."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         saved = session.scalars(
             select(CheckpointFragmentRow)
             .join(
@@ -186,7 +195,7 @@ def go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
         change.record("rederived", f"fragment {fragment} of the outer state is derived again from checkpoint {round_}")
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
         row.round, row.state_digest = round_, checkpoint.state_digest
-        change.then(partial(run.outer.set, fragment, State(round_, checkpoint.state_digest)))
+        change.after_commit(partial(run.outer.set, fragment, State(round_, checkpoint.state_digest)))
 
 
 def has_state_digest(path: Path, state_digest: bytes) -> bool:
@@ -217,7 +226,7 @@ def accept_state(
         if got != expected:
             raise Problem("invalid-payload", f"the payload is {got}, expected {expected}")
         payload.check()
-        canonical = run.world.data.scratch()
+        canonical = run.context.data.scratch()
         try:
             state_digest = write_state(canonical, run.name, 0, fragment, elements, _halves(payload, elements))
             with run.lock:
@@ -237,18 +246,18 @@ def accept_state(
 def _accept(
     run: LiveRun, worker: str, fragment: int, canonical: Path, state_digest: bytes
 ) -> tuple[CheckpointFragmentRow, bool]:
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, 0, fragment))
     if row is not None and row.state_digest == state_digest:
         return row, False
     if run.seeded or run.members.seeder != worker:
         raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
-    run.members.hear_seeder(run.world.clock())
+    run.members.hear_seeder(run.context.clock())
     return checkpointing.write_fragment(run, 0, fragment, canonical, state_digest), True
 
 
 def _uploaded(run: LiveRun) -> list[CheckpointFragmentRow]:
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         return session.query(CheckpointFragmentRow).filter_by(run_id=run.id, round=0).order_by("fragment").all()
 
 
@@ -260,14 +269,14 @@ def _check_pinned(run: LiveRun, worker: str, digests: list[bytes]) -> None:
         with run.change() as change:
             change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
             change.record("seeder-refused", f"state 0 of {worker} is refused: {problem.detail}", worker=worker)
-            change.then(partial(run.members.dismiss_seeder, run.world.clock()))
+            change.after_commit(partial(run.members.dismiss_seeder, run.context.clock()))
             change.wake()
         raise
 
 
 def _begin(change: Change, layout: Layout, digests: list[bytes]) -> None:
     """Start the run from state 0, once all its fragments are uploaded and in place."""
-    digest, now = model_digest(digests), change.run.world.now()
+    digest, now = model_digest(digests), change.run.context.now()
     change.session.add(CheckpointRow(run_id=change.run.id, round=0, created_at=now, state_digest=digest))
     message = f"state 0 is there: {layout.total_elements} parameters in {counted(len(digests), 'fragment')}"
     change.record("seeded", message)

@@ -12,18 +12,18 @@ from functools import partial
 
 from sqlalchemy import select
 
-from coordinator.run.bell import delta_of
 from coordinator.run.decide import advance
-from coordinator.run.live_run import Change, LiveRun, Settling
+from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenRound
 from coordinator.run.outer import Job
-from coordinator.run.steps import round_steps, steps_trained
+from coordinator.run.schedule import round_steps, steps_trained
+from coordinator.run.waiters import delta_of
 from coordinator.screening.judging import Judgement
 from coordinator.store.tables import ContributionRow, FragmentRow, RoundRow
 from coordinator.sync import checkpointing, outer_state, retention
 from coordinator.sync.deltas import ContributionsLost, lost_contributions, make_delta
-from coordinator.sync.judgement import conclude_round, judge_fragment, record_events
-from coordinator.trust.equal_work import tell_like_work
+from coordinator.trust.equal_work import report_similar_work
+from coordinator.trust.verdicts import conclude_round, judge_fragment, report_verdicts
 from coordinator.units.epochs import check_epochs
 from coordinator.units.ledger import merge_adjacent, unconsume_units
 from protocol.digest import digest
@@ -35,15 +35,15 @@ logger = logging.getLogger(__name__)
 RETRY_S = 5.0
 
 
-def start_due(settling: Settling) -> None:
+def start_due(run: LiveRun) -> None:
     """Start the job of each fragment that has work and whose job is not running. After a fault, wait RETRY_S."""
-    run, now = settling.run, settling.run.world.clock()
+    now = run.context.clock()
     if run.outer.damage is not None:
         return
     for index, job in enumerate(run.outer.jobs):
         if not job.running and now >= job.retry_at and _is_due(run, index):
             job.running = True
-            run.world.submit(_work, run, index, job)
+            run.context.submit(_work, run, index, job)
 
 
 def _is_due(run: LiveRun, index: int) -> bool:
@@ -75,8 +75,8 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
                     _publish(run, opening, index)
     except Exception as error:  # nothing awaits the job: the log and the events report it
         with run.lock:
-            job.running, job.retry_at = False, run.world.clock() + RETRY_S
-            if run.world.storage_failed(error) is not None:
+            job.running, job.retry_at = False, run.context.clock() + RETRY_S
+            if run.context.storage_failed(error) is not None:
                 return
             if job.fault == str(error):
                 return
@@ -84,7 +84,7 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
             with run.change() as change:
                 message = f"fragment {index} could not be published: {error}; trying again every {RETRY_S:.0f} s"
                 change.record("fault", message, fragment=index)
-                change.then(partial(setattr, job, "fault", str(error)))
+                change.after_commit(partial(setattr, job, "fault", str(error)))
 
 
 def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
@@ -105,19 +105,20 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     except ContributionsLost as lost:
         lose_contributions(run, opening, index, lost.workers)
         return
-    aggregated_at = run.world.now()
+    aggregated_at = run.context.now()
     contents.clear()
     fragment.contents.clear()
     delta_digest = digest(delta)
     run.blobs.put(run.names.delta(opening.number, index, delta_digest), delta)
-    run.world.memory.add_delta(delta_digest, delta)
+    run.context.memory.add_delta(delta_digest, delta)
     _record_delta(run, opening, index, judgement, len(delta), delta_digest, aggregated_at)
 
 
 def _judged(run: LiveRun, round_: int, index: int, contributed: Mapping[str, AcceptedContribution]) -> Judgement:
     """Judge the contributions. Raises ContributionsLost."""
     try:
-        return judge_fragment(run, round_, index, contributed)
+        theta_norm = partial(outer_state.theta_norm, run, index, round_)
+        return judge_fragment(run, round_, index, contributed, theta_norm)
     except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
         if lost := lost_contributions(run, round_, index, contributed):
             raise ContributionsLost(lost) from None
@@ -138,14 +139,14 @@ def _record_delta(
     with run.change() as change:
         if run.state is RunState.STOPPED:  # while the delta was made
             return
-        session, now = change.session, run.world.now()
+        session, now = change.session, run.context.now()
         last = all(other.state is FragmentState.PUBLISHED for other in opening.fragments if other is not fragment)
         published = advance(fragment.state, "published")
         row = session.get_one(FragmentRow, (run.id, round_, index))
+        report_verdicts(change, round_, index, judgement)
         row.reference = judgement.reference
         row.verdicts = {worker: asdict(verdict) for worker, verdict in judgement.verdicts.items()}
-        record_events(change, round_, index, judgement)
-        tell_like_work(change, round_, index, judgement)
+        report_similar_work(change, round_, index, judgement)
         if last:
             session.flush()
             conclude_round(change, opening)
@@ -168,10 +169,10 @@ def _record_delta(
 
         def apply() -> None:
             fragment.state = published
-            run.tally.judged(verdict.factor for verdict in judgement.verdicts.values())
+            run.counters.count_judged(verdict.factor for verdict in judgement.verdicts.values())
             run.outer.add_delta(round_, index, digest, last=last)
 
-        change.then(apply)
+        change.after_commit(apply)
         change.wake(None if finished else delta_of(index))
 
 
@@ -202,7 +203,7 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
             opening.without_earlier_units.clear()
             opening.consumed.clear()
 
-        change.then(apply)
+        change.after_commit(apply)
         change.wake()
 
 

@@ -36,7 +36,7 @@ EVENTS_SLACK = 500  # events above the limit before a deletion is worth it
 
 def complete_checkpoints(run: LiveRun) -> list[int]:
     """Return the rounds of the complete checkpoints, newest first, without those that are damaged for good."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         rounds = session.scalars(
             select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
         ).all()
@@ -71,12 +71,20 @@ def clean(run: LiveRun) -> None:
 
     Callers must not hold the lock: with a thousand workers there are tens of thousands of files. Rows go first, so no
     row names a missing blob. A blob below `oldest_kept` is never needed again: the bounds only rise, and the run cannot
-    be rolled back or removed while one of its jobs is at work. After a crash in between, the next start deletes the
-    blobs (`upkeep/restoring.py`).
+    be rolled back or removed while one of its jobs is at work. After a crash, the next start deletes the rest
+    (`upkeep/restoring.py`).
     """
+    for kind, first in forget(run).items():
+        for name, _ in run.blobs.list(run.names.kind(kind)):
+            if round_of(name) < first:
+                run.blobs.delete(name)
+
+
+def forget(run: LiveRun) -> dict[Kind, int]:
+    """Delete the rows that the rule does not keep; return `oldest_kept`."""
     with run.lock:
         if not (first_rounds := oldest_kept(run)):
-            return  # the checkpoint was damaged in the meantime
+            return {}  # the checkpoint was damaged in the meantime
         newest = first_rounds["contributions"]
         kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
         with run.change() as change:
@@ -86,10 +94,7 @@ def clean(run: LiveRun) -> None:
                 )
             summed_before = min(first_rounds["deltas"], run.round - run.spec.retention.rounds)
             _forget_history(run, change.session, summed_before)
-    for kind, first in first_rounds.items():
-        for name, _ in run.blobs.list(run.names.kind(kind)):
-            if round_of(name) < first:
-                run.blobs.delete(name)
+    return first_rounds
 
 
 def _forget_history(run: LiveRun, session: Session, before: int) -> None:
@@ -103,7 +108,7 @@ def _forget_history(run: LiveRun, session: Session, before: int) -> None:
         ((row.quorum_at, row.collected_at, row.aggregated_at),) = latest_of(session, run.id, [row.round]).values()
     if rows:
         session.flush()
-        held_out.sum_up(session, run.id, before)
+        held_out.replace_by_means(session, run.id, before)
         for table in (ContributionRow, LateContributionRow, FragmentRow, AssignmentRow, ReportRow):
             session.execute(delete(table).where(table.run_id == run.id, table.round < before))
 
@@ -172,4 +177,4 @@ def trim_events(run: LiveRun) -> None:
         ).one_or_none()
         if newest_to_delete is not None:
             change.session.execute(delete(EventRow).where(EventRow.run_id == run.id, EventRow.id <= newest_to_delete))
-        change.then(lambda: setattr(run, "events_recorded", 0))
+        change.after_commit(lambda: setattr(run, "events_recorded", 0))

@@ -1,36 +1,119 @@
-"""The guard of a run: what follows where its model looks spoilt, as `guard` in its spec says.
+"""The guard: what happens when a run's model looks spoilt, according to `guard` in its spec.
 
-What was found is an event, `spoilt`, in one transaction with the pause; it says too to which checkpoint the run is to
-go back. That waits for the jobs that are under way, so it is done at a later tick (`upkeep/rolling_back.py`).
+Contributions are judged one by one before they are averaged (`screening/judging.py`). What passes anyway, such as a
+bias within the bounds or a majority that is wrong, shows in the values of the state and in the held-out loss. Then the
+guard records the event `spoilt` and, in the same transaction, pauses the run. It may also order a roll-back to a
+checkpoint, without the workers that stand out. The order waits for jobs that are under way, so a later tick carries it
+out (`upkeep/rolling_back.py`).
+
+What the guard has decided is durable in `runs.guard` (`GuardRecord`). Events only report it, and may be deleted.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from coordinator.run.live_run import Change, LiveRun
-from coordinator.screening.spoilt import BOUND, LESS, Part, risen, stopped_falling, suspects
-from coordinator.store.tables import CheckpointRow, EvaluationRow, EventRow, FragmentRow
+from coordinator.store.tables import CheckpointRow, EvaluationRow, FragmentRow, RunRow, WorkerRow
 from coordinator.trust import held_out
 from protocol.messages import Evaluation, RunState
 
 GUARD = "the guard"
 
+STANDS_OUT = 0.25  # share of the median cosine of the others below which a worker is left out after a roll-back
+SUSPECTED = 0.5  # the same, below which a worker is only named once the loss no longer falls
+FLAT = 4  # states in a row without a new lowest loss
+LEAST_ROUNDS = 2  # rounds that a worker must have contributed to before it can stand out
+BOUND = 65_504.0  # largest value of θ and u: the fp16 copy of a larger one is infinite
+
 F32 = npt.NDArray[np.float32]
 
 
+# --- pure: does the model look spoilt, and which workers stand out? ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rise:
+    """A held-out loss that is too high, of state `round` and of the state evaluated before it. `good` is the last state
+    before these whose loss was not too high."""
+
+    round: int
+    loss: float
+    good: int
+    lowest: float
+
+
+@dataclass(frozen=True)
+class Part:
+    """How much of one worker's contribution to one fragment counted: `factor` times its weight, with this cosine."""
+
+    factor: float
+    cosine: float | None
+
+
+def risen(losses: Sequence[tuple[int, float]], most: float) -> Rise | None:
+    """Return the rise by more than `most` above the lowest of all `losses`, (state, nats per token), oldest first. None
+    unless the newest two are both that high: a single one may be a wrong measurement."""
+    if len(losses) < 3:
+        return None
+    lowest = min(loss for _, loss in losses)
+    if not all(_is_above(loss, lowest + most) for _, loss in losses[-2:]):
+        return None
+    good = max(round_ for round_, loss in losses if not _is_above(loss, lowest + most))
+    return Rise(*losses[-1], good, lowest)
+
+
+def _is_above(loss: float, bound: float) -> bool:
+    return not loss <= bound  # true for NaN
+
+
+def stopped_falling(losses: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
+    """Return the state with the lowest loss, and that loss, if none of the newest FLAT states is lower than all before.
+    `losses`: (state, nats per token), oldest first. None also if there are too few."""
+    before, newest = losses[:-FLAT], losses[-FLAT:]
+    if not before:
+        return None
+    lowest = min(before, key=lambda each: each[1])
+    return None if any(loss < lowest[1] for _, loss in newest) else lowest
+
+
+def suspects(parts: Mapping[str, Sequence[Part]], share: float = STANDS_OUT) -> list[str]:
+    """Return the workers that stand out: those that were mostly shortened or left out, and those whose mean cosine was
+    less than `share` of the others' median. Empty if half of the workers or more stand out."""
+    known = {worker: each for worker, each in parts.items() if len(each) >= LEAST_ROUNDS}
+    cosines = {
+        worker: statistics.fmean(part.cosine for part in each if part.cosine is not None)
+        for worker, each in known.items()
+        if any(part.cosine is not None for part in each)
+    }
+    found = {
+        worker
+        for worker, each in known.items()
+        if 2 * sum(part.factor < 1 for part in each) > len(each) or _differs(cosines, worker, share)
+    }
+    return sorted(found) if 2 * len(found) < len(parts) else []
+
+
+def _differs(cosines: Mapping[str, float], worker: str, share: float) -> bool:
+    others = [cosine for other, cosine in cosines.items() if other != worker]
+    if worker not in cosines or len(others) < 2:
+        return False
+    typical = statistics.median(others)
+    return typical > 0 and cosines[worker] < share * typical
+
+
 @dataclass
-class Extent:
-    """The largest magnitude among the values of a state, NaN where one of them is that."""
+class MaxMagnitude:
+    """The largest magnitude among the values of a state; NaN if one of them is NaN."""
 
     largest: float = 0.0
 
     def watch(self, chunks: Iterator[tuple[F32, F32]]) -> Iterator[tuple[F32, F32]]:
-        """Yield the chunks (θ, u), and look at them."""
+        """Yield the chunks (θ, u) unchanged, and note their largest magnitude."""
         for chunk in chunks:
             for values in chunk:
                 self.largest = float(np.maximum(self.largest, np.maximum(values.max(), -values.min())))
@@ -41,22 +124,53 @@ class Extent:
         return self.largest <= BOUND
 
 
-def look_at_the_extent(change: Change, extent: Extent, state: int, fragment: int) -> None:
-    """After an outer step: tell of values that have left their bounds in `state`, and pause the run in any case."""
-    if not extent.is_bounded:
-        message = f"state {state}, fragment {fragment}: its largest value is {extent.largest:.3g}, beyond {BOUND:g}"
+# --- what follows -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GuardRecord:
+    """What the guard has decided about a run, as `runs.guard` stores it.
+
+    judged     the state of its last report; losses up to it are not judged again. -1: none since the last roll-back
+    good       the last state that looked sound in that report
+    paused     True if the guard has paused the run and no operator has changed the run's state since
+    to         the checkpoint of a roll-back that is ordered but not done; None if none is
+    without    the workers to ban with it
+    went_back  the checkpoints to which the guard has rolled the run back
+    """
+
+    judged: int = -1
+    good: int = -1
+    paused: bool = False
+    to: int | None = None
+    without: Sequence[str] = ()
+    went_back: Sequence[int] = ()
+
+
+def record_of(row: RunRow) -> GuardRecord:
+    return GuardRecord(**row.guard)
+
+
+def _set(change: Change, record: GuardRecord) -> None:
+    change.row.guard = asdict(record)
+
+
+def check_values(change: Change, found: MaxMagnitude, state: int, fragment: int) -> None:
+    """After an outer step: report values beyond BOUND in `state`, and pause the run whatever `guard.action` is."""
+    if not found.is_bounded:
+        message = f"state {state}, fragment {fragment}: its largest value is {found.largest:.3g}, beyond {BOUND:g}"
         _spoilt(change, message, state, good=state - 1, pauses=True)
 
 
-def look_at_the_loss(change: Change) -> None:
-    """After an evaluation: record a held-out loss that has risen, and pause the run unless the spec says otherwise; or
-    one that has stopped falling while the contributions of some workers differ from the others'."""
+def check_loss(change: Change) -> None:
+    """After an evaluation: report a held-out loss that has risen, and pause the run unless `guard.action` is "tell". If
+    it has only stopped falling, report the workers that stand out since."""
     guard = change.run.spec.guard
     change.session.flush()
     losses = _losses(change)
     rise = risen(losses, guard.loss_rise)
     if rise is None:
-        _look_at_a_flat_loss(change, losses)
+        _check_flat_loss(change, losses)
     else:
         message = (
             f"the held-out loss has risen to {rise.loss:.4f} nats per token at state {rise.round}; the lowest was "
@@ -65,61 +179,74 @@ def look_at_the_loss(change: Change) -> None:
         _spoilt(change, message, rise.round, good=rise.good, pauses=guard.action != "tell")
 
 
-def _look_at_a_flat_loss(change: Change, losses: Sequence[tuple[int, float]]) -> None:
-    """Record an event, once for the same workers, if the held-out loss has stopped falling and some stand out since."""
+def _check_flat_loss(change: Change, losses: Sequence[tuple[int, float]]) -> None:
+    """Report the workers that stand out since the held-out loss has stopped falling, each worker once per run."""
     lowest = stopped_falling(losses)
     if lowest is None:
         return
     state, loss = lowest
-    recorded = change.session.scalars(
-        select(EventRow.data).where(EventRow.run_id == change.run.id, EventRow.kind == "suspected")
+    known = set(
+        change.session.scalars(select(WorkerRow.name).where(WorkerRow.run_id == change.run.id, WorkerRow.suspected))
     )
-    known = {worker for data in recorded for worker in data["workers"]}
-    workers = [worker for worker in suspects(_parts(change, state), LESS) if worker not in known]
+    workers = [worker for worker in suspects(_parts(change, state), SUSPECTED) if worker not in known]
     if workers:
+        for worker in workers:
+            change.worker_row(worker).suspected = True
         message = (
             f"the held-out loss has not fallen since state {state} ({loss:.4f} nats per token). Since then, the "
-            f"contributions of {', '.join(workers)} were mostly shortened or left out, or had less than {LESS:.0%} of "
-            "the usual agreement with the others"
+            f"contributions of {', '.join(workers)} were mostly shortened or left out, or had less than "
+            f"{SUSPECTED:.0%} of the usual agreement with the others"
         )
         change.record("suspected", message, state=state, workers=workers)
 
 
-def has_paused(session: Session, run: LiveRun) -> bool:
-    """Return True while the run is paused by the guard, and nobody has said anything about it since."""
-    if run.state is not RunState.PAUSED:
-        return False
-    last = session.scalars(
-        select(EventRow.kind)
-        .where(EventRow.run_id == run.id, EventRow.kind.in_(("spoilt", "rolled-back", *RunState, "drained")))
-        .order_by(EventRow.id.desc())
-        .limit(1)
-    ).first()
-    return last == "spoilt"
+def has_paused(run: LiveRun, row: RunRow) -> bool:
+    """Return True while the guard's pause lasts: no operator has changed the run's state since."""
+    return run.state is RunState.PAUSED and record_of(row).paused
+
+
+def note_operator(change: Change) -> None:
+    """Drop the guard's pause and a roll-back it has ordered: an operator has changed the run's state."""
+    _set(change, replace(record_of(change.row), paused=False, to=None, without=()))
+
+
+def note_roll_back(change: Change, to: int, *, by_guard: bool) -> None:
+    """Judge all later states anew: the run was rolled back to state `to`."""
+    went_back = [*record_of(change.row).went_back, *([to] if by_guard else [])]
+    _set(change, GuardRecord(went_back=went_back))
+
+
+def drop_order(change: Change, why: str) -> None:
+    """Drop the roll-back that was ordered, because it is not possible, and report why. The run stays paused."""
+    record = record_of(change.row)
+    message = f"the run cannot be rolled back to state {record.to}: {why}; it stays paused"
+    change.record("spoilt", message, state=record.judged, good=record.good, to=None, without=list(record.without))
+    _set(change, replace(record, to=None, without=()))
 
 
 def _spoilt(change: Change, message: str, state: int, *, good: int, pauses: bool) -> None:
-    """Record that the model is spoilt after state `good`, and what follows."""
-    run = change.run
-    if not pauses or run.ended:
-        change.record("spoilt", message, state=state, good=good, to=None, without=[])
-        return
+    """Report that the model is spoilt after state `good`, and pause the run or order a roll-back."""
+    run, record = change.run, record_of(change.row)
     to, without = None, list[str]()
-    if run.spec.guard.action == "rollback":
-        to, why = _target(change, good)
-        if to is None:
-            message = f"{message}. {why}"
+    if pauses and not run.ended:
+        if run.spec.guard.action == "rollback":
+            to, why = _target(change, record, good)
+            if to is None:
+                message = f"{message}. {why}"
+            else:
+                without = suspects(_parts(change, to))
+                banned = ", ".join(without) or "nobody"
+                message = f"{message}. The run goes back to state {to}; banned: {banned}"
         else:
-            without = suspects(_parts(change, to))
-            message = f"{message}. The run is to go back to state {to}, without: {', '.join(without) or 'nobody'}"
-    else:
-        message = f"{message}. The run is paused"
+            message = f"{message}. The run is paused"
+        change.set_state(RunState.PAUSED)
+        change.wake()
+        record = replace(record, paused=True)
     change.record("spoilt", message, state=state, good=good, to=to, without=without)
-    change.set_state(RunState.PAUSED)
-    change.wake()
+    _set(change, replace(record, judged=state, good=good, to=to, without=without))
 
 
-def _target(change: Change, good: int) -> tuple[int | None, str]:
+def _target(change: Change, record: GuardRecord, good: int) -> tuple[int | None, str]:
     """Return the checkpoint to go back to; or None, and why there is none."""
     run, session = change.run, change.session
     to = session.scalars(
@@ -129,17 +256,14 @@ def _target(change: Change, good: int) -> tuple[int | None, str]:
         .limit(1)
     ).first()
     if to is None:
-        return None, "No checkpoint of before is kept, so the run is paused"
-    back_then = session.scalars(
-        select(EventRow.data).where(EventRow.run_id == run.id, EventRow.kind == "rolled-back")
-    ).all()
-    if any(data["by"] == GUARD and data["round"] == to for data in back_then):
+        return None, "No earlier checkpoint is kept, so the run is paused"
+    if to in record.went_back:
         return None, f"It went back to state {to} before, and that did not help, so the run is paused"
     return to, ""
 
 
 def _parts(change: Change, since: int) -> dict[str, Sequence[Part]]:
-    """Return what each worker has had in each delta from round `since` on."""
+    """Return how much of each worker's contributions counted in each delta from round `since` on."""
     rows = change.session.scalars(
         select(FragmentRow.verdicts).where(FragmentRow.run_id == change.run.id, FragmentRow.round >= since)
     )
@@ -151,16 +275,10 @@ def _parts(change: Change, since: int) -> dict[str, Sequence[Part]]:
 
 
 def _losses(change: Change) -> list[tuple[int, float]]:
-    """Return the held-out loss of each state of which it is confirmed, in order; of those after the one of which the
-    guard has spoken last, unless the run went back from there: what was told once is judged anew."""
+    """Return (state, loss) for every state with a confirmed held-out loss, oldest first. States up to the guard's last
+    report are left out, unless the run was rolled back since: then all are judged again."""
     run, session = change.run, change.session
-    last = session.scalars(
-        select(EventRow)
-        .where(EventRow.run_id == run.id, EventRow.kind.in_(("spoilt", "rolled-back")))
-        .order_by(EventRow.id.desc())
-        .limit(1)
-    ).first()
-    since = last.data["state"] if last is not None and last.kind == "spoilt" else -1
+    since = record_of(change.row).judged
     rows = session.scalars(
         select(EvaluationRow)
         .where(EvaluationRow.run_id == run.id, EvaluationRow.round > since, EvaluationRow.confirmed)

@@ -1,7 +1,5 @@
-"""The held-out loss of a state: the mean over the workers that have measured it, weighted by tokens.
-
-Two measure it for all, as all hold out the same text (`evaluators.py`); where each brings its own, all of them do.
-"""
+"""The held-out loss of a state: the mean over the workers that measured it, weighted by tokens. `evaluating.py` decides
+which workers measure it and whose measurement is confirmed."""
 
 from collections.abc import Collection, Sequence
 
@@ -11,16 +9,16 @@ from sqlalchemy.orm import Session
 from coordinator.store.tables import EvaluationRow
 from protocol.messages import Evaluation
 
-ALL = ""  # the worker of a mean over several
+ALL = ""  # the worker of a row that holds the mean of several
 
 
 def evaluations(session: Session, run_id: int, round_: int) -> dict[str, Evaluation]:
-    """Return what was measured of state `round_`, by worker."""
+    """Return the measurements of state `round_`, by worker."""
     return evaluations_of(session, run_id, [round_]).get(round_, {})
 
 
 def evaluations_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, dict[str, Evaluation]]:
-    """Return what was measured of the states from the least to the last of `rounds`, by round and worker."""
+    """Return the measurements of the states between the first and the last of `rounds`, by round and worker."""
     if not rounds:
         return {}
     found: dict[int, dict[str, Evaluation]] = {}
@@ -39,32 +37,31 @@ def evaluation(row: EvaluationRow) -> Evaluation:
 
 
 def mean(measured: Collection[Evaluation]) -> Evaluation | None:
-    """Return the mean, weighted by tokens, of what several have measured and is confirmed; where nothing is, the
-    largest, for of two that differ the model is taken for no better than the worse; None of nothing."""
+    """Return the mean of the confirmed measurements, weighted by tokens; None if nothing was measured. If none is
+    confirmed, return the largest: the model must not look better than the worse of two that differ."""
     confirmed = [each for each in measured if each.confirmed]
     if not confirmed:
         return max(measured, key=lambda each: each.loss, default=None)
-    measured = confirmed
-    if len(measured) == 1:  # not even rounding may change what one worker has measured for all
-        return measured[0]
-    tokens = sum(each.tokens for each in measured)
-    sizes = [each.bytes for each in measured if each.bytes is not None]
+    if len(confirmed) == 1:  # not even rounding may change a single measurement
+        return confirmed[0]
+    tokens = sum(each.tokens for each in confirmed)
+    sizes = [each.bytes for each in confirmed if each.bytes is not None]
     return Evaluation(
-        loss=sum(each.loss * each.tokens for each in measured) / tokens,
+        loss=sum(each.loss * each.tokens for each in confirmed) / tokens,
         tokens=tokens,
-        bytes=sum(sizes) if len(sizes) == len(measured) else None,
+        bytes=sum(sizes) if len(sizes) == len(confirmed) else None,
     )
 
 
-def sum_up(session: Session, run_id: int, before: int) -> None:
-    """Replace what several workers have measured of a state before `before` by its mean."""
-    of_several = (
+def replace_by_means(session: Session, run_id: int, before: int) -> None:
+    """Replace the measurements of each state before `before` by their mean, if there are several."""
+    several = (
         select(EvaluationRow.round)
         .where(EvaluationRow.run_id == run_id, EvaluationRow.round < before)
         .group_by(EvaluationRow.round)
         .having(func.count() > 1)
     )
-    for round_ in session.scalars(of_several).all():
+    for round_ in session.scalars(several).all():
         found = mean(evaluations(session, run_id, round_).values())
         assert found is not None
         session.execute(delete(EvaluationRow).where(EvaluationRow.run_id == run_id, EvaluationRow.round == round_))

@@ -1,24 +1,52 @@
-"""Workers whose contributions were left out again and again take no part for a while. Then they may try again.
+"""Quarantine: a worker whose contributions were left out again and again takes no part for a while, then tries again.
 
-They keep their lease and follow the run. Nobody is kept out if fewer than `min_workers` others contribute: each
-contribution is judged all the same, and a run that stands still is worse. A member counts as one of those others if it
-takes part in the open or next round and has contributed before. A heartbeat alone keeps a lease, but replaces nobody.
+Each worker has a reputation, a score between 0 and 1 of how much of its contributions has counted lately. In quarantine
+it keeps its lease and follows the run. No worker is kept out if fewer than `min_workers` others contribute: each
+contribution is judged anyway, and a run that stands still is worse. A member counts as one of those others if it takes
+part in the open or next round and has contributed before. Heartbeats alone keep a lease, but replace nobody.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from coordinator.run.live_run import Change, LiveRun
-from coordinator.screening.standing import Standing
 from coordinator.store.tables import WorkerRow
+
+MEMORY = 0.8  # weight of the earlier score; the rest is the new round's
+QUARANTINED = 0.35  # quarantine below this score, which takes five rounds in a row that count nothing
+BACK = 0.6  # score after the quarantine, from which three such rounds are enough
+FIRST_ROUNDS, MOST_ROUNDS = 10, 320  # length of a quarantine; doubles each time
+
+
+@dataclass(frozen=True)
+class Reputation:
+    """score  0 to 1: how much of the worker's contributions has counted, recent rounds weighing most
+    times  how often it was in quarantine
+    until  the round from which it takes part again; 0 if it never was in quarantine"""
+
+    score: float = 1.0
+    times: int = 0
+    until: int = 0
+
+    def after(self, round_: int, counted: float) -> "Reputation":
+        """Return the reputation after a round in which `counted`, 0 to 1, of the worker's contribution counted."""
+        score = MEMORY * self.score + (1 - MEMORY) * min(counted, 1.0)
+        if score >= QUARANTINED:
+            return replace(self, score=score)
+        rounds = min(FIRST_ROUNDS << self.times, MOST_ROUNDS)
+        return Reputation(BACK, min(self.times + 1, MOST_ROUNDS.bit_length()), round_ + 1 + rounds)
+
+    def readmitted(self) -> "Reputation":
+        """Return the reputation after an operator has ended the quarantine."""
+        return replace(self, score=max(self.score, BACK), until=0)
 
 
 def kept_out(run: LiveRun, workers: Collection[str]) -> set[str]:
-    """Return those of `workers` that take no part in the open or next round."""
+    """Return the `workers` that take no part in the open or next round."""
     found = run.members.quarantined(run.round)
     if len(_contributing(run) - found) < run.spec.members.min_workers:
         return set()
@@ -26,32 +54,34 @@ def kept_out(run: LiveRun, workers: Collection[str]) -> set[str]:
 
 
 def _contributing(run: LiveRun) -> set[str]:
-    """Return the workers that are expected to contribute to the open or next round. If the open round has lasted for
-    `round_max_s`: only those that have contributed to it."""
+    """Return the workers that are expected to contribute to the open or next round. Once the open round has lasted
+    `round_max_s`, only those that have contributed to it."""
     members, opening, longest_s = run.members, run.open, run.spec.members.round_max_s
     if opening is None:
         return members.contributing(members.candidates())
-    if longest_s is not None and run.world.clock() - opening.opened_at >= longest_s:
+    if longest_s is not None and run.context.clock() - opening.opened_at >= longest_s:
         return opening.contributed
     return members.contributing(opening.assigned)
 
 
-def standing_of(row: WorkerRow) -> Standing:
-    return Standing(**row.standing)
+def reputation_of(row: WorkerRow) -> Reputation:
+    return Reputation(**row.reputation)
 
 
 def restore(session: Session, run: LiveRun) -> None:
-    """Remember after a start who is in quarantine."""
-    for name, standing in session.execute(select(WorkerRow.name, WorkerRow.standing).where(WorkerRow.run_id == run.id)):
-        run.members.quarantine(name, Standing(**standing).until)
+    """Restore from the database, after a start, which workers are in quarantine."""
+    rows = session.execute(select(WorkerRow.name, WorkerRow.reputation).where(WorkerRow.run_id == run.id))
+    for name, reputation in rows:
+        run.members.quarantine(name, Reputation(**reputation).until)
 
 
-def judge_round(change: Change, round_: int, counted: Mapping[str, float]) -> None:
-    """Note how much of each worker's contribution to a round has counted, and put in quarantine who is due for it."""
+def update_reputations(change: Change, round_: int, counted: Mapping[str, float]) -> None:
+    """Update each worker's reputation by how much of its contribution to the round counted; quarantine workers whose
+    score is too low."""
     run = change.run
     for row in _rows(change.session, run, counted):
-        before = standing_of(row)
-        _stand(change, row, after := before.after(round_, counted[row.name]))
+        before = reputation_of(row)
+        _set(change, row, after := before.after(round_, counted[row.name]))
         if after.until > before.until:
             message = (
                 f"the contributions of {row.name} were left out again and again: it takes no part before round "
@@ -61,25 +91,25 @@ def judge_round(change: Change, round_: int, counted: Mapping[str, float]) -> No
 
 
 def readmit(change: Change, row: WorkerRow) -> bool:
-    """End the worker's quarantine; return False where it is in none."""
-    standing = standing_of(row)
-    if standing.until <= change.run.round:
+    """End the worker's quarantine. Return False if it is not in quarantine."""
+    reputation = reputation_of(row)
+    if reputation.until <= change.run.round:
         return False
-    _stand(change, row, standing.readmitted())
+    _set(change, row, reputation.readmitted())
     return True
 
 
-def inherit(change: Change, row: WorkerRow) -> None:
-    """Give a new name the least score of its token's others: another name is no way out."""
+def inherit_score(change: Change, row: WorkerRow) -> None:
+    """Give a new name the lowest score among its token's other names, so that a new name does not escape a bad one."""
     if row.token is not None:
         others = select(WorkerRow).where(WorkerRow.run_id == row.run_id, WorkerRow.token == row.token)
-        scores = [standing_of(other).score for other in change.session.scalars(others) if other.name != row.name]
-        row.standing = asdict(Standing(score=min(scores, default=1.0)))
+        scores = [reputation_of(other).score for other in change.session.scalars(others) if other.name != row.name]
+        row.reputation = asdict(Reputation(score=min(scores, default=1.0)))
 
 
-def _stand(change: Change, row: WorkerRow, standing: Standing) -> None:
-    row.standing = asdict(standing)
-    change.then(partial(change.run.members.quarantine, row.name, standing.until))
+def _set(change: Change, row: WorkerRow, reputation: Reputation) -> None:
+    row.reputation = asdict(reputation)
+    change.after_commit(partial(change.run.members.quarantine, row.name, reputation.until))
 
 
 def _rows(session: Session, run: LiveRun, names: Collection[str]) -> list[WorkerRow]:

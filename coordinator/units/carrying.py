@@ -1,8 +1,8 @@
 """What a worker may carry from rounds that it missed, by the coordinator's own record.
 
-A worker may carry the work of a round that it was assigned, that closed without it, and since which it has not
-contributed. Every look into the record is bounded by LOOKED_BACK rounds; what is older, or was deleted by retention, is
-unknown: it is neither refused nor allowed for.
+A worker may carry the work of a round that it was assigned and that closed without it, if it has not contributed since.
+Every look-up in the record goes back LOOKED_BACK rounds at most. Older rounds, and rounds that retention has deleted,
+are unknown: work of them is neither refused nor allowed for.
 """
 
 from collections.abc import Iterable
@@ -12,16 +12,19 @@ from sqlalchemy.orm import Session
 
 from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import AssignmentRow, ContributionRow, RoundRow
+from coordinator.units.ledger import count_by_round
+from protocol.errors import Problem
+from protocol.wire import ContributionHeader
 
 LOOKED_BACK = 1000  # rounds; each is one look-up by primary key
 
 
 def last_contribution(session: Session, run: LiveRun, worker: str, fragment: int, rounds: range) -> int | None:
-    """Return the last of `rounds` in which the worker has contributed to the fragment; None if there is none."""
+    """Return the last of `rounds` in which the worker contributed to the fragment; None if there is none."""
     return session.scalar(
         select(func.max(ContributionRow.round)).where(
             ContributionRow.run_id == run.id,
-            ContributionRow.round.in_(_near(rounds)),
+            ContributionRow.round.in_(_recent(rounds)),
             ContributionRow.fragment == fragment,
             ContributionRow.worker == worker,
         )
@@ -29,21 +32,21 @@ def last_contribution(session: Session, run: LiveRun, worker: str, fragment: int
 
 
 def assigned_steps(session: Session, run: LiveRun, worker: str, rounds: range) -> dict[int, int]:
-    """Return the inner steps that the worker was assigned in each of `rounds`, as far as it was."""
+    """Return the inner steps that the worker was assigned in each of `rounds` in which it had an assignment."""
     rows = session.execute(
         select(AssignmentRow.round, AssignmentRow.inner_steps).where(
-            AssignmentRow.run_id == run.id, AssignmentRow.round.in_(_near(rounds)), AssignmentRow.worker == worker
+            AssignmentRow.run_id == run.id, AssignmentRow.round.in_(_recent(rounds)), AssignmentRow.worker == worker
         )
     )
     return {row.round: row.inner_steps for row in rows}
 
 
 def weighed_tokens(session: Session, run: LiveRun, worker: str, fragment: int, rounds: range) -> int:
-    """Return the tokens that the worker's contributions to the fragment weighed in `rounds`."""
+    """Return the total weight, in tokens, of the worker's contributions to the fragment in `rounds`."""
     found = session.scalar(
         select(func.sum(ContributionRow.tokens)).where(
             ContributionRow.run_id == run.id,
-            ContributionRow.round.in_(_near(rounds)),
+            ContributionRow.round.in_(_recent(rounds)),
             ContributionRow.fragment == fragment,
             ContributionRow.worker == worker,
         )
@@ -51,8 +54,8 @@ def weighed_tokens(session: Session, run: LiveRun, worker: str, fragment: int, r
     return found or 0
 
 
-def known(session: Session, run: LiveRun, rounds: Iterable[int], before: int) -> list[int]:
-    """Return those of `rounds` whose rows are kept, and that are not longer ago than the look back from `before`."""
+def known_rounds(session: Session, run: LiveRun, rounds: Iterable[int], before: int) -> list[int]:
+    """Return those of `rounds` whose rows are kept and that are at most LOOKED_BACK rounds before `before`."""
     forgotten = session.scalar(
         select(func.max(RoundRow.round)).where(RoundRow.run_id == run.id, RoundRow.tokens.is_not(None))
     )
@@ -61,13 +64,35 @@ def known(session: Session, run: LiveRun, rounds: Iterable[int], before: int) ->
 
 
 def carriable_units(session: Session, run: LiveRun, worker: str) -> int:
-    """Return the most units of earlier rounds that the worker may still have work on: those that it was assigned since
-    it contributed last. Where fragments travel beside the training, units of that round may be among them."""
+    """Return the most units of earlier rounds that the worker may still have work on: those it was assigned since its
+    last contribution. If fragments are sent during training, units of that contribution's round may be among them."""
     rounds = range(run.round)
     last = last_contribution(session, run, worker, 0, rounds)
     since = 0 if last is None else last + (not run.spec.sync.streams)
     return sum(assigned_steps(session, run, worker, range(since, run.round)).values())
 
 
-def _near(rounds: range) -> range:
+def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, bool]:
+    """Return, from the coordinator's own record, how many missed rounds' work the contribution may contain, and whether
+    it contains none of its own round. Raises Problem `units-not-held` if `carried` names a round that the record
+    contradicts."""
+    if not header.carried:
+        return 0, False
+    worker, since = header.worker, range(header.carried[0], header.round)
+    with run.context.database.read() as session:
+        contributed = last_contribution(session, run, worker, header.fragment, since)
+        assigned = assigned_steps(session, run, worker, since)
+        known = known_rounds(session, run, header.carried, header.round)
+        own = count_by_round(session, run.id, worker, header.round, header.units)[header.round]
+    refused = f"header field carried is {header.carried[:5]}: fragment {header.fragment} cannot carry work of round"
+    if contributed is not None:
+        detail = f"{refused} {since.start}, as {worker} has contributed to round {contributed} since"
+        raise Problem("units-not-held", f"{detail}; drop that work")
+    for round_ in known:
+        if round_ not in assigned:
+            raise Problem("units-not-held", f"{refused} {round_}, in which {worker} had no assignment; drop that work")
+    return len(known), own == 0
+
+
+def _recent(rounds: range) -> range:
     return rounds[-LOOKED_BACK:]

@@ -1,8 +1,7 @@
 """The epochs of the training set: how far each is, and the check that every unit was trained on exactly once.
 
 The check compares two independent records: the ranges of units, which must cover the epoch without gap or overlap, and
-the count of tokens, of the run or of the worker whose own set it is, which grows with every unit that a contribution
-consumes.
+the token count of the run (with private data, of the worker), which grows with every unit that a contribution consumes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,23 +17,23 @@ from protocol.messages import EpochInfo, Page, UnitRangeInfo
 
 
 def epochs(run: LiveRun, limit: int, before: int | None) -> Page[EpochInfo]:
-    """Return the epochs that were begun, newest first; with private data worker by worker, the last that joined first.
+    """Return the epochs that have begun, newest first; with private data worker by worker, the last to join first.
 
     An epoch's place in this order is the first unit of its pool plus its number; those below `before` are returned.
     """
     with run.lock:
-        pass  # what is just being changed is in the database afterwards
-    with run.world.database.read() as session:
+        pass  # wait until a change in progress is in the database
+    with run.context.database.read() as session:
         found = list(islice(_begun(all_pools(session, run), before), limit + 1))
         items = [_epoch(session, pool, epoch) for pool, epoch in found[:limit]]
     return Page(items=items, next=str(_place(*found[limit - 1])) if len(found) > limit else None)
 
 
 def unit_ranges(run: LiveRun, limit: int, after: int) -> Page[UnitRangeInfo]:
-    """Return the ranges of units that have one from `after` on, by their first unit."""
+    """Return the ranges that end after unit `after`, by their first unit."""
     with run.lock:
         pass
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         rows = session.scalars(
             select(UnitRangeRow)
             .where(UnitRangeRow.run_id == run.id, UnitRangeRow.stop > after)
@@ -91,7 +90,7 @@ def _bounds(pool: Pool, units: int, epoch: int) -> tuple[int, int]:
 
 
 def check_epochs(change: Change) -> None:
-    """Check each epoch of which every unit is consumed, unless that was done; record the result as an event."""
+    """Check each epoch whose units are all consumed and that was not checked yet; record the result as an event."""
     for pool in all_pools(change.session, change.run):
         while pool.units is not None and pool.row.next_unit >= (pool.row.checked_epochs + 1) * pool.units:
             if not _check_epoch(change, pool, pool.units, pool.row.checked_epochs):
@@ -100,7 +99,7 @@ def check_epochs(change: Change) -> None:
 
 
 def _check_epoch(change: Change, pool: Pool, units: int, epoch: int) -> bool:
-    """Check one epoch and record the result; return False where some of its units are not consumed yet."""
+    """Check one epoch and record the result. Return False if some of its units are not consumed yet."""
     start, stop = _bounds(pool, units, epoch)
     ranges = _ranges(change.session, pool, start, stop)
     if any(each.state != "consumed" for each in ranges):
@@ -108,18 +107,18 @@ def _check_epoch(change: Change, pool: Pool, units: int, epoch: int) -> bool:
     fault = coverage_fault([(each.start, each.stop) for each in ranges], start, stop)
     if fault is None:
         fault = _count_fault(change, pool)
-    of_whom = "" if pool.worker is None else f" of {pool.worker}'s own data"
+    owner = "" if pool.worker is None else f" of {pool.worker}'s own data"
     if fault is None:
-        message = f"epoch {epoch}{of_whom} is complete: each of its {units} units was trained on exactly once"
+        message = f"epoch {epoch}{owner} is complete: each of its {units} units was trained on exactly once"
         change.record("epoch-complete", message, epoch=epoch, worker=pool.worker)
     else:
-        message = f"epoch {epoch}{of_whom}: {fault}; this is a fault of Outerstep"
+        message = f"epoch {epoch}{owner}: {fault}; this is a bug in Outerstep"
         change.record("epoch-broken", message, epoch=epoch, worker=pool.worker)
     return True
 
 
 def _count_fault(change: Change, pool: Pool) -> str | None:
-    """Return None if as many units are consumed as the tokens say; otherwise what is wrong."""
+    """Return None if the consumed units agree with the token count; otherwise what is wrong."""
     consumed = change.session.scalar(
         select(func.sum(UnitRangeRow.stop - UnitRangeRow.start)).where(
             UnitRangeRow.run_id == pool.run_id,
@@ -131,7 +130,7 @@ def _count_fault(change: Change, pool: Pool) -> str | None:
     tokens, unit_tokens = pool.row.tokens, change.run.spec.unit_tokens
     if (consumed or 0) * unit_tokens == tokens:
         return None
-    return f"{consumed} units are consumed, but contributions brought {tokens / unit_tokens:g}"
+    return f"{consumed} units are consumed, but contributions had {tokens / unit_tokens:g}"
 
 
 def coverage_fault(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> str | None:

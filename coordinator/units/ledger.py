@@ -1,4 +1,4 @@
-"""Work units: which were assigned to whom, which were consumed, which are back in their pool.
+"""Work units: which are assigned to which worker, which were consumed, and which have returned to their pool.
 
 A unit is one inner step's batch. Units are numbered without end through the epochs of the training set (unit g belongs
 to epoch g // units_per_epoch); each is consumed by exactly one accepted contribution. Ranges are half-open. `epochs.py`
@@ -30,7 +30,7 @@ def assigned_units(session: Session, run_id: int, worker: str, round_: int) -> l
 
 
 def assign_units(session: Session, pool: Pool, worker: str, round_: int, count: int) -> list[Range]:
-    """Assign `count` units for `round_` to `worker`: first those that came back to the pool, then new ones."""
+    """Assign `count` units for `round_` to `worker`: first returned ones, then new ones."""
     return deal_units(session, {worker: pool}, round_, {worker: count})[worker]
 
 
@@ -63,7 +63,7 @@ def deal_units(
 
 
 def _free_units(session: Session, pools: Mapping[str, Pool]) -> dict[int, deque[UnitRangeRow]]:
-    """Return the ranges that came back to `pools`, in order, by the first unit of their pool."""
+    """Return the ranges that have returned to `pools`, in order, by the first unit of their pool."""
     ends = {pool.first: pool.next for pool in pools.values()}
     firsts, free = sorted(ends), defaultdict[int, deque[UnitRangeRow]](deque)
     rows = session.scalars(
@@ -78,13 +78,13 @@ def _free_units(session: Session, pools: Mapping[str, Pool]) -> dict[int, deque[
     )
     for row in rows:
         first = firsts[bisect_right(firsts, row.start) - 1]
-        if row.start < ends[first]:  # otherwise it is of a pool in between, of a worker that is not there
+        if row.start < ends[first]:  # otherwise it belongs to a pool in between, of a worker not among these
             free[first].append(row)
     return free
 
 
 def workers_with_units(session: Session, run_id: int) -> set[str]:
-    """Return the workers to which units are assigned that no accepted contribution has consumed."""
+    """Return the workers that hold assigned units which no accepted contribution has consumed."""
     return set(
         session.scalars(
             select(UnitRangeRow.worker)
@@ -95,7 +95,7 @@ def workers_with_units(session: Session, run_id: int) -> set[str]:
 
 
 def return_units(session: Session, run_id: int, worker: str) -> None:
-    """Return to the pool the units that `worker` holds and that no accepted contribution has consumed."""
+    """Return to the pool the worker's units that no accepted contribution has consumed."""
     session.execute(
         update(UnitRangeRow)
         .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.state == "assigned")
@@ -104,11 +104,11 @@ def return_units(session: Session, run_id: int, worker: str) -> None:
 
 
 def reclaim_units(session: Session, pool: Pool, worker: str, round_: int, carried: Sequence[Sequence[int]]) -> None:
-    """Let `worker` hold the units `carried`: it still has the work that it did on them in rounds before `round_`.
+    """Assign the units `carried` to `worker` again: it still has its work on them from rounds before `round_`.
 
-    Units that went back to the pool, because its lease ended meanwhile, are in no contribution: they are assigned to it
-    again. Raises Problem `units-not-held` if one of them is assigned to another worker, is in a contribution to an
-    earlier round, is listed twice, is of another pool, or was assigned to `worker` itself again, for `round_`.
+    Units that returned to the pool because its lease ended are in no contribution, so they can be assigned again.
+    Raises Problem `units-not-held` if one of the units is assigned to another worker, is in a contribution to an
+    earlier round, is listed twice, belongs to another pool, or was dealt to `worker` anew for `round_`.
     """
     listed = sorted((start, stop) for start, stop in carried)
     if any(stop > start for (_, stop), (start, _) in pairwise(listed)):
@@ -134,7 +134,7 @@ def reclaim_units(session: Session, pool: Pool, worker: str, round_: int, carrie
         if at < stop:
             raise Problem(
                 "units-not-held",
-                f"of the carried work units [{start}, {stop}), those from {at} on are not {worker}'s any more: they"
+                f"of the carried work units [{start}, {stop}), those from {at} on no longer belong to {worker}: they"
                 " were used, or dealt again; drop that work",
             )
 
@@ -142,10 +142,10 @@ def reclaim_units(session: Session, pool: Pool, worker: str, round_: int, carrie
 def return_forgotten_units(
     session: Session, run_id: int, worker: str, round_: int, carried: Sequence[Sequence[int]]
 ) -> None:
-    """Return to the pool the units of rounds before `round_` that `worker` holds without having their work.
+    """Return to the pool the units of rounds before `round_` that `worker` holds without having work on them.
 
-    A worker that is slow or away is assigned units of rounds that it never takes part in: as long as it lives, nobody
-    else would train on them.
+    A worker that is slow or away is assigned units of rounds in which it never takes part. As long as it is live, no
+    other worker would train on them.
     """
     earlier = (
         select(UnitRangeRow)
@@ -165,11 +165,11 @@ def return_forgotten_units(
 
 
 def consume_units(session: Session, run_id: int, worker: str, round_: int, units: Sequence[Sequence[int]]) -> int:
-    """Mark `units` as consumed by this worker's contribution to `round_`; return how many of them were not before.
+    """Mark `units` as consumed by this worker's contribution to `round_`; return how many of them are newly consumed.
 
-    Each is listed once and is assigned to the worker. A worker that leaves in the middle of a round may name only the
-    first units of a range; the others stay assigned. The fragments of one contribution name the same units, so units
-    that this round has consumed are accepted again. Raises Problem `units-not-held` otherwise.
+    Each unit must be listed once and be assigned to the worker. A worker that leaves in the middle of a round may name
+    only the first units of a range; the others stay assigned. The fragments of one contribution name the same units, so
+    units that this round has already consumed are accepted. Raises Problem `units-not-held` otherwise.
     """
     held = {row.start: row for row in _contributable(session, run_id, worker, round_)}
     consumed = 0
@@ -193,19 +193,18 @@ def consume_units(session: Session, run_id: int, worker: str, round_: int, units
 def count_by_round(
     session: Session, run_id: int, worker: str, round_: int, units: Sequence[Sequence[int]]
 ) -> Counter[int]:
-    """Count those of `units` that a contribution of `worker` to `round_` may name, by the round that they were assigned
-    for."""
+    """Count those of `units` that the worker's contribution to `round_` may name, by the round of their assignment."""
     rows = _contributable(session, run_id, worker, round_)
     starts, counts = [row.start for row in rows], Counter[int]()
     for start, stop in units:
         for row in rows[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, stop)]:
             assert row.round is not None  # it is assigned, or was until `round_`
             counts[row.round] += max(min(stop, row.stop) - max(start, row.start), 0)
-    return +counts  # drops the rounds of which there are none
+    return +counts  # without zero counts
 
 
 def _contributable(session: Session, run_id: int, worker: str, round_: int) -> Sequence[UnitRangeRow]:
-    """Return the units that `worker` holds, or has contributed to `round_`."""
+    """Return the units that `worker` holds, or that its contribution to `round_` has consumed."""
     return session.scalars(
         select(UnitRangeRow)
         .where(
@@ -218,9 +217,9 @@ def _contributable(session: Session, run_id: int, worker: str, round_: int) -> S
 
 
 def unconsume_units(session: Session, run_id: int, worker: str, round_: int, *, live: bool) -> int:
-    """Undo the consumption of the units that the worker's contribution to `round_`, which is lost, was trained on.
+    """Undo the consumption of units by the worker's contribution to `round_`, which is lost or left out.
 
-    They are assigned to `worker` again if it is `live`, and otherwise return to the pool. Returns how many they are.
+    The units are assigned to `worker` again if it is `live`; otherwise they return to the pool. Return their number.
     """
     rows = session.scalars(
         select(UnitRangeRow).where(
@@ -235,8 +234,8 @@ def unconsume_units(session: Session, run_id: int, worker: str, round_: int, *, 
 
 
 def return_since(session: Session, run_id: int, round_: int) -> list[Range]:
-    """Return to the pools all units that are assigned, and those that `round_` and later rounds have consumed; these
-    ranges are the answer."""
+    """Return to the pools all assigned units, and those that `round_` and later rounds have consumed. The result is the
+    ranges of the latter."""
     since = or_(UnitRangeRow.state == "assigned", UnitRangeRow.consumed_round >= round_)
     rows = session.scalars(select(UnitRangeRow).where(UnitRangeRow.run_id == run_id, since)).all()
     consumed = [(row.start, row.stop) for row in rows if row.state == "consumed"]
@@ -246,10 +245,10 @@ def return_since(session: Session, run_id: int, round_: int) -> list[Range]:
 
 
 def merge_adjacent(session: Session, run_id: int, round_: int, settled: int | None = None) -> None:
-    """Merge adjacent free ranges into one row, and adjacent ranges that one round before `round_` has consumed, or any
-    rounds before `settled` (None: before `round_`), to which the run cannot go back any more.
+    """Merge rows of adjacent ranges: free ones; those consumed by the same round before `round_`; and those consumed by
+    any rounds before `settled` (None: `round_`), to which the run cannot be rolled back.
 
-    So the table grows neither with the workers nor, for long, with the rounds. Nobody will name a unit again that a
+    So the table does not grow with the workers nor, for long, with the rounds. No worker will name a unit again that a
     past round has consumed; which worker trained on it is in the history of contributions.
     """
     settled = round_ if settled is None else settled
@@ -263,7 +262,7 @@ def merge_adjacent(session: Session, run_id: int, round_: int, settled: int | No
     ).all()
     last: UnitRangeRow | None = None
     for row in rows:
-        if last is not None and (last.state, last.stop) == (row.state, row.start) and _alike(last, row, settled):
+        if last is not None and (last.state, last.stop) == (row.state, row.start) and _mergeable(last, row, settled):
             last.stop = row.stop
             if row.consumed_round is not None and last.consumed_round is not None:
                 last.consumed_round = max(last.consumed_round, row.consumed_round)
@@ -273,15 +272,15 @@ def merge_adjacent(session: Session, run_id: int, round_: int, settled: int | No
             last.worker = last.round = None
 
 
-def _alike(a: UnitRangeRow, b: UnitRangeRow, settled: int) -> bool:
-    """Return True if a roll-back would return both ranges, or neither."""
+def _mergeable(a: UnitRangeRow, b: UnitRangeRow, settled: int) -> bool:
+    """Return True if any roll-back would return both ranges, or neither."""
     if a.consumed_round is None or b.consumed_round is None:
         return True
     return a.consumed_round == b.consumed_round or max(a.consumed_round, b.consumed_round) < settled
 
 
 def _split(session: Session, row: UnitRangeRow, stop: int) -> UnitRangeRow | None:
-    """Make `row` end at `stop`; the units after it, if any, get a row of the same kind, which is returned."""
+    """End `row` at `stop`. If units remain after it, put them into a new row of the same kind and return it."""
     if stop >= row.stop:
         return None
     rest = UnitRangeRow(

@@ -1,7 +1,7 @@
-"""The pools of work units: the run's or, where every worker brings a training set of its own, one for each of them.
+"""The pools of work units: one for the run or, with private data, one for each worker's own training set.
 
-Within a pool units are dealt, returned and consumed in the same way (`units.py`). With private data each pool's units
-lie in a space of their own, so that no number means two of them.
+Within a pool, units are dealt, returned and consumed in the same way (`ledger.py`). With private data each pool has its
+own range of unit numbers, so a number never means two units.
 """
 
 from collections.abc import Collection
@@ -17,8 +17,8 @@ from protocol.spec.run import UNITS_PER_WORKER
 
 @dataclass(frozen=True)
 class Pool:
-    """The work units of one training set. `row` counts those that were ever assigned, and what was trained on;
-    `units` is the length of an epoch, None if it is not known."""
+    """The work units of one training set. `row` counts the units that were ever assigned, and the tokens trained on;
+    `units` is the length of an epoch, None if unknown."""
 
     row: RunRow | WorkerRow
     units: int | None = None
@@ -29,12 +29,12 @@ class Pool:
 
     @property
     def worker(self) -> str | None:
-        """Whose training set it is; None: the run's."""
+        """The worker that the training set belongs to; None: it is the run's."""
         return None if isinstance(self.row, RunRow) else self.row.name
 
     @property
     def first(self) -> int:
-        """The number of its first unit."""
+        """The pool's first unit."""
         return 0 if isinstance(self.row, RunRow) else self.row.place * UNITS_PER_WORKER
 
     @property
@@ -44,7 +44,7 @@ class Pool:
 
     @property
     def begun(self) -> int:
-        """How many epochs were begun."""
+        """How many epochs have begun."""
         return 1 if self.units is None else -(-self.row.next_unit // self.units)
 
 

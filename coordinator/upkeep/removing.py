@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from sqlalchemy import delete
 
-from coordinator.run.live_run import LiveRun, World
+from coordinator.run.live_run import LiveRun, RunContext
 from coordinator.store import audit
 from coordinator.store.blobs import REMOVED, RunNames
 from coordinator.store.identity import Actor
@@ -35,33 +35,33 @@ def remove_rows(run: LiveRun, by: Actor, *, verifying: bool) -> None:
     if verifying or run.outer.any_job_running:
         raise Problem("not-ready", f"files of the run {run.name} are still being worked on", retry_after_s=_BUSY_S)
     run.blobs.put(run.names.removed, b"")
-    with run.world.database.write() as session:
+    with run.context.database.write() as session:
         for table in reversed(Base.metadata.sorted_tables):  # rows that refer to others come first
             if "run_id" in table.columns:
                 session.execute(delete(table).where(table.columns["run_id"] == run.id))
         session.execute(delete(RunRow).where(RunRow.id == run.id))
         session.execute(delete(TokenRow).where(TokenRow.run == run.name))
         message = f"removed the run {run.name}, with the tokens for it alone"
-        audit.note(session, run.world.now(), by, "run-removed", message, run.name)
+        audit.note(session, run.context.now(), by, "run-removed", message, run.name)
     run.removed()
 
 
-def remove_blobs(world: World, name: str) -> None:
+def remove_blobs(context: RunContext, name: str) -> None:
     """Remove all files of a run whose rows are deleted."""
     names = RunNames(name)
-    for blob, _ in list(world.blobs.list(names.all)):
+    for blob, _ in list(context.blobs.list(names.all)):
         if blob != names.removed:
-            world.blobs.delete(blob)
-    world.data.forget(name)
-    world.blobs.delete(names.removed)
+            context.blobs.delete(blob)
+    context.data.forget(name)
+    context.blobs.delete(names.removed)
 
 
-def finish(world: World, runs: Collection[str]) -> None:
+def finish(context: RunContext, runs: Collection[str]) -> None:
     """Finish removals that an earlier process did not. `runs`: the names of the runs in the database."""
-    for blob, _ in list(world.blobs.list("runs/")):
+    for blob, _ in list(context.blobs.list("runs/")):
         _, name, *rest = blob.split("/")
         if rest == [REMOVED]:
             if name in runs:
-                world.blobs.delete(blob)
+                context.blobs.delete(blob)
             else:
-                remove_blobs(world, name)
+                remove_blobs(context, name)

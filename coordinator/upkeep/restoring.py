@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenFragment, OpenRound
-from coordinator.run.steps import round_steps
+from coordinator.run.schedule import round_steps
 from coordinator.store.blobs import Kind, round_of
 from coordinator.store.tables import (
     AssignmentRow,
@@ -38,6 +38,7 @@ def restore(run: LiveRun) -> None:
         rolling_back.begin_again_if_restored(run)
         _restore_workers(run)
         opening = _open_round(run)
+        retention.forget(run)  # or rows would name blobs that are swept next
         sweep(run)
         if run.model is not None:
             outer_state.restore(run)
@@ -45,8 +46,8 @@ def restore(run: LiveRun) -> None:
 
 
 def _restore_workers(run: LiveRun) -> None:
-    now = run.world.clock()
-    with run.world.database.read() as session:
+    now = run.context.clock()
+    with run.context.database.read() as session:
         rows = session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
         ).all()
@@ -62,23 +63,23 @@ def _restore_workers(run: LiveRun) -> None:
         assert row.token_hash is not None, "a live worker holds a lease"
         metrics = Metrics.model_validate(row.metrics)
         run.members.join(row.name, row.token_hash, now, metrics, row.token, proven=bool(row.contributions))
-    _restore_paces(run)
+    _restore_step_rates(run)
 
 
-def _restore_paces(run: LiveRun) -> None:
+def _restore_step_rates(run: LiveRun) -> None:
     """Let every worker have as many steps again as it contributed to the last round. How long they took is no longer
     known."""
     steps = select(ContributionRow.worker, func.max(ContributionRow.tokens)).group_by(ContributionRow.worker)
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         rows = session.execute(
             steps.where(ContributionRow.run_id == run.id, ContributionRow.round == run.round - 1)
         ).all()
     seen = {worker: (tokens // run.spec.unit_tokens, math.inf) for worker, tokens in rows}
-    run.paces.see(seen, run.members.claimed_paces())
+    run.step_rates.observe(seen, run.members.claimed_step_rates())
 
 
 def _open_round(run: LiveRun) -> OpenRound | None:
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         if session.get(RoundRow, (run.id, run.round)) is None:
             return None
         fragments = session.scalars(
@@ -96,7 +97,7 @@ def _open_round(run: LiveRun) -> OpenRound | None:
         run.round,
         run.step,
         round_steps(run),
-        run.world.clock(),
+        run.context.clock(),
         set(assigned),
         [
             OpenFragment(state=FragmentState(row.state), reason=row.reason, weights=row.contributors or {})
@@ -119,7 +120,7 @@ def sweep(run: LiveRun) -> None:
         found = {name for name, _ in run.blobs.list(run.names.kind(kind))}
         if not found:
             continue
-        with run.world.database.read() as session:
+        with run.context.database.read() as session:
             oldest = max(min(map(round_of, found)), first_rounds.get(kind, 0))  # older rows have no blobs
             known = names_of(run, session, oldest)
         for name in found - known:

@@ -19,7 +19,6 @@ from typing import Any
 
 from sqlalchemy import delete, select, update
 
-from coordinator.rounds.steering import CHANGES
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.store.blobs import KINDS, Kind, move, round_of
 from coordinator.store.identity import Actor
@@ -29,23 +28,22 @@ from coordinator.store.tables import (
     CheckpointRow,
     ContributionRow,
     EvaluationRow,
-    EventRow,
     FragmentRow,
     LateContributionRow,
     OuterStateRow,
     ReportRow,
     RoundRow,
+    RunRow,
     WorkerRow,
 )
 from coordinator.sync import checkpointing, outer_state
-from coordinator.trust.guard import GUARD
+from coordinator.trust import guard
 from coordinator.units.ledger import merge_adjacent, return_since, return_units
 from coordinator.units.pools import all_pools
 from protocol.errors import Problem
 from protocol.messages import RollBack, RunState, WorkerState
 
 _BUSY_S = 1.0
-_DECISIONS = ("spoilt", "rolled-back", *CHANGES)  # events of the guard and of the operator: the last one counts
 _OF_ROUNDS = (RoundRow, FragmentRow, AssignmentRow, ContributionRow, LateContributionRow, ReportRow)
 _OF_STATES = (EvaluationRow, CheckpointRow, CheckpointFragmentRow)  # state N is there before round N
 
@@ -54,26 +52,18 @@ def roll_back_if_due(run: LiveRun, *, verifying: Callable[[], bool]) -> None:
     """Roll back if the guard has decided so, and no operator has decided anything since. Called at every tick."""
     if run.state is not RunState.PAUSED or run.spec.guard.action != "rollback":
         return
-    with run.world.database.read() as session:
-        last = session.scalars(
-            select(EventRow)
-            .where(EventRow.run_id == run.id, EventRow.kind.in_(_DECISIONS))
-            .order_by(EventRow.id.desc())
-            .limit(1)
-        ).first()
-    if last is None or last.kind != "spoilt" or last.data["to"] is None:
+    with run.context.database.read() as session:
+        ordered = guard.record_of(session.get_one(RunRow, run.id))
+    if ordered.to is None:
         return
-    order = RollBack(to=last.data["to"], from_round=run.round, without=last.data["without"])
+    order = RollBack(to=ordered.to, from_round=run.round, without=list(ordered.without))
     try:
-        roll_back(run, order, Actor(), who=GUARD, verifying=verifying, resume=bool(order.without))
+        roll_back(run, order, Actor(), who=guard.GUARD, verifying=verifying, resume=bool(order.without))
     except Problem as problem:
         if problem.slug == "not-ready":
             return  # the next tick tries again
         with run.change() as change:
-            message = f"the run cannot be rolled back to state {order.to}: {problem.detail}; it stays paused"
-            data = last.data
-            state, good, without = data["state"], data["good"], data["without"]
-            change.record("spoilt", message, state=state, good=good, to=None, without=without)
+            guard.drop_order(change, problem.detail)
 
 
 def roll_back(
@@ -126,7 +116,7 @@ def roll_back(
 
 
 def _checkpoint(run: LiveRun, round_: int) -> list[CheckpointFragmentRow]:
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         if session.get(CheckpointRow, (run.id, round_)) is None:
             kept = session.scalars(
                 select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round)
@@ -150,7 +140,7 @@ def _later_than(state: int) -> list[tuple[Any, int]]:
 def _history(run: LiveRun, to: int) -> dict[str, list[dict[str, Any]]]:
     """Return the rows that the rollback deletes, by table."""
     history: dict[str, list[dict[str, Any]]] = {}
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         for table, first in _later_than(to):
             columns = table.__table__.columns
             rows = session.execute(select(*columns).where(table.run_id == run.id, table.round >= first)).mappings()
@@ -206,7 +196,7 @@ def _end_leases_and_ban(change: Change, without: Collection[str]) -> None:
         elif row.state == WorkerState.LIVE:
             row.state = WorkerState.LOST
         row.token_hash = None
-        change.then(partial(run.members.leave, row.name))
+        change.after_commit(partial(run.members.leave, row.name))
 
 
 def _record(change: Change, to: int, prefix: str, without: Collection[str], who: str) -> None:
@@ -218,6 +208,8 @@ def _record(change: Change, to: int, prefix: str, without: Collection[str], who:
         f"{prefix}, and every worker joins again"
     )
     change.record("rolled-back", message, round=to, from_round=run.round, place=prefix, without=names, by=who)
+    change.row.rolled_back = {"round": to, "from_round": run.round, "place": prefix}
+    guard.note_roll_back(change, to, by_guard=who == guard.GUARD)
     change.wake()
 
 
@@ -253,7 +245,7 @@ def begin_again_if_restored(run: LiveRun) -> None:
 
     There are no newer blobs then that would show it, and yet workers may be ahead.
     """
-    if (backup := run.world.data.restored) is None:
+    if (backup := run.context.data.restored) is None:
         return
     with run.change() as change:
         message = f"{backup} was restored. The run continues from round {run.round}, and every worker joins again"
@@ -294,20 +286,15 @@ def set_aside(run: LiveRun, state: int, prefix: str) -> None:
 
 def _move(run: LiveRun, names: list[str], prefix: str) -> None:
     for name in names:
-        move(run.blobs, name, prefix + name.removeprefix(run.names.all), run.world.data.scratch())
+        move(run.blobs, name, prefix + name.removeprefix(run.names.all), run.context.data.scratch())
 
 
 def _prefix_of_rollback(run: LiveRun, latest: int) -> str | None:
     """Return the prefix of a rollback that a crash interrupted before it had moved all blobs of rounds up to `latest`.
     None if there was none: then a round was opened since, or the last rollback was another one."""
-    with run.world.database.read() as session:
-        event = session.scalars(
-            select(EventRow)
-            .where(EventRow.run_id == run.id, EventRow.kind == "rolled-back")
-            .order_by(EventRow.id.desc())
-            .limit(1)
-        ).first()
-        if event is None or event.data["round"] != run.round or latest > event.data["from_round"]:
+    with run.context.database.read() as session:
+        last = session.get_one(RunRow, run.id).rolled_back
+        if last is None or last["round"] != run.round or latest > last["from_round"]:
             return None
         opened = session.get(RoundRow, (run.id, run.round)) is not None
-    return None if opened else event.data["place"]
+    return None if opened else last["place"]

@@ -21,7 +21,7 @@ from coordinator.sync import checkpointing, retention
 from coordinator.sync.deltas import rebuild_delta_if_damaged
 from coordinator.sync.outer_state import go_back_to_checkpoint, has_state_digest, step
 from coordinator.sync.state_file import StateReader
-from coordinator.trust.guard import Extent
+from coordinator.trust.guard import MaxMagnitude
 from protocol.errors import OuterstepError
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def start_when_due(run: LiveRun, due: dict[int, float], submit: Callable[..., ob
     """Start `verify` if it is due or was requested. `submit` runs it on another thread than the publishing jobs. `due`:
     run id -> time of the next verification; infinite while one is running."""
     with run.lock:
-        now = run.world.clock()
+        now = run.context.clock()
         when = due.get(run.id, now)
         if when != math.inf and (now >= when or run.outer.verification_wanted):
             due[run.id] = math.inf
@@ -48,17 +48,17 @@ def _verify(run: LiveRun, due: dict[int, float]) -> None:
         if not verify(run):
             wait_s = RETRY_S
     except Exception as error:  # nothing awaits the result: the log reports it
-        if run.world.storage_failed(error) is None:
+        if run.context.storage_failed(error) is None:
             logger.exception("%s: the files could not be verified", run.name)
     finally:
-        due[run.id] = run.world.clock() + wait_s
+        due[run.id] = run.context.clock() + wait_s
 
 
 def verify(run: LiveRun) -> bool:
     """Verify every delta and every checkpoint that the retention rule keeps, and the outer state. Rebuild what is
     missing or corrupt. If no checkpoint is left, make one of the current state. Return False to be called again soon,
     because a fragment was being stepped."""
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         deltas = session.execute(
             select(FragmentRow.round, FragmentRow.fragment)
             .where(FragmentRow.run_id == run.id, FragmentRow.delta_digest.is_not(None))
@@ -70,13 +70,13 @@ def verify(run: LiveRun) -> bool:
             .order_by(CheckpointFragmentRow.round, CheckpointFragmentRow.fragment)
         ).all()
     for round_, fragment in deltas:
-        if run.world.closing.is_set():
+        if run.context.closing.is_set():
             return True
         if retention.keeps_delta(run, round_):
             rebuild_delta_if_damaged(run, round_, fragment)
     damaged = set[int]()
     for row in saved:
-        if run.world.closing.is_set():
+        if run.context.closing.is_set():
             return True
         damage = checkpointing.damage(run, row)
         if damage is not None and not _rebuild_checkpoint_fragment(run, row, damage):
@@ -104,7 +104,7 @@ def _rebuild_checkpoint_fragment(run: LiveRun, row: CheckpointFragmentRow, damag
         with run.change() as change:
             message = f"{where} is {damage} on disk and cannot be rebuilt"
             change.record("corrupt", message, round=row.round, fragment=row.fragment)
-            change.then(partial(run.outer.mark_damaged, row.round, message))
+            change.after_commit(partial(run.outer.mark_damaged, row.round, message))
     return False
 
 
@@ -130,7 +130,7 @@ def _repair_state(run: LiveRun, fragment: int) -> bool:
             except OuterstepError as error:
                 with run.change() as change:
                     change.record("corrupt", str(error), round=state.round, fragment=fragment)
-                    change.then(partial(run.outer.stop, str(error)))
+                    change.after_commit(partial(run.outer.stop, str(error)))
         return True
 
 
@@ -162,7 +162,7 @@ def _rebuild(run: LiveRun, row: CheckpointFragmentRow) -> bool:
         if state == (row.round, row.state_digest) and has_state_digest(current, row.state_digest):
             _replace(run, row, current)
             return True
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         older = session.scalars(
             select(CheckpointFragmentRow)
             .where(
@@ -187,9 +187,9 @@ def _derive(run: LiveRun, base: CheckpointFragmentRow, row: CheckpointFragmentRo
         for before in range(base.round, row.round):
             if not rebuild_delta_if_damaged(run, before, row.fragment):
                 return False
-            scratch.append(run.world.data.scratch())
+            scratch.append(run.context.data.scratch())
             with StateReader(opened()) as state:
-                digest = step(run, state, before, row.fragment, scratch[-1], Extent())
+                digest = step(run, state, before, row.fragment, scratch[-1], MaxMagnitude())
             opened = partial(FileReader, scratch[-1])
         if digest != row.state_digest:
             return False

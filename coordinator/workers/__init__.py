@@ -1,1 +1,1 @@
-"""What workers ask and tell: to join, to be assigned their next round, to leave; what a round has cost them."""
+"""What workers ask for and report: joining, leases, assignments, and what a round has cost them."""

@@ -1,7 +1,7 @@
-"""What rounds cost: bytes and seconds, as the workers report them with every request for the next assignment.
+"""What rounds cost: bytes and seconds, which workers report with every request for the next assignment.
 
-A report is stored per round, worker and epoch, and added to the accounts of its round, its worker and its run. So these
-three are complete at any time, and the reports can be deleted with the rest of the history (`retention.py`).
+A report is stored per round, worker and epoch, and added to the accounts of its round, its worker and its run. These
+three are therefore always complete, and the reports can be deleted with the rest of the history (`sync/retention.py`).
 """
 
 from typing import Any
@@ -17,15 +17,15 @@ Key = tuple[str, int, int]  # worker, round, epoch
 
 
 def book_report(run: LiveRun, worker: str, report: RoundReport) -> None:
-    """Book the report. One that was booked before changes nothing. One of a round that the run has not reached is
-    dropped: it is of a history that was lost when the database was restored from a backup."""
+    """Book the report. Booking it again changes nothing. A report of a round that the run has not reached is dropped:
+    it belongs to a history that was lost when the database was restored from a backup."""
     queue_report(run, worker, report)
     book_queued(run)
 
 
 def queue_report(run: LiveRun, worker: str, report: RoundReport) -> QueuedReport:
-    """Queue the report for the next `book_queued`. Takes no lock and does no I/O: all workers report at once when a
-    round is over, and the first of them that gets the lock books for all."""
+    """Queue the report for the next `book_queued`. Takes no lock and does no I/O: all workers report at once after a
+    round, and the first thread that gets the lock books for all."""
     queued = QueuedReport(worker, report)
     run.reports.append(queued)
     return queued
@@ -53,8 +53,8 @@ def book_queued(run: LiveRun) -> None:
 
 
 def _not_booked(run: LiveRun, reports: dict[Key, RoundReport]) -> dict[Key, RoundReport]:
-    """Return those of `reports` that are to be booked: they are not in the database yet, and of rounds that it has."""
-    with run.world.database.read() as session:
+    """Return those of `reports` that are not in the database yet and belong to rounds that it has."""
+    with run.context.database.read() as session:
         booked = {
             (worker, round_, epoch)
             for worker, round_, epoch in session.execute(
@@ -69,7 +69,7 @@ def _not_booked(run: LiveRun, reports: dict[Key, RoundReport]) -> dict[Key, Roun
 
 
 def _book(change: Change, reports: dict[Key, RoundReport]) -> None:
-    """Add the reports to the database, with as few statements for a thousand as for one."""
+    """Add the reports to the database. A thousand reports need as few statements as one."""
     run, session = change.run, change.session
     names, rounds = {worker for worker, _, _ in reports}, {round_ for _, round_, _ in reports}
     run_row = change.row
@@ -77,7 +77,7 @@ def _book(change: Change, reports: dict[Key, RoundReport]) -> None:
         row.name: row
         for row in session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name.in_(names)))
     }
-    # A worker that leaves after the last round reports one that is never opened.
+    # A worker that leaves after the last round reports a round that is never opened.
     opened = {
         row.round: row
         for row in session.scalars(select(RoundRow).where(RoundRow.run_id == run.id, RoundRow.round.in_(rounds)))
@@ -101,7 +101,7 @@ def added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_worker(session: Session, run_id: int, round_: int) -> dict[str, Account]:
-    """Return what one round has cost each worker, as far as it was reported."""
+    """Return what each worker has reported about one round."""
     rows = session.scalars(
         select(ReportRow).where(ReportRow.run_id == run_id, ReportRow.round == round_).order_by(ReportRow.worker)
     )

@@ -1,4 +1,4 @@
-"""Assignments: what each worker does next. One that comes late joins the open round, with the next units."""
+"""Assignments: what each worker does next. A worker that arrives late joins the open round, with the next units."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,10 +9,10 @@ from coordinator.rounds import steering
 from coordinator.rounds.opening import assignment_row, inner_steps_of, status
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.open_round import OpenRound, RoundAssignment
-from coordinator.run.steps import round_steps
+from coordinator.run.schedule import round_steps
 from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, WorkerRow
 from coordinator.trust import held_out
-from coordinator.trust.evaluators import USUALLY, is_evaluated
+from coordinator.trust.evaluating import USUAL, is_evaluated
 from coordinator.trust.quarantine import kept_out
 from coordinator.units.carrying import carriable_units
 from coordinator.units.ledger import assign_units, assigned_units, reclaim_units, return_forgotten_units
@@ -24,10 +24,9 @@ from protocol.messages import Action, Assignment, RunState
 def assign(
     run: LiveRun, worker: str, state_round: int | None, carried: Sequence[Sequence[int]] | None = None
 ) -> Assignment:
-    """Return what `worker`, which holds the state `state_round` (None: no state), does next. Asking again changes
-    nothing.
+    """Return what `worker`, which holds the state `state_round` (None: no state), does next. Idempotent.
 
-    `carried`: the units of earlier rounds whose work it still has; None if it does not say. Raises Problem
+    `carried`: the units of earlier rounds whose work it still has; None if it does not report them. Raises Problem
     `units-not-held` if that work must not be contributed any more.
     """
     with run.lock:
@@ -50,15 +49,15 @@ def assign(
 
         if (run.open is None or worker not in run.open.assignments) and kept_out(run, [worker]):
             return _answer(run, Action.WAIT, f"{worker} is in quarantine: its contributions were left out too often")
-        if carried or run.open is None:  # a crowd that asks about an open round changes nothing
+        if carried or run.open is None:  # a crowd of requests for an open round needs no change
             with run.change() as change:  # opens the round, if only this worker was missing
                 if carried:
                     _check_carried(change, worker, carried)
                     pool = pools_of(change.session, run, [worker])[worker]
                     reclaim_units(change.session, pool, worker, run.round, carried)
                     if run.open is not None:
-                        change.then(partial(run.open.without_earlier_units.discard, worker))
-                change.then(partial(run.members.get_ready, worker))
+                        change.after_commit(partial(run.open.without_earlier_units.discard, worker))
+                change.after_commit(partial(run.members.get_ready, worker))
         opening = run.open
         if opening is None:
             return _answer(run, Action.WAIT, status(run))
@@ -69,7 +68,7 @@ def assign(
 
 
 def _check_carried(change: Change, worker: str, carried: Sequence[Sequence[int]]) -> None:
-    """Raise Problem `units-not-held` if the worker says to carry more units than it can have work on."""
+    """Raise Problem `units-not-held` if the worker claims to carry more units than it can have work on."""
     claimed = sum(stop - start for start, stop in carried)
     most = carriable_units(change.session, change.run, worker)
     if claimed > most:
@@ -80,9 +79,9 @@ def _check_carried(change: Change, worker: str, carried: Sequence[Sequence[int]]
 def assign_from_memory(
     run: LiveRun, worker: str, state_round: int | None, carried: Sequence[Sequence[int]] | None
 ) -> Assignment | None:
-    """Return what `assign` would for a live worker of the open round, from memory alone; None if memory does not tell.
+    """Return what `assign` would return to a live worker of the open round, if memory alone is enough; otherwise None.
 
-    Takes no lock: what it reads was true together at the moment at which it found the round open.
+    Takes no lock: what it reads belongs to the moment at which it found the round open.
     """
     opening = run.open
     if opening is None or opening.number != state_round:
@@ -96,7 +95,8 @@ def assign_from_memory(
 
 
 def _answer(run: LiveRun, action: Action, reason: str, *, evaluate: bool = False) -> Assignment:
-    """Return what is no training. The caller has the run's lock."""
+    """Return the assignment of a worker that has nothing to train on (wait, recover, seed or finish). The caller holds
+    the run's lock."""
     return Assignment(
         action=action,
         reason=reason,
@@ -108,14 +108,14 @@ def _answer(run: LiveRun, action: Action, reason: str, *, evaluate: bool = False
 
 
 def _training(run: LiveRun, opening: OpenRound, worker: str, assignment: RoundAssignment) -> Assignment:
-    opening.handed_out.setdefault(worker, run.world.clock())
+    opening.handed_out.setdefault(worker, run.context.clock())
     return Assignment(
         action=Action.TRAIN,
         reason=f"round {opening.number} is open",
         round=opening.number,
         step=opening.step,
         schedule_steps=opening.steps,
-        # A restarted worker has lost time: of its units it trains on those that it still manages.
+        # A restarted worker has lost time: it trains on as many of its units as it still manages.
         inner_steps=min(assignment.inner_steps, inner_steps_of(run, worker)),
         units=[list(unit_range) for unit_range in assignment.units],
         evaluate=assignment.evaluate,
@@ -125,23 +125,23 @@ def _training(run: LiveRun, opening: OpenRound, worker: str, assignment: RoundAs
 def _ensure_assignment(
     run: LiveRun, opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None
 ) -> RoundAssignment:
-    """Return the worker's assignment for the open round, from the database; make it if there is none."""
+    """Return the worker's assignment for the open round, from the database; create it if there is none."""
     with run.change() as change:
         row = _take_part(change, worker)
         if carried is not None:
             return_forgotten_units(change.session, run.id, worker, run.round, carried)
         units = assigned_units(change.session, run.id, worker, run.round)
-        if not units:  # its lease had ended, and they went back to the pool
+        if not units:  # its lease had ended, and they returned to the pool
             pool = pools_of(change.session, run, [worker])[worker]
             units = assign_units(change.session, pool, worker, run.round, row.inner_steps)
         assignment = RoundAssignment(row.inner_steps, row.evaluate, units)
-        change.then(partial(opening.assign, worker, assignment, carried))
+        change.after_commit(partial(opening.assign, worker, assignment, carried))
     return assignment
 
 
 def _take_part(change: Change, worker: str) -> AssignmentRow:
-    """Return the worker's row for the open round; make it if there is none. The first worker of a round evaluates, or
-    where each has a held-out part of its own, all of them."""
+    """Return the worker's row for the open round; create it if there is none. The first worker of a round evaluates;
+    with private data every worker does."""
     run, session = change.run, change.session
     row = session.get(AssignmentRow, (run.id, run.round, worker))
     if row is None:
@@ -156,20 +156,20 @@ def _take_part(change: Change, worker: str) -> AssignmentRow:
 
 
 def _is_seeder(run: LiveRun, worker: str) -> bool:
-    """Return True if `worker` is to upload state 0. The first that asks is; a successor starts from the beginning."""
-    now = run.world.clock()
+    """Return True if `worker` must upload state 0: the first one that asks. A successor starts from the beginning."""
+    now = run.context.clock()
     if run.members.seeder is None and run.members.may_seed(worker, now):
         with run.change() as change:
             change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
             change.record("seeding", f"{worker} uploads state 0", worker=worker)
-            change.then(partial(run.members.appoint_seeder, worker, now))
+            change.after_commit(partial(run.members.appoint_seeder, worker, now))
     return run.members.seeder == worker
 
 
 def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
-    """Return True if `worker` is to evaluate the final state: the first that asks and the next of another token, unless
-    that was done; or where each has a held-out part of its own, whoever has not done it."""
-    with run.world.database.read() as session:
+    """Return True if `worker` should evaluate the final state: the first worker that asks, and the next one of another
+    token. With private data, every worker that has not done it yet."""
+    with run.context.database.read() as session:
         done = held_out.evaluations(session, run.id, run.round)
         if worker in done or (held_out.ALL in done):
             return False
@@ -184,8 +184,8 @@ def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
             )
         ).all()
         tokens = {row.name: row.token for row in rows}
-    if len(asked) >= USUALLY or any(tokens.get(other) == tokens.get(worker) for other in asked):
+    if len(asked) >= USUAL or any(tokens.get(other) == tokens.get(worker) for other in asked):
         return False
     with run.change() as change:
-        change.then(partial(run.members.evaluators.add, worker))
+        change.after_commit(partial(run.members.evaluators.add, worker))
     return True

@@ -1,30 +1,27 @@
-"""Joining, heartbeats and leaving. A worker is live exactly while it holds a lease; `ending.py` says how that ends."""
+"""Joining a run, and what an operator does to a worker. `leases.py` says how a membership goes on and ends.
+
+A name belongs to the token that first joined with it, also after the lease has ended, until an operator releases it.
+"""
 
 import secrets
 from collections.abc import Callable
 
 from sqlalchemy import func, select
+from sqlalchemy.orm import Session
 
 from coordinator.rounds import steering
-from coordinator.rounds.opening import status
 from coordinator.run.live_run import Change, LiveRun, Model
 from coordinator.store.identity import Actor, Identity
 from coordinator.store.tables import WorkerRow
 from coordinator.store.tokens import new_secret, secret_hash
-from coordinator.trust.quarantine import inherit, readmit
-from coordinator.workers import accounting, names
-from coordinator.workers.ending import end_lease
+from coordinator.trust.quarantine import inherit_score, readmit
+from coordinator.workers.leases import end_lease
 from protocol.errors import LayoutError, Problem
 from protocol.fragments import first_difference
 from protocol.messages import (
     DataSummary,
-    Directive,
     JoinReply,
     JoinRequest,
-    LeaseReply,
-    LeaveRequest,
-    Metrics,
-    RunState,
     WorkerChange,
     WorkerState,
     data_difference,
@@ -32,13 +29,7 @@ from protocol.messages import (
 from protocol.spec.run import PRIVATE_WORKERS
 from protocol.spec.sections import check_pin
 
-DRAINING_S = 5.0  # until a newcomer asks again
-
-DIRECTIVES = {
-    RunState.STOPPED: Directive.STOP,
-    RunState.FINISHED: Directive.STOP,
-    RunState.DRAINING: Directive.DRAIN,
-}
+DRAINING_S = 5.0  # until a newcomer retries
 
 
 def join(
@@ -49,10 +40,10 @@ def join(
     actor: Actor,
     is_good: Callable[[str], bool],
 ) -> JoinReply:
-    """Let `worker` join, with the token of `by`. The first one fixes layout, frozen parameters and training set;
-    whoever has others is refused, but for training sets where each brings its own.
+    """Let `worker` join with the token of `by`. The first worker fixes layout, frozen parameters and training set. A
+    worker with different ones is refused; with private data the training set may differ.
 
-    `is_good` says whether the token of that id still is: it may have been revoked since the request was let in.
+    `is_good` returns whether the token with that id is still good: it may have been revoked since authentication.
     Raises Problem: run-ended, run-draining, banned, worker-name-taken, worker-name-owned, forbidden, unauthorized,
     model-mismatch, data-mismatch, pin-mismatch.
     """
@@ -69,13 +60,13 @@ def join(
             raise Problem("banned", f"the operator has banned {worker} from the run {run.name}")
         if row is None:
             row = WorkerRow(run_id=run.id, name=worker, epoch=0, metrics={}, place=_next_place(change))
-        names.claim(change, row, by, actor)
+        _claim_name(change, row, by, actor)
         if not row.epoch:
-            inherit(change, row)
+            inherit_score(change, row)
         old_hash = row.token_hash
-        repeated = _is_secret_of(request.member_token, old_hash)  # the answer was lost, so it asks again
+        repeated = _is_secret_of(request.member_token, old_hash)  # the answer was lost, so it retries
         same_worker = repeated or _is_secret_of(request.previous, old_hash)
-        remaining_s = members.remaining_s(worker, run.world.clock())
+        remaining_s = members.remaining_s(worker, run.context.clock())
         if remaining_s is not None and not same_worker:
             raise Problem(
                 "worker-name-taken",
@@ -87,7 +78,7 @@ def join(
             raise Problem(
                 "run-draining",
                 f"the run {run.name} is draining and takes no newcomers: its workers finish the open round and leave; "
-                "ask again until it is paused, or goes on",
+                "retry until it is paused or resumed",
                 retry_after_s=DRAINING_S,
             )
         secret = request.member_token or new_secret()[0]
@@ -96,19 +87,19 @@ def join(
         if run.spec.data.private:
             _bring_own_data(row, request.data)
         row.epoch += not repeated
-        row.state, row.token_hash, row.joined_at = WorkerState.LIVE, hashed, run.world.now()
+        row.state, row.token_hash, row.joined_at = WorkerState.LIVE, hashed, run.context.now()
         row.host, row.state_round, row.state_digest = request.host, None, None
         if not repeated:
             message = f"{worker} joined ({row.epoch}.)" if row.epoch > 1 else f"{worker} joined"
             change.record("joined", message, worker=worker)
         proven = bool(row.contributions)
-        change.then(lambda: members.join(worker, hashed, run.world.clock(), token=by.token, proven=proven))
+        change.after_commit(lambda: members.join(worker, hashed, run.context.clock(), token=by.token, proven=proven))
         epoch, lease_s = row.epoch, members.lease_s
         return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=lease_s, layout=model.layout)
 
 
 def check_joinable(run: LiveRun) -> None:
-    """Raise Problem `run-ended` where nobody can join any more."""
+    """Raise Problem `run-ended` if the run is over."""
     if run.ended:
         raise Problem("run-ended", f"the run {run.name} is {run.state}")
 
@@ -118,33 +109,34 @@ def _is_secret_of(secret: str | None, hashed: bytes | None) -> bool:
 
 
 def _next_place(change: Change) -> int:
-    """Return how many workers have ever joined the run. Raises Problem where private units' numbers are at an end."""
+    """Return how many workers have ever joined the run. Raises Problem if no unit numbers are left for another worker's
+    private data."""
     place = change.session.scalars(select(func.count()).where(WorkerRow.run_id == change.run.id)).one()
     if change.run.spec.data.private and place >= PRIVATE_WORKERS:
         raise Problem(
             "run-full",
-            f"{place} workers with private data have joined the run {change.run.name}: there are no numbers for the "
-            "units of another one; join under the name of one that has left, with its data, or in a new run",
+            f"{place} workers with private data have joined the run {change.run.name}, and no unit numbers are left "
+            "for another one; join under the name of a worker that has left, with its data, or create a new run",
         )
     return place
 
 
 def _bring_own_data(row: WorkerRow, data: DataSummary | None) -> None:
-    """Note the length of the worker's own training set. Raises Problem if it had another one: its units would stand
-    for other rows."""
+    """Record the length of the worker's own training set. Raises Problem if it was different before, because the same
+    units would be other rows."""
     units = None if data is None else data.units
     if row.epoch and row.units != units:
         raise Problem(
             "data-mismatch",
-            f"the training set of {row.name} has {_units(units)} per epoch, and had {_units(row.units)} when it joined "
-            "first; bring that one, or join with the new one under another name",
+            f"the training set of {row.name} has {_units(units)} per epoch, but had {_units(row.units)} when it first "
+            "joined; use that one, or join with the new one under another name",
         )
     row.units = units
 
 
 def check_rows(run: LiveRun, worker: str, rows: int) -> None:
-    """Raise Problem `data-mismatch` if another live worker draws the run's units from a data set of another length: the
-    same unit would then be other rows, some of which are trained on twice and some never."""
+    """Raise Problem `data-mismatch` if another live worker draws the run's units from a data set of another length. The
+    same unit would be different rows, so some rows would be trained on twice and some never."""
     if run.spec.data.private:
         return
     if (other := run.members.agree_on_rows(worker, rows)) is not None:
@@ -152,7 +144,7 @@ def check_rows(run: LiveRun, worker: str, rows: int) -> None:
         raise Problem(
             "data-mismatch",
             f"the data set of {worker} has {rows} rows, that of {name} {theirs}: batches() and unit_sampler() need the "
-            "same rows on all workers. Load the same data set everywhere, or draw other data for each worker by "
+            "same rows on all workers. Load the same data set everywhere, or draw different data on each worker with "
             "diloco.data_seed",
         )
 
@@ -162,14 +154,14 @@ def _units(count: int | None) -> str:
 
 
 def _model(change: Change, request: JoinRequest) -> Model:
-    """Return the run's model, which the first worker fixes. Raises Problem if this worker's model or training set is
-    another."""
+    """Return the run's model, which the first worker fixes. Raises Problem if this worker's model or training set
+    differs."""
     run, model, private = change.run, change.run.model, change.run.spec.data.private
     if request.data is not None and (request.data.digest is None) != private:
         raise Problem(
             "data-mismatch",
-            f"data.digest is {request.data.digest}: with data.private = {str(private).lower()} a worker tells "
-            f"{'the length of its training set alone' if private else 'the digest of its training set'}",
+            f"data.digest is {request.data.digest}: with data.private = {str(private).lower()} a worker sends "
+            f"{'no digest, only the length of its training set' if private else 'the digest of its training set'}",
         )
     if model is None:
         try:
@@ -189,54 +181,19 @@ def _model(change: Change, request: JoinRequest) -> Model:
         raise Problem(
             "model-mismatch",
             f"this worker's frozen parameters ({request.frozen or 'none'}) are not those of the run {run.name} "
-            f"({model.frozen}); load the same weights everywhere, of the same directory or revision, and without "
-            "--parameters bf16 where they are fp32",
+            f"({model.frozen}); load the same weights everywhere, from the same directory or revision, and without "
+            "--parameters bf16 if they are fp32",
         )
     if difference := data_difference(request.data, model.data, run.spec.data):
         raise Problem("data-mismatch", difference)
-    if private and model.data is None and request.data is not None:  # the first that tells of its tokenizer
+    if private and model.data is None and request.data is not None:  # the first worker that reports its tokenizer
         model = model.model_copy(update={"data": request.data})
         change.set_model(model)
     return model
 
 
-def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
-    """Renew the lease of a live worker: a heartbeat. Problem `unauthorized` if the lease has ended meanwhile.
-
-    Neither takes the run's lock nor touches the database.
-    """
-    if not run.members.renew(worker, run.world.clock(), metrics):
-        raise _ended(worker)
-    directive = DIRECTIVES.get(run.state, Directive.CONTINUE)
-    return LeaseReply(directive=directive, reason=status(run), lease_s=run.members.lease_s)
-
-
-def check_lease(run: LiveRun, worker: str) -> None:
-    """Raise Problem `unauthorized` unless `worker` is live."""
-    if worker not in run.members:
-        raise _ended(worker)
-
-
-def _ended(worker: str) -> Problem:
-    return Problem("unauthorized", f"the lease of {worker} has ended; join again")
-
-
-def leave(run: LiveRun, worker: str, request: LeaveRequest, operator: Actor | None = None) -> None:
-    """End the worker's lease because it leaves, or the operator makes it; its unused units return to the pool."""
-    with run.lock:
-        if operator is not None and worker not in run.members:
-            raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
-        check_lease(run, worker)  # it may have ended while the request was on its way
-        if request.report is not None:
-            accounting.book_report(run, worker, request.report)
-        with run.change() as change:
-            end_lease(change, worker, WorkerState.LEFT, "left", request)
-            if operator is not None:
-                change.audit(operator, "worker-left", f"made the worker {worker} leave")
-
-
 def change_worker(run: LiveRun, worker: str, request: WorkerChange, by: Actor) -> None:
-    """Evict a worker, ban it, let a banned one join again, or give its name away, as the operator asks."""
+    """Evict a worker, ban it, readmit it or release its name, as the operator asks."""
     with run.change() as change:
         row = change.session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)
@@ -260,3 +217,48 @@ def change_worker(run: LiveRun, worker: str, request: WorkerChange, by: Actor) -
             change.record("banned", f"{worker} was banned by the operator", worker=worker)
         elif request.state == "evicted":
             raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def check_name_free(session: Session, run: LiveRun, worker: str) -> None:
+    """Raise Problem `worker-name-owned` if the name belongs to any token."""
+    row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)).one_or_none()
+    if row is not None and row.token is not None:
+        raise _owned(run, worker)
+
+
+def _claim_name(change: Change, row: WorkerRow, by: Identity, actor: Actor) -> None:
+    """Give the name to the token `by`. Raises Problem: worker-name-owned, if it belongs to another token; forbidden, if
+    the token may not join under this name, or has used up its number of names."""
+    run = change.run
+    if row.token is not None and row.token != by.token:
+        raise _owned(run, row.name)
+    if by.worker is not None and by.worker != row.name:
+        raise Problem(
+            "forbidden",
+            f"this token is for the worker {by.worker} only; join under that name, or use a join token",
+        )
+    if by.token is None or row.token == by.token:
+        return
+    if by.names is not None:
+        query = select(func.count(func.distinct(WorkerRow.name)))
+        others = change.session.scalars(query.where(WorkerRow.token == by.token, WorkerRow.name != row.name)).one()
+        if others >= by.names:
+            raise Problem(
+                "forbidden",
+                f"the token {by.token} is for {by.names} worker {'name' if by.names == 1 else 'names'}, and all "
+                "of them are used; join under one of those, or have an admin create a separate token for this machine: "
+                "`outerstep token create --scope join` for many boxes, `--scope worker --names N` for several workers",
+            )
+    row.token = by.token
+    change.audit(actor, "name-claimed", f"the name {row.name} belongs to the token {by.token} now")
+
+
+def _owned(run: LiveRun, worker: str) -> Problem:
+    return Problem(
+        "worker-name-owned",
+        f"the name {worker} belongs to another token in the run {run.name}; join with that token, or under another "
+        f"name (--name), or have an operator release it: outerstep run release {run.name} {worker}",
+    )

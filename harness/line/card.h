@@ -1,5 +1,5 @@
-// What a network card does for TCP: it cuts what its host sends at once into packets, and joins packets that arrive at
-// once. So a host handles many of them together; the lines between carry, drop and lose each by itself.
+// Segmentation offload, as in a network card: large TCP sends are cut into packets, and packets that arrive together are
+// joined. So a host handles many at once, while the line carries, drops and loses each packet separately.
 
 #pragma once
 #include "way.h"
@@ -9,22 +9,22 @@
 #include <sys/types.h>
 #include <sys/uio.h>
 
-#define MOST_BYTES 65535
-#define MOST_JOINED 44
+#define MAX_BYTES 65535
+#define MAX_JOINED 44
 #define IP_BYTES 20
 #define TCP 6
 #define ACK 0x10
 #define PSH 0x08
 #define FIN 0x01
-#define SUM_AT 16  // in TCP's head, as are:
+#define SUM_AT 16  // in the TCP header, like the next three
 #define SEQUENCE_AT 4
 #define LENGTH_AT 12
 #define FLAGS_AT 13
 
-// What a TUN device reads and writes: with IFF_VNET_HDR a head of its own precedes the IP packet.
+// What a TUN device reads and writes: with IFF_VNET_HDR a separate header precedes the IP packet.
 struct frame {
     struct virtio_net_hdr head;
-    unsigned char bytes[MOST_BYTES];
+    unsigned char bytes[MAX_BYTES];
 };
 
 static inline uint32_t get16(const unsigned char *at) { return at[0] << 8 | at[1]; }
@@ -38,7 +38,7 @@ static inline uint32_t sum(const unsigned char *at, int size, uint32_t value) {
     return value;
 }
 
-// Write the length of an IPv4 packet of TCP, the head's checksum, and of TCP's the part that a host writes there.
+// Write the length of an IPv4 TCP packet, the IP header's checksum, and the part of TCP's checksum that a host writes.
 static inline void write_size(unsigned char *ip, uint32_t size) {
     put16(ip + 2, size);
     put16(ip + 10, 0);
@@ -48,11 +48,11 @@ static inline void write_size(unsigned char *ip, uint32_t size) {
 
 struct cut {
     const struct frame *frame;
-    uint32_t heads, most;  // bytes of IP's and TCP's heads, and of a packet's payload at most
-    uint32_t done, left;  // bytes of payload, or of all where it is not cut
+    uint32_t heads, most;  // bytes of the IP and TCP headers; most payload bytes of a packet
+    uint32_t done, left;  // payload bytes, or all bytes if it is not cut
 };
 
-// Begin to cut a frame of `size` bytes. Nothing is left of one that is no IPv4, or has options.
+// Start to cut a frame of `size` bytes. A frame that is not IPv4, or has options, is dropped (left = 0).
 static inline struct cut cut_begin(const struct frame *frame, ssize_t size) {
     uint32_t bytes = size - sizeof frame->head;
     const unsigned char *ip = frame->bytes;
@@ -81,24 +81,24 @@ static inline void cut_next(struct cut *cut, struct packet *packet) {
     cut->done += payload, cut->left -= payload;
 }
 
-// Packets that are delivered at once.
+// Packets that are delivered together.
 struct joint {
-    struct packet *packets[MOST_JOINED];
+    struct packet *packets[MAX_JOINED];
     int count;
     struct virtio_net_hdr head;
     unsigned char heads[IP_BYTES + 60];
-    struct iovec parts[MOST_JOINED + 2];
+    struct iovec parts[MAX_JOINED + 2];
 };
 
 static inline uint32_t heads_of(const struct packet *packet) {
     return IP_BYTES + (packet->bytes[IP_BYTES + LENGTH_AT] >> 4) * 4;
 }
 
-// Whether the packet goes on where the last of the joint ends, as TCP's receivers have cards and kernels put together:
-// all but the last are as long as the first, and nothing but the place in the stream differs.
+// Whether the packet continues where the joint ends, by the rules of receive offload: all packets but the last have the
+// size of the first, and only the sequence number differs.
 static inline bool joins(const struct joint *joint, const struct packet *packet) {
     if (joint->count == 0) return true;
-    if (joint->count == MOST_JOINED) return false;
+    if (joint->count == MAX_JOINED) return false;
     const struct packet *first = joint->packets[0], *last = joint->packets[joint->count - 1];
     const unsigned char *a = last->bytes, *b = packet->bytes;
     if (packet->sum_from != IP_BYTES || last->sum_from != IP_BYTES || a[9] != TCP) return false;
@@ -111,7 +111,7 @@ static inline bool joins(const struct joint *joint, const struct packet *packet)
         && memcmp(s + 14, t + 14, 2) == 0 && memcmp(s + 18, t + 18, heads - IP_BYTES - 18) == 0;
 }
 
-// Write `parts` for writev; how many.
+// Fill `parts` for writev; return their number.
 static inline int joint_parts(struct joint *joint) {
     struct packet *first = joint->packets[0], *last = joint->packets[joint->count - 1];
     joint->head = (struct virtio_net_hdr){0};

@@ -2,13 +2,14 @@
 //
 //     line LINES FIRST_ADDRESS SEED
 //
-// makes LINES network namespaces, with a TUN device `line` in each, and one TUN device here, `linesN`. It is the router
-// between them: LINES addresses, the first one as given plus N × 256, lie behind a line each; all else is here. A packet
-// from one line to another goes up the one and down the other; what is no IPv4 goes nowhere. No file names the
-// namespaces: they end with this process and those that run in them. It ends when its stdin does, or its parent.
+// creates LINES network namespaces with a TUN device `line` in each, and one TUN device `linesN` in this namespace, and
+// routes between them. Behind each line is one address: LINES consecutive ones, the first one FIRST_ADDRESS + N × 256
+// (N as in `linesN`). All other addresses are here. A packet between two lines goes up one and down the other; packets
+// that are not IPv4 are dropped. The namespaces have no name: they end with this process and those that run in them.
+// This process ends when its stdin or its parent does.
 //
 // It prints the name of the device here and a file descriptor per namespace, for `nsenter --net=/proc/PID/fd/N`. Then
-// it takes orders, a line each, and answers each with a line:
+// it reads orders from stdin and answers each, one line each:
 //
 //     set LINE up|down BITS_PER_SECOND DELAY_NS QUEUE_BYTES LOSS      (loss: 0 to 1)  ->  "done"
 //     count LINE      ->  packets and bytes passed, lost and dropped up, and the same six down
@@ -34,23 +35,23 @@
 #include <time.h>
 #include <unistd.h>
 
-#define MOST_LINES 200
-// Packets are handled as they come, but not more often than this: to wake for each would be most of the work. So a
-// packet may be late by as much as it enters, and as it leaves.
+#define MAX_LINES 200
+// Packets are handled when they arrive, but at most this often, as waking up for each one would be most of the work. So
+// a packet may be delayed by this much when it enters and when it leaves.
 #define TICK_NS 100000
 #define ORDER_BYTES 256
 
 static struct line {
     int tun;
     struct way up, down;
-} lines[MOST_LINES];
-static int count, tun;  // of lines; the device here
+} lines[MAX_LINES];
+static int count, tun;  // number of lines; the device here
 static uint32_t first_address;
 static struct packet *spare;
 
 static void fail(const char *what) {
     perror(what);
-    _exit(1);  // half a line on stdout would be none
+    _exit(1);  // part of a line on stdout would be misread
 }
 
 static uint64_t clock_ns(void) {
@@ -91,7 +92,7 @@ static int this_namespace(void) {
     return fd;
 }
 
-// The line whose far end has this address; NULL for everything else, which is here.
+// The line with this address at its remote end; NULL for all other addresses, which are here.
 static struct line *line_to(const struct packet *packet) {
     uint32_t to;
     memcpy(&to, packet->bytes + 16, sizeof to);
@@ -103,12 +104,12 @@ static void enter(struct way *way, struct packet *packet, uint64_t now) {
     if (!way_enter(way, packet, now)) discard(packet);
 }
 
-// Take what a device wants to send; `line` is NULL for the one here.
+// Read the packets that a device sends; `line` is NULL for the device here.
 static void take(int fd, struct line *line) {
     static struct frame frame;
     ssize_t size;
     while ((size = read(fd, &frame, sizeof frame)) > 0) {
-        uint64_t now = clock_ns();  // after it was read: nothing is ever early
+        uint64_t now = clock_ns();  // after reading, so that no packet is early
         struct cut cut = cut_begin(&frame, size);
         for (struct packet *packet; cut.left > 0; ) {
             cut_next(&cut, packet = new_packet());
@@ -128,7 +129,7 @@ static void deliver(struct joint *joint, int fd) {
     while (joint->count > 0) discard(joint->packets[--joint->count]);
 }
 
-// Deliver what has come down or up one way; what goes on, from up one line to down another, enters that.
+// Deliver the packets that arrived in one direction. A packet for another line enters that line's down direction.
 static void empty(struct way *way, int fd, bool goes_on, uint64_t now) {
     static struct joint joint;
     struct packet *packet;
@@ -147,7 +148,7 @@ static void empty(struct way *way, int fd, bool goes_on, uint64_t now) {
     deliver(&joint, fd);
 }
 
-// Deliver what has arrived. Return when more does.
+// Deliver all packets that have arrived. Return when the next one arrives.
 static uint64_t give(uint64_t now) {
     uint64_t next = NEVER, at;
     for (struct line *line = lines; line < lines + count; line++) empty(&line->up, tun, true, now);
@@ -186,7 +187,7 @@ static void obey(const char *order) {
     fflush(stdout);
 }
 
-// Read what there is of stdin and obey its whole lines.
+// Read stdin and execute its complete lines.
 static void listen_to_orders(void) {
     static char text[ORDER_BYTES];
     static size_t have;
@@ -208,7 +209,7 @@ static void listen_to_orders(void) {
 }
 
 static void run(void) {
-    struct pollfd ends[MOST_LINES + 2] = {{.fd = 0, .events = POLLIN}, {.fd = tun, .events = POLLIN}};
+    struct pollfd ends[MAX_LINES + 2] = {{.fd = 0, .events = POLLIN}, {.fd = tun, .events = POLLIN}};
     for (int i = 0; i < count; i++) ends[i + 2] = (struct pollfd){.fd = lines[i].tun, .events = POLLIN};
     for (;;) {
         if (ends[0].revents) listen_to_orders();
@@ -217,7 +218,7 @@ static void run(void) {
             if (ends[i + 2].revents) take(lines[i].tun, &lines[i]);
         uint64_t next = give(clock_ns()), now = clock_ns();
         uint64_t wait = next <= now + TICK_NS ? TICK_NS : next == NEVER ? NEVER : next - now;
-        // A rest first, in which packets gather; all of the wait, if it is not much more.
+        // First a short sleep, in which packets gather; the whole wait, if it is not much longer.
         uint64_t rest = wait < 2 * TICK_NS ? wait : TICK_NS;
         nanosleep(&(struct timespec){.tv_nsec = rest}, NULL);
         struct timespec more = {.tv_sec = (wait - rest) / 1000000000, .tv_nsec = (wait - rest) % 1000000000};
@@ -227,15 +228,15 @@ static void run(void) {
 
 int main(int argc, char **argv) {
     struct in_addr first;
-    if (argc != 4 || (count = atoi(argv[1])) < 1 || count > MOST_LINES || !inet_aton(argv[2], &first)) {
+    if (argc != 4 || (count = atoi(argv[1])) < 1 || count > MAX_LINES || !inet_aton(argv[2], &first)) {
         fprintf(stderr, "usage: line LINES FIRST_ADDRESS SEED\n");
         return 2;
     }
     first_address = ntohl(first.s_addr);
     if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail("prctl");
-    signal(SIGINT, SIG_IGN);  // Ctrl-C is for those who use the lines, and end this
+    signal(SIGINT, SIG_IGN);  // Ctrl-C is for the processes that use the lines, which end this one
     if (prctl(PR_SET_TIMERSLACK, 1)) fail("prctl");
-    // A line does not wait for those at its ends, who want the same cores; unless a container forbids it.
+    // Real-time priority, so that the line does not wait for the processes at its ends; a container may forbid it.
     struct sched_param first_of_all = {.sched_priority = 1};
     if (sched_setscheduler(0, SCHED_RR, &first_of_all) && errno != EPERM) fail("sched_setscheduler");
     char here[IFNAMSIZ] = "lines%d", far[IFNAMSIZ];

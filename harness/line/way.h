@@ -1,8 +1,8 @@
-// One direction of a line: a queue, a transmitter of so many bits per second, a delay, and then loss. Pure: the time
-// comes as an argument, in nanoseconds, and the same packets at the same times fare the same.
+// One direction of a line: a queue, a transmitter with a bit rate, a delay, and then loss. Pure: time is an argument, in
+// nanoseconds, and the same packets at the same times get the same treatment.
 //
-// A packet enters, waits for those before it, is transmitted, flies for `delay`, and leaves or is lost. Where the queue
-// is full it is dropped. What is set anew holds from then on: rate and delay for those that wait, losses for all.
+// A packet enters, waits for those before it, is transmitted, is in flight for `delay`, and leaves or is lost. If the
+// queue is full it is dropped. Changes apply from then on: rate and delay to waiting packets, losses to all.
 
 #pragma once
 #include <stdbool.h>
@@ -10,15 +10,15 @@
 #include <stdlib.h>
 
 #define MTU 1500
-// What an Ethernet adds to an IP packet: preamble 8, head 14, check 4, gap 12. The line carries it, counters have it.
+// What Ethernet adds to an IP packet: preamble 8, header 14, checksum 4, gap 12. It is transmitted and counted.
 #define FRAMING 38
 #define NEVER UINT64_MAX
 
 struct packet {
     struct packet *next;
-    uint64_t at;  // when it entered, while it waits; when it arrives, while it flies
+    uint64_t at;  // when it entered, while waiting; when it arrives, while in flight
     uint32_t size;  // of the IP packet
-    // What its sender leaves to a network card: the checksum of everything from here on (0: nothing), and its place.
+    // Left to the network card by the sender: the start of the checksummed bytes (0: none), and the checksum's place.
     uint16_t sum_from, sum_at;
     unsigned char bytes[MTU];
 };
@@ -52,9 +52,9 @@ static inline void add(struct count *count, uint32_t size) {
 struct way {
     double rate;  // bit/s
     uint64_t delay;  // ns
-    uint64_t queue;  // bytes that may wait, the packet that is being transmitted among them
+    uint64_t queue;  // bytes that may wait, including the packet in transmission
     double loss;  // 0 to 1
-    uint64_t chance;  // the state of the random numbers
+    uint64_t chance;  // state of the random numbers
     struct fifo waiting, flying;
     uint64_t waiting_bytes, free_at;
     struct count passed, lost, dropped;
@@ -67,7 +67,7 @@ static inline uint64_t way_transmitted(const struct way *way) {
     return ns < 1e18 ? start + (uint64_t)ns : NEVER;
 }
 
-// Let those fly that have been transmitted by now.
+// Put the packets that have been transmitted by now in flight.
 static inline void way_transmit(struct way *way, uint64_t now) {
     uint64_t done;
     while (way->waiting.first != NULL && (done = way_transmitted(way)) <= now) {
@@ -84,7 +84,7 @@ static inline void way_set(struct way *way, uint64_t now, double rate, uint64_t 
     way->rate = rate, way->delay = delay, way->queue = queue, way->loss = loss;
 }
 
-// Returns whether there was room for the packet; it is the caller's where there was none.
+// Returns whether there was room for the packet; if not, the caller keeps it.
 static inline bool way_enter(struct way *way, struct packet *packet, uint64_t now) {
     way_transmit(way, now);
     if (way->waiting_bytes + packet->size + FRAMING > way->queue) {
@@ -97,7 +97,7 @@ static inline bool way_enter(struct way *way, struct packet *packet, uint64_t no
     return true;
 }
 
-// When the next packet arrives, if nothing is set anew until then.
+// When the next packet arrives, unless the line is changed before.
 static inline uint64_t way_next(const struct way *way) {
     if (way->flying.first != NULL) return way->flying.first->at;
     if (way->waiting.first == NULL) return NEVER;
@@ -106,7 +106,7 @@ static inline uint64_t way_next(const struct way *way) {
 }
 
 // Take the next packet that has arrived by now, NULL if there is none. Whether it was `lost` depends on the seed and on
-// how many came before it.
+// the number of packets before it.
 static inline struct packet *way_leave(struct way *way, uint64_t now, bool *lost) {
     way_transmit(way, now);
     if (way->flying.first == NULL || way->flying.first->at > now) return NULL;

@@ -132,7 +132,7 @@ def restore(
         runs = ", ".join(f"{run.name} at state {run.round}" for run in manifest.runs) or "no runs"
         say(f"restored backup {manifest.number} of {time_text(manifest.made_at)} into {data}: {runs}")
         if token_file is not None:
-            say(f"made an admin token: {token_file}")
+            say(f"created an admin token: {token_file}")
     if manifest.lost:
         say(f"without {len(manifest.lost)} blobs that were lost before the backup was made", err=True)
 

@@ -16,7 +16,7 @@ from protocol.messages import DataSummary, FrozenSummary, RunDetail, data_differ
 from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.run import RunSpec
 from worker.box import check_suited, shard_cache
-from worker.data.opening import open_training_set
+from worker.data.open_training_set import open_training_set
 from worker.inner.data_parallel import Mode
 from worker.inner.execution import layers_of
 from worker.inner.optimizers import hidden_matrices

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+from sqlalchemy import delete
 
+from coordinator.store.tables import EventRow
 from harness.coordinator import InThread, Running
 from harness.member import Member, spec_toml
 from harness.stores import Blocked
@@ -94,6 +96,12 @@ def info(running: Running, run: str, path: str = "") -> Any:
 
 def events(running: Running, run: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in info(running, run, "/events?limit=1000")["items"] if event["kind"] == kind]
+
+
+def forget_events(running: InThread, run: str) -> None:
+    """Delete the run's events, as retention does with older ones."""
+    with running.coordinator.database.write() as session:
+        session.execute(delete(EventRow).where(EventRow.run_id == running.live(run).id))
 
 
 def play_one_round_of_two(running: InThread) -> tuple[Member, Member]:

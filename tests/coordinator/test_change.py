@@ -15,7 +15,7 @@ def test_what_fails_leaves_database_and_memory_as_they_were(shared: InThread, ru
     def fail() -> None:
         with live.change() as change:
             change.record("test", "was never committed")
-            change.then(lambda: applied.append(1))
+            change.after_commit(lambda: applied.append(1))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -31,8 +31,8 @@ def test_what_follows_in_memory_follows_after_the_commit_and_in_order(shared: In
     crew(shared, run, ["a"])
     live, seen = shared.live(run), list[object]()
     with live.change() as change:
-        change.then(lambda: seen.append(len(events(shared, run, "test"))))
-        change.then(lambda: seen.append("second"))
+        change.after_commit(lambda: seen.append(len(events(shared, run, "test"))))
+        change.after_commit(lambda: seen.append("second"))
         change.record("test", "is committed by then")
         assert seen == []
     assert seen == [1, "second"]
@@ -72,7 +72,7 @@ def test_a_run_settles_by_itself_after_every_change(shared: InThread, run: str) 
     live: LiveRun = shared.live(run)
     assert live.open is None
     with live.change() as change:
-        change.then(lambda: live.members.get_ready("a"))
+        change.after_commit(lambda: live.members.get_ready("a"))
     assert live.open is not None
     with live.change() as change:
         change.set_state(RunState.STOPPED)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from anyio.to_thread import current_default_thread_limiter
 
-from coordinator.run.bell import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Bell, delta_of
+from coordinator.run.waiters import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Waiters, delta_of
 from coordinator.sync import retention
 from coordinator.workers import assigning
 from harness.coordinator import CoordinatorProcess, InThread, SettableClock
@@ -197,34 +197,34 @@ def test_units_of_a_round_that_a_worker_missed_are_taken_back_although_its_assig
     ("topic", "woken"),
     [(delta_of(1), {delta_of(1)}), (EVENTS, {EVENTS}), (None, {EVENTS, ASSIGNMENTS, delta_of(0), delta_of(1)})],
 )
-def test_a_ring_wakes_those_whom_it_concerns(topic: str | None, woken: set[str]) -> None:
-    async def rung() -> set[str]:
-        bell = Bell()
-        bell.attach(asyncio.get_running_loop())
+def test_a_wake_up_reaches_its_topic_alone(topic: str | None, woken: set[str]) -> None:
+    async def reached() -> set[str]:
+        waiters = Waiters()
+        waiters.attach(asyncio.get_running_loop())
         with ExitStack() as stack:
             topics = (EVENTS, ASSIGNMENTS, delta_of(0), delta_of(1))
-            listening = {each: stack.enter_context(bell.listening("r", each)) for each in topics}
-            other = stack.enter_context(bell.listening("another run", EVENTS))
-            bell.ring("r", topic)
-            await asyncio.gather(*(listening[each].wait() for each in woken))
+            registered = {each: stack.enter_context(waiters.register("r", each)) for each in topics}
+            other = stack.enter_context(waiters.register("another run", EVENTS))
+            waiters.wake("r", topic)
+            await asyncio.gather(*(registered[each].wait() for each in woken))
             assert not other.is_set()
-            return {each for each, event in listening.items() if event.is_set()}
+            return {each for each, event in registered.items() if event.is_set()}
 
-    assert asyncio.run(rung()) == woken
+    assert asyncio.run(reached()) == woken
 
 
 def test_of_a_crowd_that_is_woken_a_few_are_let_go_at_a_time_and_who_came_first_is_first() -> None:
     async def passes() -> list[int]:
-        bell = Bell()
-        bell.attach(asyncio.get_running_loop())
+        waiters = Waiters()
+        waiters.attach(asyncio.get_running_loop())
         with ExitStack() as stack:
-            rings = [stack.enter_context(bell.listening("r", ASSIGNMENTS)) for _ in range(5 * RELEASED_AT_ONCE)]
-            bell.ring("r", ASSIGNMENTS)
+            events = [stack.enter_context(waiters.register("r", ASSIGNMENTS)) for _ in range(5 * RELEASED_AT_ONCE)]
+            waiters.wake("r", ASSIGNMENTS)
             counts = []
-            while not rings[-1].is_set():
+            while not events[-1].is_set():
                 await asyncio.sleep(0)  # one pass of the event loop, in which others are served
-                assert sorted(rings, key=lambda ring: not ring.is_set()) == rings
-                counts.append(sum(ring.is_set() for ring in rings))
+                assert sorted(events, key=lambda event: not event.is_set()) == events
+                counts.append(sum(event.is_set() for event in events))
             return counts
 
     assert asyncio.run(passes()) == [RELEASED_AT_ONCE * each for each in range(1, 6)]
@@ -232,13 +232,13 @@ def test_of_a_crowd_that_is_woken_a_few_are_let_go_at_a_time_and_who_came_first_
 
 def test_nobody_is_kept_who_no_longer_waits() -> None:
     async def kept() -> list[object]:
-        bell = Bell()
-        bell.attach(asyncio.get_running_loop())
+        waiters = Waiters()
+        waiters.attach(asyncio.get_running_loop())
         known = []
         for _ in range(3):
-            with bell.listening("r", EVENTS) as ring:
-                known.append(weakref.ref(ring))
-            del ring
+            with waiters.register("r", EVENTS) as woken:
+                known.append(weakref.ref(woken))
+            del woken
         gc.collect()
         return [each() for each in known]
 

@@ -35,16 +35,16 @@ def test_three_slashes_are_relative_and_four_absolute(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("outerstep.db", "this is no URL, as for example sqlite:////"),
-        ("", "this is no URL"),
-        ("postgresql://me:secret@host/runs", "no backend for postgresql: use one of sqlite, or leave the setting away"),
-        ("mysql+pymysql://host/runs", "no backend for mysql"),
+        ("outerstep.db", "this is not a URL; an example is sqlite:////"),
+        ("", "this is not a URL"),
+        ("postgresql://me:secret@host/runs", "postgresql is not supported: use one of sqlite"),
+        ("mysql+pymysql://host/runs", "mysql is not supported"),
         ("sqlite+aiosqlite:////data/run.db", "Python's own, not aiosqlite"),
         ("sqlite://data/run.db", "three slashes before a relative path and four before an absolute one"),
         ("sqlite://", "a restart would lose a database in memory"),
         ("sqlite:///", "a restart would lose"),
         ("sqlite:///:memory:", "a restart would lose"),
-        ("sqlite:///file:run?mode=memory&uri=true", "takes no options of SQLite's, here mode, uri"),
+        ("sqlite:///file:run?mode=memory&uri=true", "takes no SQLite options, here mode, uri"),
         ("sqlite:///file::memory:", "a restart would lose"),
     ],
 )
@@ -93,7 +93,7 @@ def test_a_database_that_the_data_directory_has_is_not_forgotten_by_mistake(tmp_
     data = tmp_path / "data"
     data.mkdir()
     Database(url_of(None, data)).close()
-    with pytest.raises(ValueError, match="the data directory has a database already"):
+    with pytest.raises(ValueError, match="the data directory already has a database"):
         url_of(f"sqlite:///{tmp_path}/other.db", data)
     same = f"sqlite:///{data}/../data/outerstep.db"
     assert url_of(same, data) == make_url(same)
@@ -111,7 +111,7 @@ def test_a_url_that_is_forgotten_is_told_before_an_empty_database_takes_the_plac
     monkeypatch.delenv(VARIABLE)
     before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
     for text, name in ((None, "outerstep"), (f"sqlite:///{tmp_path}/another.db", "another")):
-        with pytest.raises(ValueError, match=rf"has the files of runs, and there is no database at .*{name}\.db"):
+        with pytest.raises(ValueError, match=rf"there is no database at .*{name}\.db"):
             make_server(Settings(data_dir=data, database_url=text, port=0))
     assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
     assert url_of(url, data) == make_url(url)
@@ -123,7 +123,7 @@ def test_what_is_no_database_is_told_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(OuterstepError, match=r"notes\.db cannot be opened: file is not a database"):
         Database(url_of(f"sqlite:///{path}", tmp_path))
     assert path.read_text().startswith("not a database")
-    with pytest.raises(FileNotFoundError, match="no directory for the database.*missing"):
+    with pytest.raises(FileNotFoundError, match="directory does not exist.*missing"):
         Database(url_of(f"sqlite:///{tmp_path}/missing/run.db", tmp_path))
     path.unlink()
     Database(url_of(f"sqlite:///{path}", tmp_path)).close()  # whoever was refused holds no lock
@@ -137,7 +137,7 @@ def test_a_database_of_a_later_version_is_told_and_left_alone(tmp_path: Path) ->
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     before = path.read_bytes()
-    later = r"run\.db was brought to schema 9999 by a later version.* up to \d{4}, .*outerstep coordinator restore"
+    later = r"run\.db was migrated to schema 9999 by a later version.* up to \d{4} .*outerstep coordinator restore"
     with pytest.raises(OuterstepError, match=later):
         Database(url_of(f"sqlite:///{path}", tmp_path))
     assert path.read_bytes() == before

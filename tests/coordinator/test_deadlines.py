@@ -64,7 +64,7 @@ def test_fragments_that_close_without_different_workers_are_told_of_each(
         for fragment, workers in [(0, ["e"]), (1, ["d", "e"])]
     ]
     reasons = [fragment["reason"] for fragment in info(shared, run, "/rounds/1")["fragments"]]
-    assert reasons[0] == "all 4 workers have contributed; nobody waited for e", "it has never contributed"
+    assert reasons[0] == "all 4 workers have contributed; did not wait for e", "it has never contributed"
     assert reasons[1].startswith("closed without d after 1 s of grace")
 
 

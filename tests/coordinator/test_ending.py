@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from coordinator.run.bell import ASSIGNMENTS, EVENTS, delta_of
+from coordinator.run.waiters import ASSIGNMENTS, EVENTS, delta_of
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.identity import Actor
@@ -49,7 +49,7 @@ def joined(running: InThread, run: str, name: str, token: dict[str, Any]) -> Mem
 
 def waits(running: InThread, run: str, topic: str) -> None:
     """Return once somebody waits for the topic."""
-    wait_until(lambda: running.coordinator.bell.is_listened_to(run, topic))
+    wait_until(lambda: running.coordinator.waiters.has_waiters(run, topic))
 
 
 class Asking:

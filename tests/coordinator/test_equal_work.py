@@ -2,8 +2,7 @@
 
 import pytest
 
-from coordinator.screening.judging import Evidence, judge
-from coordinator.screening.likeness import Likeness
+from coordinator.screening.judging import Evidence, SimilarityHistory, judge
 from harness.coordinator import InThread
 from harness.member import Member
 from tests.coordinator.crew import crew, events, info
@@ -89,18 +88,18 @@ def test_another_dropout_seed_or_precision_hides_no_equal_work(shared: InThread,
 def test_no_honest_pair_is_taken_for_one() -> None:
     """Of many steps directions are less noisy, and so closer to each other than to those of few steps."""
     for cosine in (0.1, 0.4, 0.9, 0.99):
-        likeness = Likeness()
+        similarity = SimilarityHistory()
         for round_ in range(12):
             vectors = honest(6, cosine, seed=round_)
             for few in (0, 1):
                 vectors[few] = vectors[few] + honest(1, seed=1000 * round_ + few + 7)[0]
             evidence = {f"w{i}": Evidence(sketched(each), 1.0, 1.0) for i, each in enumerate(vectors)}
-            assert likeness.see(judge(evidence).alike, evidence) == []
+            assert similarity.update(judge(evidence).close, evidence) == []
 
 
 def test_a_pair_is_forgotten_once_it_differs() -> None:
-    likeness, pair, all_there = Likeness(), ("a", "b"), ["a", "b", "c", "d"]
-    assert [likeness.see({pair: 0.3}, all_there) for _ in range(3)] == [[], [pair], [pair]]
+    similarity, pair, all_there = SimilarityHistory(), ("a", "b"), ["a", "b", "c", "d"]
+    assert [similarity.update({pair: 0.3}, all_there) for _ in range(3)] == [[], [pair], [pair]]
     for _ in range(20):
-        assert likeness.see({}, all_there) == []
-    assert likeness.see({pair: 0.3}, all_there) == []
+        assert similarity.update({}, all_there) == []
+    assert similarity.update({pair: 0.3}, all_there) == []

@@ -4,12 +4,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.screening.agreeing import NEAR, alone
-from coordinator.trust.evaluators import in_turn
+from coordinator.trust.evaluating import NEAR, far_from_majority, in_turn
 from harness.coordinator import InThread
 from harness.member import Member, spec_toml
 from protocol.messages import Scope
-from tests.coordinator.crew import events, info, play_round, problem, recovered
+from tests.coordinator.crew import events, forget_events, info, play_round, problem, recovered
 
 KEPT = "every_rounds = 1\nkeep = 20"
 
@@ -30,7 +29,7 @@ KEPT = "every_rounds = 1\nkeep = 20"
     ],
 )
 def test_who_is_alone(losses: dict[str, float], expected: set[str] | None) -> None:
-    assert alone(losses) == expected
+    assert far_from_majority(losses) == expected
 
 
 def test_they_take_turns_and_are_of_different_tokens() -> None:
@@ -104,12 +103,13 @@ def test_who_lies_is_not_believed_and_found_out(shared: InThread, run: str) -> N
     assert {worker: each["confirmed"] for worker, each in told.items()} == {"b": False, "c": False}
     (event,) = events(shared, run, "evaluations-differ")
     assert event["data"] == {"round": 1, "workers": ["b", "c"]}
-    assert "b says 3.0000, c says 0.0120" in event["message"]
+    assert "b 3.0000, c 0.0120" in event["message"]
     assert play(shared, members, 2, {"c": 0.012}) == ["a", "c", "d"]
     (event,) = events(shared, run, "evaluation-refuted")
     assert event["data"] == {"round": 2, "worker": "c"}
     told = info(shared, run, "/rounds/2")["evaluations"]
     assert {worker: each["confirmed"] for worker, each in told.items()} == {"a": True, "c": False, "d": True}
+    forget_events(shared, run)
     later = [name for round_ in range(3, 8) for name in play(shared, members, round_, {"c": 0.012})]
     assert set(later) == {"a", "b", "d"}
 

@@ -18,9 +18,9 @@ from fastapi import Request
 from coordinator.http import uploads
 from coordinator.http.uploads import ROUNDS, FileSink
 from coordinator.settings import Settings
-from coordinator.store import assembling
-from coordinator.store.assembling import KEPT_S
+from coordinator.store import partial_uploads
 from coordinator.store.data_directory import DataDirectory
+from coordinator.store.partial_uploads import KEPT_S
 from coordinator.store.payloads import Body, MemoryBudget
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member
@@ -42,7 +42,7 @@ def memory(request: pytest.FixtureRequest, shared: InThread, monkeypatch: pytest
 
 @pytest.fixture(autouse=True)
 def nothing_waits(shared: InThread, clock: SettableClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared.coordinator, "wholes", assembling.Wholes(clock))
+    monkeypatch.setattr(shared.coordinator, "partial_uploads", partial_uploads.PartialUploads(clock))
 
 
 class Parts:
@@ -68,7 +68,7 @@ def parts(shared: InThread, run: str, memory: MemoryBudget) -> Iterator[Parts]:
     (member,) = crew(shared, run, ["a"], rounds=2)
     yield Parts(member, member.assignment(0))
     wait_until(lambda: list((shared.data_dir / "incoming").iterdir()) == [])  # the round's delta was made there
-    assert shared.coordinator.wholes.waiting == 0
+    assert shared.coordinator.partial_uploads.waiting == 0
 
 
 def missing(answer: httpx.Response) -> list[list[int]]:
@@ -152,7 +152,7 @@ def test_a_part_of_a_round_that_closed_is_refused_before_the_rest_is_sent(shared
     late.member.http.headers["Authorization"] = again.http.headers["Authorization"]
     refused = problem(late.send(*late.places[1]), "round-closed")
     assert refused["round"] == 1
-    assert shared.coordinator.wholes.waiting == 0
+    assert shared.coordinator.partial_uploads.waiting == 0
 
 
 def test_the_last_part_is_checked_like_the_whole(shared: InThread, run: str) -> None:
@@ -163,7 +163,7 @@ def test_the_last_part_is_checked_like_the_whole(shared: InThread, run: str) -> 
     for place in wrong.places[:-1]:
         missing(wrong.send(*place))
     problem(wrong.send(*wrong.places[-1]), "stale-base")
-    assert shared.coordinator.wholes.waiting == 0
+    assert shared.coordinator.partial_uploads.waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_nobody_else_adds_to_it(shared: InThread, run: str) -> None:
 
 
 def test_crumbs_are_refused(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembling, "MAX_GAPS", 20)
+    monkeypatch.setattr(partial_uploads, "MAX_GAPS", 20)
     (a,) = crew(shared, run, ["a"], rounds=1)
     parts = Parts(a, a.assignment(0))
     for number in range(19):
@@ -208,14 +208,14 @@ def test_what_nobody_goes_on_with_is_forgotten(
     (a,) = crew(shared, run, ["a"], rounds=1, members=f"lease_s = {10 * KEPT_S}")
     parts = Parts(a, a.assignment(0))
     missing(parts.send(*parts.places[0]))
-    assert shared.coordinator.wholes.waiting == 1
+    assert shared.coordinator.partial_uploads.waiting == 1
     clock.advance(KEPT_S - 1)
     missing(parts.send(*parts.places[1]))
     clock.advance(KEPT_S - 1)
     shared.coordinator.tick()
-    assert shared.coordinator.wholes.waiting == 1
+    assert shared.coordinator.partial_uploads.waiting == 1
     clock.advance(2)
-    wait_until(lambda: shared.coordinator.wholes.waiting == 0)
+    wait_until(lambda: shared.coordinator.partial_uploads.waiting == 0)
     assert list((shared.data_dir / "incoming").iterdir()) == []
 
 
@@ -254,7 +254,7 @@ def test_a_range_of_a_delta_that_is_still_in_memory(shared: InThread, run: str) 
 
 def test_who_has_all_of_it_keeps_it_though_another_one_was_first(tmp_path: Path) -> None:
     """A part came twice at once: both requests held the whole, and the second found no file any more: a 500."""
-    whole = assembling.Whole(4, digest(b"1234"), tmp_path / "whole", now=0.0)
+    whole = partial_uploads.PartialUpload(4, digest(b"1234"), tmp_path / "whole", now=0.0)
     with whole.used():
         with whole.used():
             assert whole.add(0, Body(memoryview(b"1234"), 4, digest(b"1234"))) == []
@@ -306,7 +306,7 @@ def test_parts_that_trickle_hold_up_nobody(
         lines[0].sendall(slow.body[99:100])
         assert lines[0].recv(1 << 16).startswith(b"HTTP/1.1 409 "), "that round is over"
     wait_until(lambda: shared.coordinator.quotas.uploading(owner) == 0)
-    assert shared.coordinator.wholes.waiting == 0
+    assert shared.coordinator.partial_uploads.waiting == 0
 
 
 @pytest.mark.covers("security:unfinished-payloads")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.screening.standing import BACK, MOST_ROUNDS, QUARANTINED, Standing
+from coordinator.trust.quarantine import BACK, MOST_ROUNDS, QUARANTINED, Reputation
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
 from protocol.messages import Scope
@@ -17,19 +17,19 @@ LONG = 1000.0  # times what is usual: left out
 # --- pure -------------------------------------------------------------------------------------------------------------
 
 
-def played(counted: list[float], standing: Standing | None = None) -> Standing:
-    standing = standing or Standing()
+def played(counted: list[float], reputation: Reputation | None = None) -> Reputation:
+    reputation = reputation or Reputation()
     for round_, each in enumerate(counted):
-        standing = standing.after(round_, each)
-    return standing
+        reputation = reputation.after(round_, each)
+    return reputation
 
 
 def test_five_rounds_in_a_row_for_nothing_are_enough_and_three_the_next_time() -> None:
     assert played([0.0] * 4).until == 0
-    assert played([0.0] * 5) == Standing(BACK, times=1, until=15)
-    again = Standing(BACK, times=1, until=15)
+    assert played([0.0] * 5) == Reputation(BACK, times=1, until=15)
+    again = Reputation(BACK, times=1, until=15)
     assert again.after(15, 0.0).after(16, 0.0).until == 15
-    assert again.after(15, 0.0).after(16, 0.0).after(17, 0.0) == Standing(BACK, times=2, until=38)
+    assert again.after(15, 0.0).after(16, 0.0).after(17, 0.0) == Reputation(BACK, times=2, until=38)
 
 
 def test_what_counts_in_part_and_lapses_now_and_then_are_no_reason() -> None:
@@ -39,13 +39,13 @@ def test_what_counts_in_part_and_lapses_now_and_then_are_no_reason() -> None:
 
 
 def test_the_longest_quarantine_has_a_bound() -> None:
-    standing = Standing()
+    reputation = Reputation()
     for _ in range(40):
-        before = standing
-        while standing.until == before.until:
-            standing = standing.after(before.until, 0.0)
-        assert standing.until - before.until <= MOST_ROUNDS + 1
-    assert standing.score > QUARANTINED
+        before = reputation
+        while reputation.until == before.until:
+            reputation = reputation.after(before.until, 0.0)
+        assert reputation.until - before.until <= MOST_ROUNDS + 1
+    assert reputation.score > QUARANTINED
 
 
 # --- of a run ---------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_half_of_a_restore_is_no_data_directory(tmp_path: Path) -> None:
         back_up(running.data_dir, tmp_path / "backups")
     restore(BackupDirectory(tmp_path / "backups"), None, tmp_path / "new")
     (tmp_path / "new" / "outerstep.db").unlink()
-    with pytest.raises(ValueError, match="was not restored to the end: run `outerstep coordinator restore` again"):
+    with pytest.raises(ValueError, match="incomplete: run `outerstep coordinator restore` again"):
         url_of(None, tmp_path / "new")
     restored(tmp_path / "backups", tmp_path / "new")
     with coordinator_thread(tmp_path / "new") as running:

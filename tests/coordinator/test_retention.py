@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.store.blobs import KINDS, Blobs, Kind, round_of
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, ContributionRow
+from coordinator.sync import retention
 from harness.coordinator import InThread, coordinator_thread
 from harness.stores import names, rounds
 from protocol.outer_step import outer_step
@@ -118,7 +119,7 @@ def test_blobs_are_deleted_after_their_rows_and_without_the_lock(shared: InThrea
             seen.append((name, oldest.round, is_free(live.lock)))
         delete(name)
 
-    live.blobs = Deleting(live.blobs, on_delete)  # type: ignore[assignment]
+    live.blobs = Deleting(live.blobs, on_delete)
     for round_ in range(4):
         play_round([member], round_)
     shared.await_state(run, 4)
@@ -128,11 +129,27 @@ def test_blobs_are_deleted_after_their_rows_and_without_the_lock(shared: InThrea
     assert all(free for *_, free in seen)
 
 
+def test_killed_before_the_rows_the_next_start_deletes_rows_and_blobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start deleted the blobs alone, so that rows named blobs that were not there."""
+    with coordinator_thread(tmp_path / "data") as running, monkeypatch.context() as patched:
+        (member,) = crew(running, "r", ["w"], rounds=6, checkpoints="every_rounds = 2\nkeep = 1")
+        patched.setattr(retention, "clean", lambda run: None)
+        for round_ in range(4):
+            play_round([member], round_)
+        running.await_state("r", 4)
+    with coordinator_thread(tmp_path / "data") as running:
+        assert kept_below(running, "r", 8) == ([4], [3], [])
+        with running.coordinator.database.read() as session:
+            assert {row.round for row in session.query(CheckpointFragmentRow)} == {4}
+
+
 def test_killed_between_rows_and_blobs_the_next_start_deletes_the_blobs(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         (member,) = crew(running, "r", ["w"], rounds=6, checkpoints="every_rounds = 2\nkeep = 1")
         live = running.live("r")
-        live.blobs = Deleting(live.blobs, lambda name, delete: None)  # type: ignore[assignment]
+        live.blobs = Deleting(live.blobs, lambda name, delete: None)
         for round_ in range(4):
             play_round([member], round_)
         running.await_state("r", 4)

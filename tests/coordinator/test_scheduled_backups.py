@@ -146,12 +146,12 @@ def test_it_waits_for_nobody_and_nobody_for_it(tmp_path: Path, clock: SettableCl
         await_backup(running, None)
         await_rest(running)
         (a,) = crew(running, "r", ["a"], rounds=2, members="lease_s = 86400")
-        world, reached = running.live("r").world, threading.Event()
+        context, reached = running.live("r").context, threading.Event()
 
         def stuck(name: str) -> Reader:
             reached.set()
-            world.closing.wait()
-            return world.blobs.open(name)
+            context.closing.wait()
+            return context.blobs.open(name)
 
         scheduled = running.coordinator.backups
         assert scheduled is not None

@@ -99,8 +99,8 @@ def test_the_first_admin_token_may_come_from_the_environment(
         service.close()
     assert not (tmp_path / "admin.token").exists()
     assert [record.message for record in caplog.records if "admin token" in record.message] == [
-        "took the admin token of the settings",
-        "the admin token of the settings is not heeded: there is another one since the first start",
+        "created the admin token in the settings",
+        "the admin token in the settings is ignored: another one exists since the first start",
     ]
     assert own not in caplog.text
     monkeypatch.setenv("OUTERSTEP_COORDINATOR_ADMIN_TOKEN", "short-and-secret")

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.metrics.server import ServerMetrics
 from coordinator.run.live_run import LiveRun
-from coordinator.store.assembling import BYTES_PER_OWNER, RETRY_S, Wholes
+from coordinator.store.partial_uploads import BYTES_PER_OWNER, RETRY_S, PartialUploads
 from coordinator.store.tokens import new_secret
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member, spec_toml
@@ -189,13 +189,13 @@ def test_metrics_are_made_once_a_second_for_all_but_an_admin(
 
 @pytest.mark.covers("security:unfinished-payloads")
 def test_payloads_of_which_parts_are_missing_are_bounded_by_owner() -> None:
-    wholes = Wholes(SettableClock(), bytes_per_owner=100)
+    partial_uploads = PartialUploads(SettableClock(), bytes_per_owner=100)
 
     def get(owner: str, which: str, size: int) -> None:
-        wholes.get((owner, which), size, bytes(32), lambda: memoryview(bytearray(size)))
+        partial_uploads.get((owner, which), size, bytes(32), lambda: memoryview(bytearray(size)))
 
     get("a", "first", 1000)  # one may always be there, however large
-    with pytest.raises(Problem, match="payloads of 1000 bytes are not all there yet") as caught:
+    with pytest.raises(Problem, match="uploads of 1000 bytes") as caught:
         get("a", "second", 1)
     assert caught.value.retry_after_s == RETRY_S
     get("a", "first", 1000)
@@ -204,14 +204,14 @@ def test_payloads_of_which_parts_are_missing_are_bounded_by_owner() -> None:
     with pytest.raises(Problem, match="too-many-requests"):
         get("b", "third", 1)
     with pytest.raises(Problem, match="too-many-requests"):
-        wholes.get(("b", "second"), 39, bytes(32), lambda: memoryview(bytearray(39)), most_bytes=98)
-    assert wholes.waiting == 3
+        partial_uploads.get(("b", "second"), 39, bytes(32), lambda: memoryview(bytearray(39)), most_bytes=98)
+    assert partial_uploads.waiting == 3
     assert BYTES_PER_OWNER == 4 << 30
 
 
 def test_the_bound_on_parts_is_the_setting(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data", parts_bytes_per_member=1) as running:
-        get = running.coordinator.wholes.get
+        get = running.coordinator.partial_uploads.get
         get(("a", "1"), 1, bytes(32), lambda: memoryview(bytearray(1)))
         with pytest.raises(Problem, match="too-many-requests"):
             get(("a", "2"), 1, bytes(32), lambda: memoryview(bytearray(1)))

@@ -188,7 +188,7 @@ def test_a_delta_is_the_same_bytes_from_memory_and_from_its_blob(shared: InThrea
     play_round([member], 0)
     live = shared.live(run)
     from_memory = member.delta(0, 0)
-    assert live.world.memory.delta(digest(from_memory.content)) is not None
+    assert live.context.memory.delta(digest(from_memory.content)) is not None
     assert from_memory.content == read(live.blobs, the(live, "deltas", 0, 0))
 
 

@@ -58,7 +58,7 @@ def times(factor: float) -> Any:
 @pytest.mark.covers("security:giant-gradient")
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(times(1e6), "no training"), (times(-1), "opposes the others"), (times(0), "next to nothing")],
+    [(times(1e6), "more than 10 times"), (times(-1), "opposes the others"), (times(0), "less than 0.1 times")],
     ids=["a million times", "flipped", "zeros"],
 )
 def test_who_is_left_out_is_not_in_the_delta_and_everybody_can_see_why(
@@ -183,7 +183,7 @@ def test_without_room_in_memory_contributions_are_looked_at_again_when_they_are_
     shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members = crew(shared, run, NAMES, min_workers=4)
-    monkeypatch.setattr(shared.live(run).world.memory, "take", lambda size: None)
+    monkeypatch.setattr(shared.live(run).context.memory, "take", lambda size: None)
     contribute(members, 0, {"c": times(-1)})
     header, _ = delta(members[0], 0, 0)
     assert [each.worker for each in header.contributors] == ["a", "b", "d"]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.sync.deltas import rebuild_delta_if_damaged
-from coordinator.trust.weights import weights
+from coordinator.trust.verdicts import weights
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
 from protocol.digest import digest

@@ -51,7 +51,7 @@ def test_backing_up_listing_and_restoring(tmp_path: Path):
     code, out, err = outerstep("coordinator", "restore", root, "--data", new, "--backup", 2, "--new-admin-token")
     assert (code, err) == (0, "")
     assert re.search(rf"restored backup 2 of 20.* into {new}: kept at state 0, later at state 0", out)
-    assert f"made an admin token: {new}/admin.token" in out
+    assert f"created an admin token: {new}/admin.token" in out
     with serving(new) as again:
         for secret in (token, again.admin_token):
             assert "later" in again.outerstep("run", "ls", token=secret)[1]

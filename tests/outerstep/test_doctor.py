@@ -45,7 +45,7 @@ from tests.support.text import write_chapters
 from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
-from worker.data.opening import open_training_set
+from worker.data.open_training_set import open_training_set
 from worker.errors import Stopped
 from worker.link.client import open_http
 from worker.models.building import build_model

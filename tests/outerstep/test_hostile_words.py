@@ -21,7 +21,8 @@ from tests.support.http_server import Handler, serving
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\nround 7 is published\u202e"
 RUN = run_document(state="finished", reason=f"all done {EVIL}", rounds=1, round=1)
-WORKER = worker_document("box-7", host={"host": EVIL, "share": float("nan")}, metrics={"phase": EVIL[:20]})
+WORKER = worker_document("box-7", token=EVIL)
+UNPRINTABLE_FACTS = [{"host": {"host": EVIL}}, {"host": {"share": float("nan")}}, {"metrics": {"phase": EVIL[:20]}}]
 EVENTS = [event_document(1, f"box-7 joined {EVIL}")]
 FRAGMENT = {
     "fragment": 0,
@@ -112,6 +113,26 @@ def test_what_a_coordinator_says_is_shown_and_not_obeyed(command: list[str], cod
     assert not [line for line in lines if line.startswith("round 7 is published")], "a forged line"
     if command != ["run", "evict", "demo", "box-7"]:  # which says what was asked for
         assert re.search(r"\\(x|u00)1b", result.output)
+
+
+@pytest.mark.covers("security:terminal-escapes")
+@pytest.mark.parametrize("facts", UNPRINTABLE_FACTS, ids=str)
+def test_facts_that_no_coordinator_keeps_are_rejected(facts: dict[str, object]) -> None:
+    """A coordinator stores only facts that can be printed, so a reply with others does not come from one."""
+
+    class Forging(Hostile):
+        def _answer(self, status: int, document: object) -> None:
+            super()._answer(status, {**WORKER, **facts})
+
+    with serving(Forging) as url:
+        result = CliRunner().invoke(
+            app,
+            ["run", "worker", "demo", "box-7"],
+            prog_name="outerstep",
+            env={"OUTERSTEP_URL": url, "OUTERSTEP_TOKEN": "t"},
+        )
+    assert result.exit_code == 3
+    assert [line for line in result.output.splitlines() if not line.isprintable()] == []
 
 
 def test_a_workers_rounds_tell_what_counted_and_what_was_late() -> None:

@@ -414,7 +414,7 @@ def test_a_database_that_cannot_be_is_refused_without_its_password(served: Serve
         "coordinator", "--data", str(tmp_path / "data"), "--database-url", "postgresql://me:secret@db/runs"
     )
     assert (code, err.count("\n")) == (2, 1)
-    assert "--database-url, or its variable: there is no backend for postgresql: use one of sqlite" in err
+    assert "--database-url, or its variable: postgresql is not supported: use one of sqlite" in err
     assert "secret" not in err
     assert not (tmp_path / "data").exists()
 

@@ -108,7 +108,7 @@ class CoordinatorNode:
                 raise
             self.crash(power=False)
             raise Killed from error
-        service.bell.attach(FakeLoop(self.scheduler))  # type: ignore[arg-type]
+        service.waiters.attach(FakeLoop(self.scheduler))  # type: ignore[arg-type]
         if not self.worker_token:
             self.admin_token = (self.data_dir / "admin.token").read_text().strip()
             request = TokenRequest(scope=Scope.WORKER, names=100)

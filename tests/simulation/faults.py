@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from coordinator.rounds import steering
 from coordinator.store.identity import Actor, Identity
-from coordinator.workers import assigning, membership
+from coordinator.workers import assigning, leases, membership
 from protocol.errors import Problem
 from protocol.messages import JoinRequest, Metrics, RunState, Scope, WorkerChange
 from tests.simulation.network import Weather
@@ -221,7 +221,7 @@ class Faults:
                         return
                     request = JoinRequest(tensors=tensor_specs(Toy(self._sim.fragments)))
                     membership.join(run, name, request, Identity(Scope.WORKER), Actor(), lambda token: True)
-                membership.renew(run, name, Metrics())
+                leases.renew(run, name, Metrics())
                 if run.seeded:
                     assigning.assign(run, name, run.round, [])
 

@@ -28,9 +28,9 @@ import numpy as np
 from blake3 import blake3
 
 from coordinator.run.live_run import LiveRun
-from coordinator.screening.spoilt import BOUND
 from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of
+from coordinator.trust.guard import BOUND
 from protocol.codecs import CODECS
 from protocol.digest import parse_content_digest
 from protocol.spec.run import UNITS_PER_WORKER

@@ -16,7 +16,7 @@ import torch
 from sqlalchemy.orm import Session
 
 from coordinator.rounds import closing, opening
-from coordinator.run import steps
+from coordinator.run import schedule
 from coordinator.run.live_run import LiveRun
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
@@ -24,9 +24,10 @@ from coordinator.screening import judging
 from coordinator.store.blobs import Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import UnitRangeRow, WorkerRow
-from coordinator.sync import admission, contributing, deltas, judgement, outer_state, publishing
+from coordinator.sync import admission, contributing, deltas, outer_state, publishing
+from coordinator.trust import verdicts
 from coordinator.units import pools
-from coordinator.workers import assigning, ending, membership
+from coordinator.workers import assigning, leases, membership
 from outerstep.common import files
 from outerstep.common.ranges import Range
 from protocol.digest import Buffer
@@ -196,7 +197,7 @@ def _passes_over_the_pool() -> list[Replacement]:
 
 
 def _no_units_returned() -> list[Replacement]:
-    return [(ending, "return_units", _nothing)]
+    return [(leases, "return_units", _nothing)]
 
 
 def _forgotten_units_kept() -> list[Replacement]:
@@ -254,7 +255,7 @@ def _forgets_its_workers() -> list[Replacement]:
 
 
 def _counts_short_rounds_as_whole() -> list[Replacement]:
-    return [(publishing, "steps_trained", lambda run, session: steps.round_steps(run))]
+    return [(publishing, "steps_trained", lambda run, session: schedule.round_steps(run))]
 
 
 def _takes_any_weight() -> list[Replacement]:
@@ -269,7 +270,7 @@ def _believes_every_contribution() -> list[Replacement]:
     def judge(evidence: Mapping[str, Any], *_: Any, **__: Any) -> judging.Judgement:
         return judging.Judgement(None, {worker: judging.Verdict(1.0) for worker in evidence})
 
-    return [(judgement, "judge", judge)]
+    return [(verdicts, "judge", judge)]
 
 
 # An honest worker ends for good: here, as its contribution weighs more than the units that it still holds.

@@ -250,7 +250,7 @@ class FakeThreading:
 
 
 class FakeLoop:
-    """The event loop, as far as `coordinator.run.bell` and the long polls look at it."""
+    """The event loop, as far as `coordinator.run.waiters` and the long polls look at it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

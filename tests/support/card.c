@@ -13,7 +13,7 @@
 static unsigned char payload_at(uint32_t place) { return place * 2654435761u >> 24; }
 
 static bool sound(const struct joint *joint, int parts, uint32_t size) {
-    static unsigned char bytes[MOST_BYTES];
+    static unsigned char bytes[MAX_BYTES];
     uint32_t have = 0;
     for (int i = 1; i < parts; i++) {
         memcpy(bytes + have, joint->parts[i].iov_base, joint->parts[i].iov_len);
@@ -57,7 +57,7 @@ int main(int argc, char **argv) {
     frame.head.csum_start = IP_BYTES, frame.head.csum_offset = SUM_AT;
     frame.head.gso_type = VIRTIO_NET_HDR_GSO_TCPV4, frame.head.gso_size = most;
 
-    struct packet *packets[MOST_BYTES];
+    struct packet *packets[MAX_BYTES];
     int count = 0;
     for (struct cut cut = cut_begin(&frame, sizeof frame.head + heads + payload); cut.left > 0; count++) {
         cut_next(&cut, packets[count] = malloc(sizeof **packets));

@@ -75,7 +75,7 @@ def test_the_settings_reach_peft(tmp_path: Path) -> None:
 
 def test_modules_that_are_not_there_are_named(tmp_path: Path) -> None:
     save_trained(tmp_path)
-    with pytest.raises(ModelError, match="model.lora: peft refuses it: .*w_pack"):
+    with pytest.raises(ModelError, match="model.lora: peft rejects it: .*w_pack"):
         build_model(spec(tmp_path, 'target_modules = ["w_pack"]'), CPU)
 
 

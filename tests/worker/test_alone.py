@@ -215,7 +215,7 @@ def test_the_log_has_the_learning_rate_of_an_optimizer_of_one_s_own(spec: RunSpe
 @pytest.mark.parametrize(
     ("changes", "said", "code"),
     [
-        ({"precision": "tf32"}, "--precision tf32 is CUDA's, and the device is cpu", Exit.USAGE),
+        ({"precision": "tf32"}, "--precision tf32", Exit.USAGE),
         ({"precision": "fp16", "parameters": "bf16"}, "--parameters bf16 needs --precision bf16", Exit.USAGE),
         ({"log": Path("no/such/directory/steps.jsonl")}, "--log no/such/directory/steps.jsonl: No such", Exit.REFUSED),
     ],

@@ -21,7 +21,7 @@ from worker.state.work import Contribution, Work
 def to_round(state: OuterState, number: int) -> None:
     for p, n in enumerate(LAYOUT.elements):
         state.set(p, torch.full((n,), float(number)), None)
-    state.round = number
+    state.reach(number)
 
 
 def work_of(number: int) -> Work:

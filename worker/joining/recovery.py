@@ -87,7 +87,7 @@ def _fewer_bytes_by_deltas(client: Client, held: int, checkpoint: CheckpointDeta
 
 def _load_checkpoint(client: Client, state: OuterState, checkpoint: CheckpointDetail) -> None:
     """Fetch the fragments of the checkpoint that differ here."""
-    state.round = None
+    state.begin_changes()
 
     def load(p: int) -> bool:
         described, n = checkpoint.fragments[p], len(state.theta[p])
@@ -100,13 +100,13 @@ def _load_checkpoint(client: Client, state: OuterState, checkpoint: CheckpointDe
         return True
 
     fetched = sum(_each_fragment(state, load, _LOADED))
-    state.round = checkpoint.round
+    state.reach(checkpoint.round)
     log.info("loaded checkpoint %d: fetched %d of %d fragments", checkpoint.round, fetched, len(state.own))
 
 
 def _replay(client: Client, spec: RunSpec, state: OuterState, start: int, target: int) -> None:
     """Apply the deltas from state `start` to `target`."""
-    state.round = None
+    state.begin_changes()
 
     def replay(p: int) -> None:
         limit_bytes = wire.max_payload_bytes(spec.sync.download_codec, len(state.theta[p]))
@@ -114,7 +114,7 @@ def _replay(client: Client, spec: RunSpec, state: OuterState, start: int, target
             state.step(p, client.delta(round_number, p, limit_bytes))
 
     _each_fragment(state, replay, _REPLAYED)
-    state.round = max(start, target)
+    state.reach(max(start, target))
     if target > start:
         log.info("replayed the deltas of %d rounds", target - start)
 
@@ -135,12 +135,12 @@ def seed(
     """Make the model state 0, here and on the coordinator: the model as it is, or as `initial` leaves it. With several
     `ranks`, each uploads the fragments that it owns. Raises what `initial` raises, and Problem `state-conflict` if
     another worker was asked to seed in the meantime."""
-    state.round = None
+    state.begin_changes()
     if initial is not None:
         initial()
     state.take(fragments)
     ranks.together(lambda: _send(membership, spec, state))
-    state.round = 0
+    state.reach(0)
 
 
 def _send(membership: Membership, spec: RunSpec, state: OuterState) -> None:

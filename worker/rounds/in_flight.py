@@ -82,7 +82,7 @@ class InFlight:
     def send(self, p: int, make: Callable[[], Contribution]) -> None:
         """On other threads: make the contribution to fragment p, upload it, and step the fragment by the round's delta.
         Fragments are made and uploaded in the order of the calls."""
-        self._exchange.state.round = None
+        self._exchange.state.begin_changes()
         turn, self._turn = self._turn, threading.Event()
         self._sent[p] = self._uploads.submit(self._contribute, p, make, self.saved, turn, self._turn)
 
@@ -114,7 +114,7 @@ class InFlight:
         self._uploads.shutdown()
         self._downloads.shutdown()
         if self._sent and not self._outcomes:
-            self._exchange.state.round = self.round  # nothing was stepped, so the state is still whole
+            self._exchange.state.reach(self.round)  # nothing was stepped, so the state is still whole
         errors = [future.exception() for future in contributions] + [future.exception() for future in steps]
         for error in sorted(filter(None, errors), key=lambda error: isinstance(error, Abandoned)):
             raise error
@@ -183,7 +183,7 @@ class InFlight:
             self.inner_steps = max(self.inner_steps, contribution.inner_steps)
             if len(self._outcomes) < len(self._exchange.state.own):
                 return
-            self._exchange.state.round = self.round + 1
+            self._exchange.state.reach(self.round + 1)
         if self._arrived is not None:
             self.arrival = self._downloads.submit(self._arrived, self)
 

@@ -283,7 +283,7 @@ class Round:
     def settle(self) -> tuple[Carry, Future[Any] | None]:
         """End the round once all fragments are merged. Return what is carried on, and the result of `ask_ahead`."""
         self._in_flight.end()
-        self._state.round = self._in_flight.round + 1  # also in a process that owns no fragment
+        self._state.reach(self._in_flight.round + 1)  # also in a process that owns no fragment
         ends = self._ranks.all((self._in_flight.superseded, self._in_flight.consumed, self._in_flight.inner_steps))
         if any(superseded for superseded, _, _ in ends):
             return self._start_over(), self._in_flight.arrival

@@ -228,8 +228,9 @@ class Rounds:
         round_.abandon()
         self._forget()
         if isinstance(error, Resync):
-            self._state.round = None
-        self._state.round = self._held_round()
+            self._state.begin_changes()
+        if self._held_round() is None:  # the processes of this worker may hold different ones
+            self._state.begin_changes()
         if isinstance(error, Resync | WorkLost):
             self._exchange.membership.start_over()
 
@@ -334,7 +335,7 @@ class Rounds:
         """Continue from the last process's snapshot, if there is one. Return the first assignment."""
         found = self._saver.load(self._training.optimizers)
         if found is None:
-            self._state.round = None
+            self._state.begin_changes()
             self._state.take(self._fragments)
             return self._ask()
         self._assignments.untouched, self._training.steps.warmup_left = False, found.warmup_left

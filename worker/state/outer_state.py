@@ -31,7 +31,8 @@ def tensor_bytes(tensor: Tensor) -> Buffer:
 
 class OuterState:
     """The outer state at state `round` of the run. `round` is None while there is none, or while fragments are at
-    different rounds.
+    different rounds: `begin_changes` sets it to None before fragments are loaded or stepped one by one, and `reach`
+    sets it once all of them have arrived.
 
     Different threads may load and step different fragments at once. `pin_memory`: page-lock θ, which is copied to a
     GPU. `owns`: whether a fragment is this process's; the others have no elements here, and no method may be called for
@@ -41,7 +42,7 @@ class OuterState:
     def __init__(
         self, layout: Layout, outer: OuterSpec, *, pin_memory: bool, owns: Callable[[int], bool] = lambda p: True
     ) -> None:
-        self.round: int | None = None
+        self._round: int | None = None
         self.own = [p for p in range(len(layout.fragments)) if owns(p)]
         elements = [n if owns(p) else 0 for p, n in enumerate(layout.elements)]
         self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in elements]
@@ -53,6 +54,18 @@ class OuterState:
 
     def __len__(self) -> int:
         return len(self.theta)
+
+    @property
+    def round(self) -> int | None:
+        return self._round
+
+    def begin_changes(self) -> None:
+        """Note that fragments are about to change one by one, so that the state as a whole is of no round."""
+        self._round = None
+
+    def reach(self, round_number: int) -> None:
+        """Note that all fragments are at this round."""
+        self._round = round_number
 
     def fragment_digest(self, p: int) -> bytes:
         """Return the state digest of fragment p. It is computed when first needed: not during a sync, which everyone

@@ -160,7 +160,7 @@ def load(
         found = ranks.together(partial(_joined, saved, state, optimizers))
         if None in ranks.all(found and True):
             continue
-        state.round = round_number
+        state.reach(round_number)
         return found
     return None
 

@@ -1,8 +1,8 @@
-"""FedAvg over pseudo-gradients that lie in memory; each worker writes down when it had sent and when it had received.
+"""FedAvg over pseudo-gradients in memory; each worker writes to a file when it had sent and received.
 
-A sync begins when every worker holds its pseudo-gradient, and ends when the last one holds the mean as an array: that
-is from the reply of one round to the message of the next. What is sent before the first sync and after the last is one
-element long. Workers begin together, as all of them wait for the last one's file.
+A sync lasts from when every worker holds its pseudo-gradient until the last one holds the mean as an array: from the
+reply of one round to the message of the next. Messages before the first sync and after the last have one element.
+Workers start together, as each waits for the last one's file.
 """
 
 import json

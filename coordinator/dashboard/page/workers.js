@@ -102,8 +102,8 @@ export function makeWorkers(session, name, refresh) {
   function update(now) {
     model = now;
     const workers = model.workers ?? [];
-    const nobody = `No worker has joined yet. On each box, with a join token in OUTERSTEP_TOKEN: ${joinCommand(name)}`;
-    write(none, model.workers === null ? ASKING : workers.length ? "" : nobody);
+    const hint = `No worker has joined yet. On each box, with a join token in OUTERSTEP_TOKEN: ${joinCommand(name)}`;
+    write(none, model.workers === null ? ASKING : workers.length ? "" : hint);
     heads.forEach((head, i) => head.setAttribute("aria-sort", i !== by ? "none" : down ? "descending" : "ascending"));
     const key = COLUMNS[by][2];
     const sorted = [...workers].sort((a, b) => compare(key(a), key(b)) * (down ? -1 : 1) || compare(a.name, b.name));

@@ -1,7 +1,7 @@
-"""Payloads that arrive in parts, over several connections and in any order, and are put together here.
+"""Uploads in parts, over several connections and in any order.
 
-What has arrived stays while connections break and others open, until the whole is taken or nothing more has come for
-KEPT_S. No byte is written twice: what a whole was accepted with stays as it is, whatever is sent afterwards.
+Parts that have arrived are kept while connections break and new ones open, until the payload is complete and taken, or
+nothing has arrived for KEPT_S. No byte is written twice, so later parts cannot change an accepted payload.
 """
 
 import math
@@ -20,25 +20,26 @@ from protocol.errors import Problem
 KEPT_S = 300.0
 BYTES_PER_OWNER = 4 << 30
 RETRY_S = 5.0
-MAX_GAPS = 1000  # between the parts of one payload: more than any client of good will leaves
+MAX_GAPS = 1000  # between the parts of one payload: more than any honest client leaves
 
-Key = tuple[str, str]  # its owner, and which of the owner's it is
+Key = tuple[str, str]  # the owner, and the owner's name for the upload
 
 
-class Whole:
-    """One payload of `size` bytes with the BLAKE3 digest `digest`, in `target`: memory, or a new file."""
+class PartialUpload:
+    """A payload of `size` bytes with the BLAKE3 digest `digest`, of which parts have arrived in `target`: memory or a
+    new file."""
 
     def __init__(self, size: int, digest: bytes, target: memoryview | Path, now: float) -> None:
         self.size, self.digest = size, digest
         self._target, self._lock = target, threading.Lock()
         self._missing: list[Range] = [(0, size)]
         self._gone, self._users = False, 0
-        self.spoilt = False  # all of it is there, and it is not what was announced
+        self.corrupt = False  # it is complete, and its digest is not the announced one
         self.touched = now
 
     def add(self, start: int, part: Body) -> list[Range]:
-        """Take what is missing of [start, start + part.size); return what is still missing, which is all of it once it
-        was let go. Problem `invalid-message` for parts that leave too many gaps."""
+        """Write the missing bytes of [start, start + part.size). Return the ranges that are still missing: everything,
+        if the upload was discarded. Raises Problem `invalid-message` if the parts leave too many gaps."""
         stop = start + part.size
         with self._lock:
             if self._gone:
@@ -46,33 +47,33 @@ class Whole:
             news = overlap(self._missing, start, stop)
             missing = without(self._missing, start, stop)
             if len(missing) > MAX_GAPS:
-                raise Problem("invalid-message", f"the parts leave {len(missing)} gaps; at most {MAX_GAPS} are kept")
+                raise Problem("invalid-message", f"the parts leave {len(missing)} gaps; at most {MAX_GAPS} are allowed")
             self._write(start, part, news)
             self._missing = missing
             return list(missing)
 
     def body(self) -> Body:
-        """Return all of it. Problem `digest-mismatch` where it is not what was announced."""
+        """Return the complete payload. Raises Problem `digest-mismatch` if its digest is not the announced one."""
         if isinstance(self._target, memoryview):
             found = digest(self._target)
         else:
             with FileReader(self._target) as reader:
                 found = digest_of(reader)
         if found != self.digest:
-            self.spoilt = True
-            detail = f"the parts together have the digest {found.hex()}, announced was {self.digest.hex()}"
+            self.corrupt = True
+            detail = f"the parts together have the digest {found.hex()}, but {self.digest.hex()} was announced"
             raise Problem("digest-mismatch", detail)
         return Body(self._target, self.size, found)
 
     @property
     def in_file(self) -> bool:
-        """Whether its bytes are on the disk."""
+        """True if the bytes are on disk."""
         return isinstance(self._target, Path)
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Keep its bytes for the block, whoever lets go of it meanwhile: a part may come twice at once, and each of the
-        two then holds all of it."""
+        """Keep the bytes for the block, even if another thread discards the upload: a part may arrive twice at once,
+        and both requests then have the complete payload."""
         with self._lock:
             self._users += 1
         try:
@@ -83,7 +84,7 @@ class Whole:
                 self._free()
 
     def discard(self) -> None:
-        """Let go of it. Memory is free again as soon as nothing refers to it."""
+        """Drop the bytes. Memory is released once nothing refers to it."""
         with self._lock:
             self._gone = True
             self._free()
@@ -109,18 +110,18 @@ class Whole:
                 os.close(descriptor)
 
 
-class Wholes:
-    """The payloads that are being put together, one for each key; `bytes_per_owner` at most of one owner, or one alone.
-    Thread-safe. `clock` gives seconds."""
+class PartialUploads:
+    """The uploads in progress, one for each key. Those of one owner have at most `bytes_per_owner` bytes together,
+    unless there is only one. Thread-safe. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float], bytes_per_owner: int = BYTES_PER_OWNER) -> None:
         self._clock, self._lock = clock, threading.Lock()
         self._bytes_per_owner = bytes_per_owner
-        self._found: dict[Key, Whole] = {}
+        self._found: dict[Key, PartialUpload] = {}
 
     @property
     def waiting(self) -> int:
-        """How many are not all there."""
+        """Number of incomplete uploads."""
         return len(self._found)
 
     def get(
@@ -130,9 +131,11 @@ class Wholes:
         digest: bytes,
         target: Callable[[], memoryview | Path],
         most_bytes: float = math.inf,
-    ) -> Whole:
-        """Return the payload of this key; a new one in a `target` if there is none, or one of other bytes. Problem
-        `too-many-requests` if it and others of its owner are more than `most_bytes`, or than an owner may have."""
+    ) -> PartialUpload:
+        """Return the upload with this key. Begin a new one in `target` if there is none, or if it has another size or
+        digest. Raises Problem `too-many-requests` if the uploads of this owner exceed `most_bytes` or the limit per
+        owner.
+        """
         now = self._clock()
         with self._lock:
             found = self._found.get(key)
@@ -141,22 +144,22 @@ class Wholes:
                 return found
             others = sum(each.size for other, each in self._found.items() if other[0] == key[0] and other != key)
             if others and others + size > min(self._bytes_per_owner, most_bytes):
-                detail = f"payloads of {others} bytes are not all there yet; send the rest of these first"
+                detail = f"other uploads of {others} bytes are incomplete; send the rest of those first"
                 raise Problem("too-many-requests", detail, retry_after_s=RETRY_S)
-            self._found[key] = made = Whole(size, digest, target(), now)
+            self._found[key] = made = PartialUpload(size, digest, target(), now)
         if found is not None:
             found.discard()
         return made
 
-    def drop(self, key: Key, whole: Whole) -> None:
-        """Forget a payload that was taken, or refused for good."""
+    def drop(self, key: Key, whole: PartialUpload) -> None:
+        """Forget an upload that was accepted, or rejected for good."""
         with self._lock:
             if self._found.get(key) is whole:
                 del self._found[key]
         whole.discard()
 
     def sweep(self) -> None:
-        """Forget those to which nothing has come for KEPT_S."""
+        """Forget uploads that have received nothing for KEPT_S."""
         before = self._clock() - KEPT_S
         with self._lock:
             stale = {key: whole for key, whole in self._found.items() if whole.touched < before}

@@ -1,13 +1,20 @@
-"""Judging the contributions of a fragment, and what follows for those that are left out.
+"""How much each contribution to a fragment counts: its weight when the fragment closes, and the verdict on it before it
+is averaged.
 
-The decision itself is pure (`screening/judging.py`). This module gathers what it needs from the run: what was measured
-in each contribution when it arrived (or in its blob, after a restart), and the norms of earlier rounds.
+**Weights.** A contribution weighs the tokens of its work, at most one assigned round (`sync/admission.py`). If each
+worker has its own H, a worker that was assigned far more than the others could still be nearly the whole mean; and a
+worker that answers at once looks like a fast machine. So a weight is at most MOST times the median of the others'.
+
+**Verdicts.** The judging itself is pure (`screening/judging.py`). This module collects the evidence: what was measured
+in each contribution when it arrived, or again from its blob after a restart, and what was usual in earlier rounds. It
+also applies the consequences: units of workers that were left out are trained again, and reputations change.
 """
 
 import logging
 import math
 import statistics
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,44 +23,60 @@ from sqlalchemy import select
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenRound
 from coordinator.screening.judging import (
-    ALIKE,
     CLIPPED,
     CLIPPED_OF_OTHER_DATA,
     CLIPPED_WITH_FEEDBACK,
+    LEAST_AGREEMENT,
     Evidence,
     Judgement,
     judge,
 )
 from coordinator.screening.measuring import Found, find
-from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import StoredPayload
-from coordinator.store.tables import EventRow, FragmentRow
-from coordinator.sync.admission import late_work
-from coordinator.sync.state_file import StateReader
-from coordinator.trust.quarantine import judge_round
+from coordinator.store.tables import FragmentRow
+from coordinator.trust.quarantine import update_reputations
+from coordinator.units.carrying import late_work
 from coordinator.units.ledger import unconsume_units
 from protocol.codecs import CODECS
 from protocol.digest import digest
+from protocol.spec.sections import SyncSpec
 from protocol.wire import ContributionHeader, Payload
 
+MOST = 4  # one contribution of three is then at most two thirds of the mean, of nine a third
+FEW = 2  # with two contributions nobody can say which one is usual
 EARLIER_ROUNDS = 16
 PLAUSIBLE = 2.0  # times the norm of θ
 
 logger = logging.getLogger(__name__)
 
 
+def weights(tokens: Mapping[str, int], sync: SyncSpec) -> dict[str, int]:
+    """Return the weight of each worker's contribution, in tokens. `tokens`: of the work in it. Pure."""
+    if sync.inner_steps != "auto" or len(tokens) <= FEW:
+        return dict(tokens)
+    ascending = sorted(tokens.values())
+    return {worker: min(own, _most(ascending, own)) for worker, own in tokens.items()}
+
+
+def _most(ascending: Sequence[int], own: int) -> int:
+    """Return MOST times the median of all of `ascending` but `own`. Whole work units in, whole work units out."""
+    place, others = bisect_left(ascending, own), len(ascending) - 1
+    low, high = (each + (each >= place) for each in ((others - 1) // 2, others // 2))
+    return MOST * (ascending[low] + ascending[high]) // 2
+
+
 def measure(run: LiveRun, header: ContributionHeader, payload: Payload) -> Found:
     """Measure a contribution and return what it will be judged by. Raises WireError if a value is not finite, and
     Problem if the contribution claims to carry work that it cannot have."""
     late, all_late = late_work(run, header)
-    key = digest(run.world.secret + f"{run.name}/{header.round}/{header.fragment}".encode())
+    key = digest(run.context.secret + f"{run.name}/{header.round}/{header.fragment}".encode())
     return Found(find(payload, key), late, all_late)
 
 
 def keep_in_memory(run: LiveRun, found: Found) -> Found | None:
     """Return `found` in memory that counts towards the budget for payloads; None if the budget does not allow it: then
     the blob is measured again when needed."""
-    memory = run.world.memory.take(found.measure.direction.nbytes)
+    memory = run.context.memory.take(found.measure.direction.nbytes)
     if memory is None:
         return None
     direction = np.frombuffer(memory, np.float16)
@@ -62,10 +85,16 @@ def keep_in_memory(run: LiveRun, found: Found) -> Found | None:
 
 
 def judge_fragment(
-    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution]
+    run: LiveRun,
+    round_: int,
+    fragment: int,
+    contributed: Mapping[str, AcceptedContribution],
+    theta_norm: Callable[[], float],
 ) -> Judgement:
-    """Judge the contributions with which the fragment closed. Raises OSError, WireError, ValueError or LookupError if a
-    blob that has to be read again is not what was acknowledged."""
+    """Judge the contributions that closed the fragment. `theta_norm` returns the norm of the fragment's θ.
+
+    Raises OSError, WireError, ValueError or LookupError if a blob that is read again is not what was acknowledged.
+    """
     found = {
         worker: each.found or _measure_blob(run, round_, fragment, worker, each) for worker, each in contributed.items()
     }
@@ -82,17 +111,15 @@ def judge_fragment(
         for worker, each in sorted(contributed.items())
     }
     spec = run.spec
-    noisy = (
-        spec.privacy is not None and spec.privacy.noise > 0
-    )  # noise is longer than any model's pseudo-gradient, and random in direction
+    noisy = spec.privacy is not None and spec.privacy.noise > 0  # longer than any model, in a random direction
     first_of_few = reference is None and len(contributed) <= 2 and not noisy
     return judge(
         evidence,
         reference,
-        _plausible_norm(run, round_, fragment) if first_of_few else math.inf,
+        _plausible_norm(theta_norm()) if first_of_few else math.inf,
         rule=spec.sync.aggregation,
         clipped=clip_limit(run),
-        alike=ALIKE if run.trains_on_the_same else 0.0,
+        least_agreement=LEAST_AGREEMENT if run.trains_on_the_same else 0.0,
     )
 
 
@@ -118,25 +145,22 @@ def _median_reference(run: LiveRun, round_: int, fragment: int) -> float | None:
         .where(FragmentRow.round < round_, FragmentRow.round >= round_ - EARLIER_ROUNDS)
         .where(FragmentRow.reference.is_not(None))
     )
-    with run.world.database.read() as session:
+    with run.context.database.read() as session:
         references = [each for each in session.scalars(earlier) if each is not None]
     return statistics.median(references) if references else None
 
 
-def _plausible_norm(run: LiveRun, round_: int, fragment: int) -> float:
-    """Return a norm that no honest contribution to a first round exceeds: twice the norm of θ; infinity if θ is 0."""
-    squares = 0.0
-    with StateReader(FileReader(run.outer.files.path(fragment, round_))) as state:
-        for theta, _ in state.read_chunks():
-            squares += float(np.dot(theta, theta))
-    return PLAUSIBLE * math.sqrt(squares) if squares > 0 else math.inf
+def _plausible_norm(theta_norm: float) -> float:
+    """Return a norm that no honest first round exceeds. Unlimited for a θ of zeros, which says nothing about norms."""
+    return PLAUSIBLE * theta_norm if theta_norm > 0 else math.inf
 
 
-def record_events(change: Change, round_: int, fragment: int, judgement: Judgement) -> None:
-    """Record an event for each worker whose contribution is left out or clipped, once per round."""
-    recorded = _workers_recorded(change, round_) if any(each.reason for each in judgement.verdicts.values()) else set()
+def report_verdicts(change: Change, round_: int, fragment: int, judgement: Judgement) -> None:
+    """Record an event for each worker that is left out or shortened, unless an earlier fragment of the round had one.
+    Call it before the fragment's verdicts are stored."""
+    reported = _reported(change, round_) if any(each.reason for each in judgement.verdicts.values()) else set()
     for worker, verdict in judgement.verdicts.items():
-        if verdict.reason and worker not in recorded:
+        if verdict.reason and worker not in reported:
             what = "is left out" if verdict.factor == 0 else f"counts {verdict.factor:.3g} times"
             message = (
                 f"round {round_}, first in fragment {fragment}: the contribution of {worker} {what}: {verdict.reason}"
@@ -144,18 +168,16 @@ def record_events(change: Change, round_: int, fragment: int, judgement: Judgeme
             change.record("screened", message, round=round_, fragment=fragment, worker=worker, factor=verdict.factor)
 
 
-def _workers_recorded(change: Change, round_: int) -> set[str]:
-    found = change.session.scalars(
-        select(EventRow.data).where(
-            EventRow.run_id == change.run.id, EventRow.kind == "screened", EventRow.data["round"].as_integer() == round_
-        )
+def _reported(change: Change, round_: int) -> set[str]:
+    stored = change.session.scalars(
+        select(FragmentRow.verdicts).where(FragmentRow.run_id == change.run.id, FragmentRow.round == round_)
     )
-    return {data["worker"] for data in found}
+    return {worker for verdicts in stored for worker, verdict in verdicts.items() if verdict["reason"]}
 
 
 def conclude_round(change: Change, opening: OpenRound) -> None:
-    """At the end of a round, with all fragments judged: return to the pool the units of workers that were left out of
-    every fragment, because no model has seen them, and update each worker's standing."""
+    """Once all fragments of a round are judged: return to the pool the units of workers that were left out of every
+    fragment, since no model has seen them, and update the reputations."""
     run, session = change.run, change.session
     rows = session.scalars(
         select(FragmentRow.verdicts).where(FragmentRow.run_id == run.id, FragmentRow.round == opening.number)
@@ -168,4 +190,4 @@ def conclude_round(change: Change, opening: OpenRound) -> None:
         units = unconsume_units(session, run.id, worker, opening.number, live=False)
         change.row.tokens -= units * run.spec.unit_tokens
         change.worker_row(worker).tokens -= units * run.spec.unit_tokens
-    judge_round(change, opening.number, factors)
+    update_reputations(change, opening.number, factors)

@@ -1,10 +1,10 @@
 """The run's place in its schedule: the inner steps before each round.
 
-A round is as long as the most that one of its contributors has trained of it. So a round that all of them handed in
-early, as they were stopped, takes the schedule on by no more than was trained, and the run has another round for the
-rest. In two kinds of runs every round is a whole one, for the coordinator does not know how much of it was trained:
-where fragments travel beside the training, of which it sees the rest in the next round, and where each worker has an H
-of its own, which is smaller for one that was restarted.
+A round advances the schedule by the most that one of its contributors has trained of it. If all workers handed it in
+early because they were stopped, the schedule advances by less than a whole round, and the run has another round for the
+rest. In two kinds of runs every round counts as a whole one, because the coordinator does not know how much of it was
+trained: if fragments are sent during training, the rest arrives in the next round; and if each worker has its own H, it
+is smaller for a worker that was restarted.
 """
 
 from sqlalchemy import func, select
@@ -15,24 +15,24 @@ from coordinator.store.tables import AssignmentRow, UnitRangeRow
 
 
 def round_steps(run: LiveRun) -> int:
-    """Return the steps of the schedule that the open or next round has; 0 once the run is over."""
+    """Return the schedule steps of the open or next round, if all of it is trained; 0 once the run is over."""
     return min(run.spec.sync.schedule_steps, run.spec.total_inner_steps - run.step)
 
 
 def expected_rounds(run: LiveRun) -> int:
-    """Return how many rounds the run has in all, as far as is known by now."""
+    """Return how many rounds the run has in total, if all remaining ones are whole."""
     left = run.spec.total_inner_steps - run.step
     return run.round + -(-left // run.spec.sync.schedule_steps)
 
 
 def share_of(run: LiveRun, inner_steps: int) -> int:
-    """Return what the open or next round has of H = `inner_steps`: all, unless the schedule ends before."""
+    """Return the inner steps of the open or next round for H = `inner_steps`: fewer if the schedule ends before."""
     scheduled, steps = run.spec.sync.schedule_steps, round_steps(run)
     return inner_steps if steps == scheduled else max(-(-inner_steps * steps // scheduled), 1)
 
 
 def steps_trained(run: LiveRun, session: Session) -> int:
-    """Return by how many steps the open round, all of whose contributions are in, takes the schedule on."""
+    """Return by how many steps the open round, all contributions of which have arrived, advances the schedule."""
     steps, sync = round_steps(run), run.spec.sync
     if sync.streams or sync.inner_steps == "auto":
         return steps

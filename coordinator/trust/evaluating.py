@@ -1,0 +1,137 @@
+"""Which workers measure the held-out loss of a state, and whose measurement is believed.
+
+If all workers hold out the same text, two workers of different tokens measure each evaluated state, and the workers
+take turns. So no single worker is believed. If the two differ, nobody can say which one is right: three workers measure
+the next state, and one that then stands alone is not asked for the next NOT_ASKED evaluated states. With private data
+every worker measures its own held-out text, and nothing is compared.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from coordinator.run.live_run import Change, LiveRun
+from coordinator.store.tables import AssignmentRow, EvaluationRow, WorkerRow
+from coordinator.trust import held_out
+from coordinator.trust.guard import check_loss
+from outerstep.common.quantities import natural
+from protocol.errors import Problem
+from protocol.messages import Evaluation, EvaluationReport, RunState
+
+USUAL, IN_DOUBT = 2, 3  # evaluators of a state
+NOT_ASKED = 16  # evaluated states
+NEAR = 0.05  # nats per token; differences in hardware and precision make a tenth of that
+
+
+def is_evaluated(run: LiveRun) -> bool:
+    """Return True if the state from which the open or next round starts must be evaluated."""
+    return run.round % run.spec.evaluation.every_rounds == 0
+
+
+def evaluators(run: LiveRun, session: Session, workers: Sequence[str]) -> set[str]:
+    """Return which of the next round's `workers` evaluate the state from which it starts."""
+    if not is_evaluated(run):
+        return set()
+    if run.spec.data.private:
+        return set(workers)
+    every = run.spec.evaluation.every_rounds
+    before = held_out.evaluations(session, run.id, run.round - every)
+    count = IN_DOUBT if len(before) > 1 and not any(each.confirmed for each in before.values()) else USUAL
+    doubted = _doubted(run, session, run.round - NOT_ASKED * every)
+    trusted = [worker for worker in workers if worker not in doubted] or list(workers)
+    return set(in_turn(trusted, {worker: run.members.token(worker) for worker in trusted}, run.round // every, count))
+
+
+def in_turn(workers: Sequence[str], tokens: Mapping[str, str | None], turn: int, count: int) -> list[str]:
+    """Return up to `count` of the workers, starting with number `turn`, no two of them with the same token."""
+    chosen: dict[str | None, str] = {}
+    for k in range(len(workers)):
+        worker = workers[(turn + k) % len(workers)]
+        if len(chosen) < count:
+            chosen.setdefault(tokens[worker], worker)
+    return list(chosen.values())
+
+
+def _doubted(run: LiveRun, session: Session, since: int) -> set[str]:
+    """Return the workers whose measurement of state `since` or a later one was refuted."""
+    refuted = select(WorkerRow.name).where(WorkerRow.run_id == run.id, WorkerRow.refuted_state >= since)
+    return set(session.scalars(refuted))
+
+
+def record_evaluation(run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:
+    """Record the held-out loss of state `round_`. The worker's first report counts; a later one changes nothing.
+
+    Raises Problem: round-not-open; not-asked, if the worker was not asked to evaluate that state.
+    """
+    with run.change() as change:
+        if round_ > run.round:
+            raise Problem("round-not-open", f"state {round_} does not exist yet; the run is at {run.round}")
+        if not _was_asked(change, worker, round_):
+            raise Problem("not-asked", f"{worker} was not asked to evaluate state {round_} of the run {run.name}")
+        session = change.session
+        measured = select(EvaluationRow).where(EvaluationRow.run_id == run.id, EvaluationRow.round == round_)
+        rows = {row.worker: row for row in session.scalars(measured)}
+        if worker in rows:
+            return
+        rows[worker] = EvaluationRow(run_id=run.id, round=round_, worker=worker, **report.model_dump())
+        session.add(rows[worker])
+        bits = Evaluation(**report.model_dump()).bits_per_byte
+        bits_text = "" if bits is None else f", {bits:.4f} bits per byte"
+        private = run.spec.data.private
+        source = f", on the held-out data of {worker}, which reported first" if private else f", measured by {worker}"
+        message = f"state {round_}: held-out loss {report.loss:.4f} nats per token{bits_text}{source}"
+        if len(rows) == 1:  # one event per worker and round would crowd out all other events
+            change.record("evaluated", message, round=round_, worker=worker)
+        if not private:
+            _compare(change, round_, rows)
+        check_loss(change)
+
+
+def far_from_majority(losses: Mapping[str, float]) -> set[str] | None:
+    """Return the workers whose loss is further than NEAR from the median; None if no majority is that near. Pure."""
+    median = statistics.median_low(losses.values())
+    far = {worker for worker, loss in losses.items() if abs(loss - median) > NEAR}
+    return far if 2 * len(far) < len(losses) else None
+
+
+def _compare(change: Change, round_: int, rows: Mapping[str, EvaluationRow]) -> None:
+    """Set `confirmed` on each measurement of the state. Record an event if the measurements differ, or one of three
+    stands alone."""
+    far = far_from_majority({worker: row.loss for worker, row in rows.items()})
+    enough = len(rows) >= min(_asked(change, round_), USUAL)
+    for worker, row in rows.items():
+        row.confirmed = enough and far is not None and worker not in far
+    losses = ", ".join(f"{worker} {rows[worker].loss:.4f}" for worker in sorted(rows, key=natural))
+    if far is None and len(rows) == USUAL:
+        message = f"state {round_}: the held-out losses differ ({losses}); three workers measure the next state"
+        change.record("evaluations-differ", message, round=round_, workers=sorted(rows))
+    for worker in sorted(far or ()):
+        if len(rows) == IN_DOUBT:
+            member = change.worker_row(worker)
+            member.refuted_state = max(round_, -1 if member.refuted_state is None else member.refuted_state)
+            message = f"state {round_}: the held-out loss of {worker} is far from the others' ({losses}); it is not"
+            change.record("evaluation-refuted", f"{message} asked for a while", round=round_, worker=worker)
+
+
+def _asked(change: Change, round_: int) -> int:
+    """Return how many workers were asked to evaluate the state."""
+    run = change.run
+    if run.state is RunState.FINISHED and round_ == run.round:
+        return len(run.members.evaluators)
+    asked = select(func.count()).where(
+        AssignmentRow.run_id == run.id, AssignmentRow.round == round_, AssignmentRow.evaluate
+    )
+    return change.session.scalars(asked).one()
+
+
+def _was_asked(change: Change, worker: str, round_: int) -> bool:
+    """Return True if the worker was asked to evaluate the state: in its assignment for the round that starts from it,
+    or, for the final state, at the end of the run."""
+    run = change.run
+    if run.state is RunState.FINISHED and round_ == run.round:
+        evaluators = run.members.evaluators  # empty after a restart: then any worker may report
+        return run.spec.data.private or not evaluators or worker in evaluators
+    row = change.session.get(AssignmentRow, (run.id, round_, worker))
+    return row is not None and row.evaluate

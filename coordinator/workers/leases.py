@@ -1,0 +1,132 @@
+"""Leases. A worker is live exactly while it holds one: heartbeats renew it, and it ends when the worker leaves, is
+evicted or banned, or at a tick: when it runs out, its token is no longer good, or the worker stays after a run is over.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from coordinator.rounds.opening import status
+from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.members import LINGER_S, SEEDER_S
+from coordinator.store.identity import Actor
+from coordinator.units.ledger import return_units
+from coordinator.workers import accounting
+from protocol.errors import Problem
+from protocol.messages import Directive, LeaseReply, LeaveRequest, Metrics, RunState, WorkerState
+
+DIRECTIVES = {
+    RunState.STOPPED: Directive.STOP,
+    RunState.FINISHED: Directive.STOP,
+    RunState.DRAINING: Directive.DRAIN,
+}
+
+
+def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
+    """Renew the lease of a live worker: a heartbeat. Problem `unauthorized` if the lease has ended.
+
+    Takes no lock and does not touch the database.
+    """
+    if not run.members.renew(worker, run.context.clock(), metrics):
+        raise _ended(worker)
+    directive = DIRECTIVES.get(run.state, Directive.CONTINUE)
+    return LeaseReply(directive=directive, reason=status(run), lease_s=run.members.lease_s)
+
+
+def check_lease(run: LiveRun, worker: str) -> None:
+    """Raise Problem `unauthorized` unless `worker` is live."""
+    if worker not in run.members:
+        raise _ended(worker)
+
+
+def _ended(worker: str) -> Problem:
+    return Problem("unauthorized", f"the lease of {worker} has ended; join again")
+
+
+def leave(run: LiveRun, worker: str, request: LeaveRequest, operator: Actor | None = None) -> None:
+    """End the worker's lease because it leaves, or because `operator` makes it leave. Its unused units return to the
+    pool."""
+    with run.lock:
+        if operator is not None and worker not in run.members:
+            raise Problem("not-found", f"the run {run.name} has no live worker {worker}")
+        check_lease(run, worker)  # it may have ended while the request was on its way
+        if request.report is not None:
+            accounting.book_report(run, worker, request.report)
+        with run.change() as change:
+            end_lease(change, worker, WorkerState.LEFT, "left", request)
+            if operator is not None:
+                change.audit(operator, "worker-left", f"made the worker {worker} leave")
+
+
+def end_lease(change: Change, worker: str, state: WorkerState, what: str, request: LeaveRequest | None = None) -> None:
+    """End the worker's lease and return its unused units. `what`: the event's text after the name. `request`: what the
+    worker sent as it left."""
+    run, row = change.run, change.worker_row(worker)
+    row.token_hash, row.state = None, state
+    metrics = run.members.metrics(worker)
+    if request is not None and "metrics" in request.model_fields_set:
+        metrics = request.metrics
+    row.metrics = metrics.model_dump(mode="json")
+    if request is not None and request.state_digest is not None:
+        row.state_round, row.state_digest = request.state_round, bytes.fromhex(request.state_digest)
+    return_units(change.session, run.id, worker)
+    change.record(str(state), f"{worker} {what}", worker=worker)
+    finished = run.final_digest is not None and request is not None and request.state_round == run.round
+    if finished and row.state_digest != run.final_digest:
+        row.divergences += 1
+        change.row.divergences += 1
+        change.record("diverged", f"{worker} left with a state that differs from the run's", worker=worker)
+
+    change.after_commit(partial(run.members.leave, worker))
+    if run.open is not None:
+        change.after_commit(partial(run.open.leave, worker))
+    change.wake()
+
+
+# --- at every tick ----------------------------------------------------------------------------------------------------
+
+
+def expire(run: LiveRun) -> None:
+    """End the leases that ran out."""
+    members, clock = run.members, run.context.clock
+    with run.lock:
+        for worker in members.expired(clock()):
+            silent_s = members.last_seen_s(worker, clock())
+            if silent_s is not None and silent_s > members.lease_s:  # a heartbeat may have arrived since
+                message = f"was silent for {members.lease_s:.0f} s and is considered dead"
+                with run.change() as change:
+                    end_lease(change, worker, WorkerState.LOST, message)
+
+
+def replace_silent_seeder(run: LiveRun) -> None:
+    """Let another worker upload state 0 if the seeder has uploaded nothing for SEEDER_S."""
+    with run.lock:
+        members, now = run.members, run.context.clock()
+        if run.seeded or not members.seeder_is_silent(now):
+            return
+        with run.change() as change:
+            message = f"{members.seeder} has uploaded nothing of state 0 for {SEEDER_S:.0f} s: another worker is asked"
+            change.record("seeder-silent", message, worker=members.seeder)
+            change.after_commit(partial(members.dismiss_seeder, now))
+            change.wake()
+
+
+def end_lingering(run: LiveRun) -> None:
+    """Evict the members that still hold a lease LINGER_S after the run ended, or was drained."""
+    with run.lock:
+        must_leave = run.ended or (run.state is RunState.DRAINING and run.open is None)
+        if run.members.linger(run.context.clock(), must_leave=must_leave):
+            with run.change() as change:
+                for worker in sorted(run.members.live()):
+                    message = f"was evicted: the run is {run.state}, and it has not left for {LINGER_S:.0f} s"
+                    end_lease(change, worker, WorkerState.EVICTED, message)
+
+
+def end_without_token(run: LiveRun, is_good: Callable[[str], bool]) -> None:
+    """End the leases of the workers whose token was revoked or has expired. `is_good`: of the id of a token."""
+    with run.lock:
+        ended = run.members.joined_without(is_good)
+        if ended:
+            with run.change() as change:
+                for worker in ended:
+                    message = "was evicted: its token was revoked, or has expired"
+                    end_lease(change, worker, WorkerState.EVICTED, message)
