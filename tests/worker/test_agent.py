@@ -193,7 +193,7 @@ def test_refusals_and_their_exit_codes(
     assert code("device 'gpu' cannot be used", device="gpu") == Exit.USAGE
     (text / "more.txt").write_text("another training set")
     coordinator.create_run(RUN.format(source=f"{tmp_path}/nothing", rounds=2).replace('"text"', '"empty"'))
-    assert code("a worker's --data, where this machine has them elsewhere", run="empty") == Exit.REFUSED
+    assert code("a worker's --data", run="empty") == Exit.REFUSED
     coordinator.create_run(toy.spec())
     assert code("its workers are scripts", run="toy") == Exit.REFUSED
 
