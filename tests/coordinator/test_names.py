@@ -92,7 +92,7 @@ def test_a_token_is_for_so_many_names_over_all_runs(shared: InThread, run: str) 
     for each in runs:
         assert join(shared, each, "w", one["token"]).status_code == 200, "the same name in another run is no other name"
     detail = problem(join(shared, runs[0], "v", one["token"]), "forbidden")["detail"]
-    assert "for 1 name of workers" in detail
+    assert "for 1 worker name" in detail
     assert "--names N" in detail
     assert "--scope join" in detail
     assert [worker["name"] for worker in info(shared, runs[0], "/workers")["items"]] == ["w"]
