@@ -33,8 +33,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no
 demo: $(VENV)/installed
 	$(BIN)/outerstep demo
 
-# One process of pytest per CPU, each with whole files: tests of a file share a coordinator.
-PYTEST := $(BIN)/python -m pytest --numprocesses=auto --dist=loadfile --durations=15
+# Tests wait about as long as they compute, so there is one process more than CPUs. Each runs whole files, whose tests share
+# a coordinator.
+PROCESSES := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(PROCESSES) --dist=loadfile --durations=15
 
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not system and not nightly"

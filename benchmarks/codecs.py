@@ -33,8 +33,8 @@ from protocol.compiled import KERNELS
 from protocol.digest import DIGEST_BYTES
 from protocol.outer_step import in_numpy, outer_step_by
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, chunk_sizes, pack_frame, pack_frames, pack_header
-from worker.codecs import IN_TORCH
-from worker.data.text import TextData
+from worker.codecs.torch_codecs import IN_TORCH
+from worker.data.open_training_set import TextData
 
 DISTRIBUTIONS = ("gaussian", "laplace", "student-t3")
 ROUNDS = 3  # of training, until the pseudo-gradients look like those of most of a run

@@ -47,7 +47,7 @@ from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import SyncSpec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 from worker.codecs import pack_fragment, unpack_payload
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 from worker.inner.evaluation import evaluate
 from worker.inner.loss import mean_loss
 from worker.inner.optimizers import build_inner_optimizers

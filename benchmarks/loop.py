@@ -39,7 +39,7 @@ from outerstep.common.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec.run import RunSpec, parse_spec
 from worker.agent import run_worker
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 from worker.models.building import build_model
 from worker.settings import WorkerSettings
 

@@ -23,9 +23,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from worker.data.making.preparing import Recipe, prepare
 from worker.data.sources.files import PYTHON_STDLIB, source_files
-from worker.data.sources.source import cores, find_source
+from worker.data.sources.source import find_source
+from worker.data.tokens.preparing import Recipe, cores, prepare
 from worker.data.tokens.tokenizer import load_tokenizer
 
 END = "<|endoftext|>"

@@ -26,7 +26,7 @@ from benchmarks.faults import CPU, Replica, Size, contribution, step
 from outerstep.privacy import epsilon
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import PrivacySpec
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 from worker.inner.evaluation import evaluate
 from worker.privacy.noise import with_noise
 from worker.privacy.release import PrivateRelease, Spent

@@ -175,7 +175,7 @@ def hidden(each: Recipe) -> bool:
 
 
 def row(each: Recipe) -> str:
-    spec, exchange = each.spec, each.setting.exchange
+    spec, cost = each.spec, each.setting.cost
     tokens = spec.total_inner_steps * spec.unit_tokens * spec.members.min_workers
     cells = [
         f"[{each.file.removesuffix('.toml')}]({each.file})",
@@ -186,7 +186,7 @@ def row(each: Recipe) -> str:
         bytes_text(each.gpu_bytes),
         f"{each.step_s:.2f} s",
         time_text(each),
-        f"{bytes_text(exchange.upload_bytes)}, {bytes_text(exchange.download_bytes)}",
+        f"{bytes_text(cost.upload_bytes)}, {bytes_text(cost.download_bytes)}",
         "100 %, hidden" if hidden(each) else f"{100 * each.setting.utilisation:.1f} %",
         f"{count_text(each.setting.factor)} ×" if spec.members.min_workers > 1 else UNKNOWN,
     ]

@@ -35,8 +35,7 @@ from protocol.outer_step import in_numpy, reached
 from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import DataSpec, InnerSpec, SyncSpec
-from worker.data.opening import open_training_set
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData, open_training_set
 from worker.data.tokens.index import Index, Shard
 
 DIRECTORY = Path(__file__).parent / "vectors"

@@ -172,7 +172,7 @@ def _head(scene: Scene, width: int) -> RenderableType:
     return Group(title, *map(_cut, lines), reason)
 
 
-# --- what there is room for ---------------------------------------------------------------------------------------
+# --- what fits ------------------------------------------------------------------------------------------------
 
 
 # The order in which rows are dropped if there is no room, and how many of each kind stay.

@@ -17,7 +17,7 @@ from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import PinSpec
 from worker.allowing import allowed_by, permit, permit_factory
 from worker.box import check_suited, shard_cache
-from worker.data.opening import open_training_set
+from worker.data.open_training_set import open_training_set
 from worker.data.tokens.index import described
 from worker.data.tokens.tokenizer import IN_BYTES
 from worker.data.training_set import TrainingSet

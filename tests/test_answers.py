@@ -58,12 +58,12 @@ STRANGERS: dict[str, tuple[Answer, type[Exception], str]] = {
     "another server": (
         Answer(404, b"no such page"),
         UnexpectedAnswer,
-        f"GET {URL} answered 404, which is not a coordinator's answer: 'no such page'; check the URL",
+        f"GET {URL} answered 404, which is not a coordinator's response: 'no such page'; check the URL",
     ),
     "a redirect": (
         Answer(301, b"moved", {"Location": "https://c/v1/runs/r"}),
         UnexpectedAnswer,
-        f"{URL} redirects to https://c/v1/runs/r; give that address",
+        f"{URL} redirects to https://c/v1/runs/r; use that address",
     ),
     "a redirect to nowhere": (Answer(304), UnexpectedAnswer, "answered 304, which is not"),
     "no text at all": (Answer(400, b"\xff\xfe" * 500), UnexpectedAnswer, "answered 400"),
@@ -115,7 +115,7 @@ def test_a_success_is_left_unread() -> None:
 
 def test_a_message_or_what_came_in_its_place() -> None:
     assert read_message(messages.RunChange, Answer(200, b'{"state": "paused"}')).state == "paused"
-    with pytest.raises(UnexpectedAnswer, match="answered what is no RunDetail: '<html>welcome"):
+    with pytest.raises(UnexpectedAnswer, match="the message RunDetail: '<html>welcome"):
         read_message(messages.RunDetail, Answer(200, b"<html>welcome"))
 
 
@@ -125,7 +125,7 @@ def test_words_of_another_version_are_told_from_broken_ones() -> None:
     with pytest.raises(NotUnderstood, match="does not know: action = 'hum': .* the coordinator Outerstep 0.1.7"):
         read_message(messages.Assignment, Answer(200, later, from_coordinator))
     for answer in (Answer(200, later), Answer(200, broken, from_coordinator)):
-        with pytest.raises(UnexpectedAnswer, match="answered what is no Assignment") as caught:
+        with pytest.raises(UnexpectedAnswer, match="the message Assignment") as caught:
             read_message(messages.Assignment, answer)
         assert not isinstance(caught.value, NotUnderstood)
 

@@ -49,7 +49,7 @@ FILES = {
     "remove contributions/N/N.W",
     "remove contributions/N",
 }
-COMMITS = {"service", "membership", "seeding", "assigning", "opening", "closing", "contributing", "publishing"}
+COMMITS = {"service", "membership", "assigning", "opening", "closing", "contributing", "publishing"}
 COMMITS |= {"outer_state", "checkpointing", "retention"}
 
 

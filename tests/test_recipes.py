@@ -1,6 +1,6 @@
-"""Recipes of CONTRIBUTING.md, followed in a copy: a codec is one file on each side and one line, an inner optimizer one
-function and one line, a rule of aggregation and a schedule one function, one line and one value of the spec; everything
-else derives from them."""
+"""Recipes of CONTRIBUTING.md, followed in a copy: a codec is one file and one line in protocol/, two functions and one
+line in worker/; an inner optimizer one function and one line; a rule of aggregation and a schedule one function, one
+line and one value of the spec. Everything else derives from them."""
 
 import ast
 import os
@@ -47,17 +47,16 @@ def check(data: U8, n: int, limit: float) -> None:
 '''
 
 IN_TORCH = """
-from torch import Tensor
-
-from worker.codecs import fp32
-
-
-def encode(x: Tensor) -> Tensor:
-    return fp32.encode(x).view(-1, 4).flip(1).reshape(-1)
+def encode_big_endian(x: Tensor) -> Tensor:
+    return encode_fp32(x).view(-1, 4).flip(1).reshape(-1)
 
 
-def decode(data: Tensor, n: int) -> Tensor:
-    return fp32.decode(data.view(-1, 4).flip(1).reshape(-1), n)
+def decode_big_endian(data: Tensor, n: int) -> Tensor:
+    return decode_fp32(data.view(-1, 4).flip(1).reshape(-1), n)
+
+
+IN_TORCH: dict[str, TorchCodec] = {
+    "big-endian": TorchCodec(encode_big_endian, decode_big_endian),
 """
 
 USE_OF_THE_CODEC = """
@@ -226,9 +225,9 @@ def run(copy: Path, code: str) -> None:
 
 
 @pytest.mark.system
-def test_one_file_on_each_side_and_one_line(copy: Path) -> None:
+def test_a_codec_is_one_file_and_two_functions(copy: Path) -> None:
     (copy / "protocol" / "codecs" / "big_endian.py").write_text(REFERENCE)
-    (copy / "worker" / "codecs" / "big_endian.py").write_text(IN_TORCH)
+    edit(copy / "worker/codecs/torch_codecs.py", "IN_TORCH: dict[str, TorchCodec] = {\n", IN_TORCH)
     table = copy / "protocol" / "codecs" / "__init__.py"
     edit(table, '    "sparse",\n', '    "sparse",\n    "big_endian",\n')
     run(copy, USE_OF_THE_CODEC)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import OPTIMIZERS
-from worker.data.fetching.remote import HUB, is_remote
+from worker.data.fetching.remote_files import HUB, is_remote
 from worker.data.sources.files import PYTHON_STDLIB, source_files
 from worker.data.sources.hub import PREFIX
 from worker.data.tokens.tokenizer import IN_BYTES

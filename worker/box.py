@@ -12,9 +12,9 @@ from torch import nn
 from protocol.messages import EvaluationReport
 from protocol.spec.run import RunSpec
 from worker.accounts.machine import DeviceUse, peak_flops
-from worker.data.caches import cache_directory
-from worker.data.fetching.shards import CacheSettings
-from worker.data.opening import open_training_set
+from worker.data.fetching.remote_set import CacheSettings
+from worker.data.fetching.shard_cache import cache_directory
+from worker.data.open_training_set import open_training_set
 from worker.data.training_set import TrainingSet
 from worker.errors import BoxError, DataError
 from worker.inner.data_parallel import choose_mode, distribute, replica_budget, shard

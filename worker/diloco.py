@@ -39,7 +39,7 @@ from worker.accounts.machine import DeviceUse, host_facts, shared_facts, shared_
 from worker.accounts.progress import Progress
 from worker.accounts.stages import RoundTrace
 from worker.allowing import permit_data
-from worker.data.opening import open_training_set
+from worker.data.open_training_set import open_training_set
 from worker.data.training_set import TrainingSet
 from worker.errors import Stopped
 from worker.link.client import Client, open_http

@@ -48,7 +48,7 @@ from benchmarks.robust.training import FULL, QUICK, Size, run
 from coordinator.sync.aggregating import AGGREGATORS
 from protocol.codecs import CODECS
 from protocol.spec.sections import PER_VALUE_RULES
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 
 
 def measure(size: Size, elements: int, given: argparse.Namespace) -> dict[str, Any]:

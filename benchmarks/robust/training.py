@@ -16,7 +16,7 @@ from protocol.errors import CodecError
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.wire import CHUNK_ELEMENTS, DeltaHeader, Payload, pack_header
 from worker.codecs import round_trip, unpack_payload
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 from worker.inner.evaluation import evaluate
 from worker.state.outer_state import OuterState
 from worker.state.work import Carry, Contribution

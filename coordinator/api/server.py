@@ -127,26 +127,6 @@ def readyz(service: Service) -> Readiness:
     )
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
-
-
-@router.get(
-    "/metrics", tags=["metrics"], response_class=PlainTextResponse, responses=_TEXT | problem_responses("not-found")
-)
-async def get_metrics(http: Request, service: Service, caller: Caller) -> Response:
-    """Metrics in Prometheus' text format: of the server and all runs; only of its run, if the token is for one."""
-    run = None if caller.run is None else service.run(caller.run)
-    charge(http, len(exported(service.runs())) if run is None else 1)
-    metrics: ServerMetrics = http.app.state.metrics
-    caches: Caches = http.app.state.caches
-    make = partial(anyio.to_thread.run_sync, metrics.exposition, run, limiter=service.read_threads)
-    if caller.allows(Scope.ADMIN):
-        text = await make()
-    else:
-        text, _ = await caches.metrics.read(run, METRICS_MAX_AGE_S, make)
-    return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
-
 # --- status -----------------------------------------------------------------------------------------------------------
 
 REMEDIES = {
@@ -250,3 +230,23 @@ def _notifications(service: Coordinator) -> NotificationsInfo | None:
         failed_at=sender.failed_at,
         fault=sender.fault,
     )
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+@router.get(
+    "/metrics", tags=["metrics"], response_class=PlainTextResponse, responses=_TEXT | problem_responses("not-found")
+)
+async def get_metrics(http: Request, service: Service, caller: Caller) -> Response:
+    """Metrics in Prometheus' text format: of the server and all runs; only of its run, if the token is for one."""
+    run = None if caller.run is None else service.run(caller.run)
+    charge(http, len(exported(service.runs())) if run is None else 1)
+    metrics: ServerMetrics = http.app.state.metrics
+    caches: Caches = http.app.state.caches
+    make = partial(anyio.to_thread.run_sync, metrics.exposition, run, limiter=service.read_threads)
+    if caller.allows(Scope.ADMIN):
+        text = await make()
+    else:
+        text, _ = await caches.metrics.read(run, METRICS_MAX_AGE_S, make)
+    return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -110,7 +110,7 @@ class FileSink(Sink):
 
     def __init__(self, size: int, digest: bytes, data: DataDirectory) -> None:
         super().__init__(size, digest)
-        self._path, self._check_room = data.scratch(), data.check_room
+        self._path, self._check_room = data.scratch(), data.check_space
         self._hasher = blake3()
         self._file: BinaryIO | None = None
         self._arrived = bytearray()  # not a list: as objects, chunks of two bytes would take 28 times the memory
@@ -161,7 +161,7 @@ class ReceivedUpload:
         if self.part is None or self._whole is None:
             return body
         if self._whole.in_file:
-            self._data.check_room(body.size)
+            self._data.check_space(body.size)
         missing = self._whole.add(self.part.start, body)
         self.finished = not missing
         return PartReply(missing=missing[:MAX_MISSING]) if missing else self._whole.body()

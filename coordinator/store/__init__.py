@@ -1,1 +1,1 @@
-"""What outlives the process: the store of blobs, the data directory, the database and its tables, tokens."""
+"""Everything that outlives the process: blobs, the data directory, the database and its tables, tokens."""

@@ -41,7 +41,7 @@ class DataDirectory:
         """Return an unused path for a local file. The next start deletes what is still there."""
         return self._scratch / str(next(self._numbers))
 
-    def check_room(self, size: int) -> None:
+    def check_space(self, size: int) -> None:
         """Raise OSError, as a full disk does, if an upload of `size` bytes would use reserved space."""
         disk = shutil.disk_usage(self._scratch)
         if disk.free - size < min(RESERVED_BYTES, RESERVED_SHARE * disk.total):

@@ -1,1 +1,2 @@
-"""The data plane, in the order of the way: contributing → aggregating → publishing → outer state → checkpointing."""
+"""The data plane, in the order of a contribution: contributing, publishing (aggregating), outer state, checkpointing,
+retention."""

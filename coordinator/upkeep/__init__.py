@@ -1,1 +1,1 @@
-"""What brings a run back after a restart, a corrupt file, a full disk or a restored backup."""
+"""Runs over time: start-up, damaged files, a full disk, rollback and restored databases, removal."""

@@ -88,7 +88,7 @@ class Storage:
 
     def _can_be_written(self) -> bool:
         try:
-            self._data.check_room(PROBE_BYTES)
+            self._data.check_space(PROBE_BYTES)
             write_probe(self._data.scratch())
             self._database.probe()
         except Exception as error:

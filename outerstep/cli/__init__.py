@@ -88,7 +88,7 @@ def _group(name: str, group: typer.Typer, commands: Mapping[str, Callable[..., N
 def _coordinator() -> typer.Typer:
     from outerstep.cli import backup, coordinator
 
-    commands = {
+    commands: dict[str, Callable[..., None]] = {
         "backup": backup.backup,
         "backups": backup.backups,
         "restore": backup.restore,
@@ -119,7 +119,7 @@ def _doctor() -> typer.Typer:
 def _run() -> typer.Typer:
     from outerstep.cli import models, privacy, run, steer, watch, workers
 
-    commands = {
+    commands: dict[str, Callable[..., None]] = {
         "create": run.create,
         "ls": run.list_runs,
         "show": run.show,
@@ -150,7 +150,7 @@ def _run() -> typer.Typer:
 def _token() -> typer.Typer:
     from outerstep.cli import token
 
-    commands = {
+    commands: dict[str, Callable[..., None]] = {
         "create": token.create,
         "rotate": token.rotate,
         "ls": token.list_tokens,

@@ -64,7 +64,7 @@ def prepare(
       data.source = "/data/c4"
     """
     command, per_shard = "outerstep data prepare", _shard_tokens(shard_tokens)
-    preparing = _load("worker.data.making.preparing", command=command)
+    preparing = _load("worker.data.tokens.preparing", command=command)
     sources = _load("worker.data.sources.source", command=command)
     tokenizers = _load("worker.data.tokens.tokenizer", command=command)
     given = [sources.find_source(source, column, 0.0 if held_out else holdout)]
@@ -72,7 +72,7 @@ def prepare(
         given.append(sources.find_source(held_out, column, 1.0))
     recipe = preparing.Recipe(given, tokenizers.load_tokenizer(tokenizer), per_shard)
     with _bar() as show_progress:
-        index = preparing.prepare(recipe, out, tell=show_progress)
+        index = preparing.prepare(recipe, out, report=show_progress)
     if output is Format.JSON:
         print_json(_document(index, verified=False))
         return
@@ -136,9 +136,9 @@ def _bar() -> Iterator[Callable[[Any], None]]:
     with Progress(*columns, console=console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("", total=None)
 
-        def show_progress(how_far: Any) -> None:
-            description = f"{count_text(how_far.tokens)} tokens"
-            progress.update(bar, completed=how_far.done, total=how_far.of, description=description)
+        def show_progress(seen: Any) -> None:
+            description = f"{count_text(seen.tokens)} tokens"
+            progress.update(bar, completed=seen.done, total=seen.of, description=description)
 
         yield show_progress
 

@@ -55,23 +55,22 @@ def doctor(*, output: FormatOption = Format.TABLE, **options: Any) -> None:
     settings = validated(
         settings_of.WorkerSettings, given | {"url": checked_url(url), "run": run, "token": token}, FLAGS
     )
-    examining = import_extra("outerstep.doctor.examining", extra="worker", command="outerstep doctor")
-    finding = import_extra("outerstep.doctor.finding", extra="worker", command="outerstep doctor")
-    teller = _Silent() if output is Format.JSON else _Lines()
-    found = examining.examine(settings, options["gpus"] or 1, teller)
+    module = import_extra("outerstep.doctor.examine", extra="worker", command="outerstep doctor")
+    examination = import_extra("outerstep.doctor.examination", extra="worker", command="outerstep doctor")
+    found = module.examine(settings, options["gpus"] or 1, _Silent() if output is Format.JSON else _Lines())
     command = worker_command(options)
-    verdict = finding.verdict(found, command)
+    conclusion = examination.conclude(found, command)
     if output is Format.JSON:
         document = {
-            "exit_code": verdict.code,
-            "verdict": verdict.lines[0],
+            "exit_code": conclusion.code,
+            "verdict": conclusion.lines[0],
             "command": command,
             "findings": [asdict(each) for each in found],
         }
         print_json(document)
     else:
-        say_lines("\n" + "\n  ".join(map(printable, verdict.lines)))
-    raise typer.Exit(verdict.code)
+        say_lines("\n" + "\n  ".join(map(printable, conclusion.lines)))
+    raise typer.Exit(conclusion.code)
 
 
 def worker_command(options: dict[str, Any]) -> str:

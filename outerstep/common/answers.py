@@ -1,11 +1,11 @@
-"""Reading of HTTP responses, for both clients, the worker's and the operator's.
+"""Reading of HTTP responses, for both clients: the worker and the operator's commands.
 
-A response is a message, a coordinator's problem, or something that another server sent, a proxy for example. It is
-anything shaped like an `httpx.Response` whose body has not been read yet, so that nothing here needs httpx.
+A response is a message, a coordinator's problem, or something from another server, such as a proxy. Any object shaped
+like an `httpx.Response` with an unread body will do, so this module does not need httpx.
 
-Whoever answers may be hostile, and no token protects against that. So every body has a limit by its kind, LIMITS, and
-is read piece by piece up to there. Clients ask for bodies that are not compressed, and refuse compressed ones: a
-kilobyte of gzip can hold a megabyte.
+The server may be hostile, and no token protects against that. So every kind of body has a limit (LIMITS), and bodies
+are read piece by piece up to it. Clients request uncompressed bodies and reject compressed ones, because a kilobyte of
+gzip can contain a megabyte.
 """
 
 import json
@@ -25,7 +25,7 @@ Reply = TypeVar("Reply", bound=BaseModel)
 
 
 class Limit(NamedTuple):
-    """The most bytes that a message has, and the most values: parsing one costs memory by either."""
+    """The maximum bytes and values of a message; parsing it costs memory for both."""
 
     most_bytes: int
     most_values: int
@@ -41,13 +41,13 @@ LIMITS: dict[type[BaseModel], Limit] = {
     JoinReply: Limit(64 << 20, 1 << 22),
     CheckpointDetail: Limit(64 << 20, 1 << 22),
 }
-ERROR_BYTES = 1 << 16  # of a refusal; what is longer is no coordinator's
+ERROR_BYTES = 1 << 16  # of a problem; a longer one is not a coordinator's
 
-_SHOWN = 200  # characters of an answer that no coordinator gave
-_HEAD = 4096  # bytes of a page that have its title
+_SHOWN = 200  # characters of an unexpected response that are shown
+_HEAD = 4096  # bytes of a page that are searched for its title
 _TITLE = re.compile(rb"<title>(.*?)</title>", re.IGNORECASE | re.DOTALL)
 _DIGITS = re.compile(r"[0-9]{1,18}")
-_TRANSIENT = (408, 429)  # what a proxy says where trying again helps, besides 5xx
+_TRANSIENT = (408, 429)  # statuses of proxies, besides 5xx, for which a retry helps
 
 
 class Request(Protocol):
@@ -72,8 +72,8 @@ class Answer(Protocol):
 
 
 def header_number(text: str) -> int | None:
-    """Return the number that a header gives in digits of ASCII, as HTTP has them; None for anything else, such as the
-    `²` that `str.isdigit` takes and `int` does not, and for more digits than bytes or seconds ever have."""
+    """Return the number in a header, in ASCII digits as HTTP requires; None for anything else, such as `²`, which
+    `str.isdigit` accepts and `int` does not, and for more digits than bytes or seconds ever have."""
     return int(text) if _DIGITS.fullmatch(text) else None
 
 
@@ -83,7 +83,7 @@ def limit_of(reply: type[BaseModel]) -> Limit:
 
 
 def values_of(body: bytes) -> int:
-    """Return an upper bound of the number of values in a body of JSON, without parsing it."""
+    """Return an upper bound of the number of values in a JSON body, without parsing it."""
     return 1 + sum(map(body.count, (b",", b"[", b"{")))
 
 
@@ -97,8 +97,8 @@ def check_not_encoded(answer: Answer) -> None:
 
 
 def pieces_within(answer: Answer, limit_bytes: int) -> Iterator[bytes]:
-    """Yield the body as it arrives. Raises BeyondLimits before anything is read if it is compressed or announced to be
-    longer than `limit_bytes`, and otherwise as soon as it is longer."""
+    """Yield the body as it arrives. Raises BeyondLimits before reading if it is compressed or announced as longer than
+    `limit_bytes`, otherwise as soon as it is longer."""
     check_not_encoded(answer)
     announced, size = header_number(answer.headers.get("Content-Length", "")), 0
     if announced is not None and announced > limit_bytes:
@@ -116,7 +116,7 @@ def read_body(answer: Answer, limit_bytes: int) -> bytes:
 
 
 def beginning(answer: Answer, most_bytes: int) -> bytes:
-    """Return the body, of a longer one the first `most_bytes`; empty if it is compressed. It is read no further."""
+    """Read and return at most the first `most_bytes` of the body; nothing if it is compressed."""
     if _encoding(answer) is not None:
         return b""
     pieces, size = [], 0
@@ -129,13 +129,13 @@ def beginning(answer: Answer, most_bytes: int) -> bytes:
 
 
 def raise_for_problem(answer: Answer) -> None:
-    """Return if the status is a success (2xx) of our protocol, leaving the body unread. Otherwise raise what the
-    answer means:
+    """Return if the status is a success (2xx) of our protocol, without reading the body. Otherwise raise what the
+    response means:
 
-    NotUnderstood      the coordinator speaks another protocol, or refused by a problem that is not known here
+    NotUnderstood      the coordinator speaks another protocol, or sent a problem that is unknown here
     Problem            the coordinator refused
-    Transient          a proxy answered 5xx, 408 or 429 in its place
-    UnexpectedAnswer   a redirect, or any other answer that no coordinator gives
+    Transient          a proxy answered 5xx, 408 or 429 instead
+    UnexpectedAnswer   a redirect, or any other response that no coordinator gives
     """
     status, difference = answer.status_code, incompatibility(OURS, coordinator_version(answer.headers))
     if difference is not None:
@@ -152,22 +152,22 @@ def raise_for_problem(answer: Answer) -> None:
             raise _unknown_problem(f"{said}: {printable(slug)[:_SHOWN]}: {detail}", status, retry_after_s)
         problem = Problem.from_document(document, retry_after_s=retry_after_s)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        # Not a coordinator's: a proxy's page, or nothing at all.
+        # Not from a coordinator: a proxy's page, or nothing at all.
         if 300 <= status < 400 and "Location" in answer.headers:
             raise UnexpectedAnswer(
-                f"{answer.request.url} redirects to {answer.headers['Location']}; give that address"
+                f"{answer.request.url} redirects to {answer.headers['Location']}; use that address"
             ) from None
         if status >= 500 or status in _TRANSIENT:
             raise Transient(f"{said}: {_start(body)}", retry_after_s=retry_after_s) from None
         raise UnexpectedAnswer(
-            f"{said}, which is not a coordinator's answer: {_start(body)}; check the URL and what lies between"
+            f"{said}, which is not a coordinator's response: {_start(body)}; check the URL and any proxy"
         ) from None
     raise problem
 
 
 def read_message(reply: type[Reply], answer: Answer) -> Reply:
-    """Return the body as a `reply`. Raises NotUnderstood for words of another version, BeyondLimits for a body that is
-    too large for it or compressed, and UnexpectedAnswer for another server's page or a broken body."""
+    """Return the body as a `reply`. Raises NotUnderstood for a message of another version, BeyondLimits for a body that
+    is too large or compressed, and UnexpectedAnswer for another server's page or a broken body."""
     limit = limit_of(reply)
     body = read_body(answer, limit.most_bytes)
     if values_of(body) > limit.most_values:
@@ -178,36 +178,36 @@ def read_message(reply: type[Reply], answer: Answer) -> Reply:
         coordinator, faults = coordinator_version(answer.headers), error.errors()
         if coordinator.protocol is not None and all(fault["type"] != "json_invalid" for fault in faults):
             raise NotUnderstood(
-                f"{_where(answer)} answered in words that this client does not know: "
+                f"{_where(answer)} answered with fields or values that this client does not know: "
                 f"{explain_all(faults, most=3)}; {different_builds(OURS, coordinator)}"
             ) from error
         raise UnexpectedAnswer(
-            f"{_where(answer)} answered what is no {reply.__name__}: {_start(body)}; check the URL and what lies "
-            "between, and whether both sides have the same version"
+            f"{_where(answer)} answered, but not with the message {reply.__name__}: {_start(body)}; check the URL "
+            "and any proxy, and that both sides have the same version"
         ) from error
 
 
 def _unknown_problem(said: str, status: int, retry_after_s: float | None) -> Transient | NotUnderstood:
-    """Return what a problem means whose name is not known here: a later coordinator's is treated by its status."""
+    """Return the error for a problem that is unknown here, from a later coordinator: its status decides."""
     if status >= 500 or status in _TRANSIENT:
         return Transient(said, retry_after_s=retry_after_s)
-    return NotUnderstood(f"{said} (Outerstep {OURS.software} does not know this problem; the coordinator may be later)")
+    return NotUnderstood(f"{said} (Outerstep {OURS.software} does not know this problem; the coordinator may be newer)")
 
 
 def _where(answer: Answer) -> str:
-    """Return what was asked, without the query, in which an address that a server redirected to may have a secret."""
+    """Return method and URL of the request without the query, which may contain a secret after a redirect."""
     return f"{answer.request.method} {str(answer.request.url).partition('?')[0]}"
 
 
 def _encoding(answer: Answer) -> str | None:
-    """Return how the body is compressed; None if it is not."""
+    """Return the body's compression; None if it is not compressed."""
     named = [each.strip().lower() for each in answer.headers.get("Content-Encoding", "").split(",")]
     encodings = [each for each in named if each not in ("", "identity")]
     return printable(", ".join(encodings))[:_SHOWN] if encodings else None
 
 
 def _expected(limit_bytes: int) -> str:
-    return f"at most {limit_bytes} bytes can be right. Check the URL and what lies between"
+    return f"at most {limit_bytes} bytes are expected. Check the URL and any proxy"
 
 
 def _start(body: bytes) -> str:

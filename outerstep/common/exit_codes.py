@@ -1,4 +1,4 @@
-"""The exit codes of the commands, for scripts and supervisors to act upon."""
+"""The exit codes of the commands, for scripts and supervisors."""
 
 from enum import IntEnum
 
@@ -8,8 +8,8 @@ class Exit(IntEnum):
 
     DONE = 0
     USAGE = 2  # a flag, a file or a spec is wrong
-    REFUSED = 3  # trying again does not help
-    RETRY = 75  # worth trying again: the coordinator cannot be reached or has a fault (EX_TEMPFAIL of sysexits.h)
+    REFUSED = 3  # retrying does not help
+    RETRY = 75  # worth a retry: the coordinator is unreachable or failing (EX_TEMPFAIL of sysexits.h)
 
 
 IN_WORDS = (

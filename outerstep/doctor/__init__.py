@@ -1,6 +1,6 @@
-"""`outerstep doctor`: whether this box can train a run, found out without joining it.
+"""`outerstep doctor`: checks whether this machine can train a run, without joining it.
 
-`examining.py` has the order of the checks. Each check is two functions: one that looks, with whatever it has to ask,
-and one that judges what was seen, which is pure and returns findings. Nothing is changed on the coordinator, nor in the
-worker's state directory.
+`examine.py` has the order of the checks. Each check is two functions: one that looks and may do I/O, and a pure one
+that judges what was seen and returns findings. Nothing is changed on the coordinator or in the worker's state
+directory.
 """

@@ -1,25 +1,71 @@
-"""The run that is to be joined, and the place in it of a worker of this name."""
+"""What the worker may do: its token, the run to join, its name there, and what the run's spec asks for."""
 
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from outerstep import rest
 from outerstep.common.quantities import duration_text
-from outerstep.doctor.finding import Finding, fine, warning, wrong
+from outerstep.doctor.examination import Finding, fine, warning, wrong
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import JOIN_PREFIX, RunDetail, RunState, WorkerInfo, WorkerState
+from protocol.spec.run import RunSpec
+from worker.allowing import Refusal, allowed_by, as_options, not_allowed
 from worker.link.worker_token import token_to_read_with
-from worker.settings import WorkerSettings
+from worker.settings import BoxSettings, WorkerSettings
 from worker.state.state_dir import StateDir
+
+
+class Access(Enum):
+    WORKER = auto()
+    ADMIN = auto()
+    READING = auto()  # a viewer or member token
+    NONE = auto()
+
+
+_REFUSALS = {"unauthorized": Access.NONE, "forbidden": Access.READING}
+
+
+def look_at_token(client: rest.Client) -> Access:
+    """Return what the token allows. Raises what `rest.Client` raises, except refusals because of the token."""
+    try:
+        client.line_check_down(0)  # allowed for tokens that may join
+    except Problem as problem:
+        if problem.slug not in _REFUSALS:
+            raise
+        return _REFUSALS[problem.slug]
+    try:
+        next(iter(client.tokens()), None)
+    except Problem as problem:
+        if problem.slug == "forbidden":
+            return Access.WORKER
+        raise
+    return Access.ADMIN
+
+
+_NEW = "ask an admin for one: outerstep token create --scope join"
+
+
+def judge_token(seen: Access) -> list[Finding]:
+    match seen:
+        case Access.WORKER:
+            return [fine("token", "valid, and lets workers join")]
+        case Access.ADMIN:
+            said = "valid, but an admin token: anyone who reads it on this box may stop runs and create tokens"
+            return [warning("token", said, f"the box only needs a join or worker token; {_NEW}")]
+        case Access.READING:
+            return [wrong("token", "valid, but read-only: it does not let workers join", _NEW)]
+        case Access.NONE:
+            return [wrong("token", "unknown to the coordinator, or revoked", _NEW)]
 
 
 @dataclass(frozen=True)
 class Run:
-    """The run with its workers. `layout`: None as long as nobody has seeded it. `is_own`: the live worker of this name
-    is this one, by the member token in its state directory. `has_no_token`: this one has a join token, and none of its
-    own yet."""
+    """The run with its workers. `layout`: None until the run is seeded. `is_own`: the live worker with this name is
+    this one, according to the member token in its state directory. `has_no_token`: this worker has a join token but no
+    worker token yet."""
 
     detail: RunDetail
     workers: list[WorkerInfo]
@@ -28,8 +74,8 @@ class Run:
     has_no_token: bool
 
 
-def look(client: rest.Client, settings: WorkerSettings) -> Run:
-    """Raises what `rest.Client` does."""
+def look_at_run(client: rest.Client, settings: WorkerSettings) -> Run:
+    """Return the run as this worker sees it. Raises what `rest.Client` raises."""
     detail = client.run(settings.run)
     workers = client.workers(settings.run)
     live = any(each.name == settings.name and each.state is WorkerState.LIVE for each in workers)
@@ -55,7 +101,7 @@ def _holds_lease(client: rest.Client, settings: WorkerSettings) -> bool:
     for token in filter(None, (saved.current, saved.proposed)):
         headers = {"Authorization": f"Bearer {token}"}
         with client.http.stream("GET", f"/v1/runs/{settings.run}", headers=headers) as answer:
-            if answer.is_success:  # a member token ends with its lease, and reading renews none
+            if answer.is_success:  # a member token expires with its lease, and reading does not renew it
                 return True
     return False
 
@@ -64,12 +110,12 @@ def judge_run(seen: Run) -> list[Finding]:
     run = seen.detail
     said = f"{run.name} is {run.state}: {run.reason}"
     if run.state in (RunState.FINISHED, RunState.STOPPED):
-        return [wrong("run", said, "there is nothing left to train: join another run, or have one made")]
+        return [wrong("run", said, "nothing is left to train: join another run, or create one")]
     live = [each.name for each in seen.workers if each.state is WorkerState.LIVE]
     said += f"; {len(live)} live {'worker' if len(live) == 1 else 'workers'}"
     said += f" ({', '.join(live[:8])}{', …' if len(live) > 8 else ''})" if live else ""
     if run.state in (RunState.PAUSED, RunState.DRAINING):
-        remedy = f"a worker waits until the operator lets it go on: outerstep run resume {run.name}"
+        remedy = f"a worker waits until the operator resumes it: outerstep run resume {run.name}"
         return [warning("run", said, remedy)]
     return [fine("run", said)]
 
@@ -80,22 +126,34 @@ def judge_name(seen: Run, name: str, host: str = platform.node()) -> list[Findin
         return [fine("name", f"{name} is free")]
     where = worker.host.get("host", "another machine")
     if worker.state is WorkerState.BANNED:
-        remedy = f"only its operator lets it join again: outerstep run readmit {seen.detail.name} {name}"
+        remedy = f"only the operator can readmit it: outerstep run readmit {seen.detail.name} {name}"
         return [wrong("name", f"{name} was banned from the run", remedy)]
     if seen.has_no_token and worker.token is not None:
-        said = f"{name} belongs to a token, and there is none in this worker's state directory to join with"
-        remedy = "give another --name, the --state that has it, or have an operator give the name away: "
+        said = f"{name} belongs to a token that is not in this worker's state directory"
+        remedy = "use another --name, the --state that has the token, or ask an operator to release the name: "
         return [wrong("name", said, f"{remedy}outerstep run release {seen.detail.name} {name}")]
     if worker.state is not WorkerState.LIVE:
         return [fine("name", f"{name} was in the run before, on {where} ({worker.state})")]
     if seen.is_own:
-        return [fine("name", f"{name} is this worker, and its lease has not ended: it goes on where it was")]
-    heard = "" if worker.last_seen_s is None else f", heard of {duration_text(worker.last_seen_s)} ago"
+        return [fine("name", f"{name} is this worker, and its lease has not ended: it will continue where it was")]
+    heard = "" if worker.last_seen_s is None else f", last seen {duration_text(worker.last_seen_s)} ago"
     lease = seen.detail.spec.members.lease_s
     on = f"on this machine ({where})" if where == host else f"on {where}"
     said = f"{name} is the name of a live worker {on}{heard}"
-    return [wrong("name", said, f"give another --name; if that one is dead, wait {lease:.0f} s for its lease to end")]
+    return [wrong("name", said, f"use another --name; if that worker is dead, wait {lease:.0f} s for its lease to end")]
 
 
 def _named(workers: Sequence[WorkerInfo], name: str) -> WorkerInfo | None:
     return next((each for each in workers if each.name == name), None)
+
+
+def look_at_permission(spec: RunSpec, settings: BoxSettings) -> list[Refusal]:
+    """Return what the spec asks for that is not allowed here. Raises DataError for invalid places."""
+    return not_allowed(spec, allowed_by(settings))
+
+
+def judge_permission(seen: list[Refusal]) -> list[Finding]:
+    if not seen:
+        return [fine("allowed", "everything that the run's spec asks for is allowed here")]
+    said = "; ".join(each.what for each in seen)
+    return [wrong("allowed", said, f"if you trust the author of the spec, add: {as_options(seen)}")]

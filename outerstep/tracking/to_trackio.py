@@ -1,7 +1,7 @@
-"""Tracking into Trackio, whose step is the round.
+"""Tracks into Trackio; the step is the round.
 
-Its settings are theirs: TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL. It writes from a thread of its own, and only
-`finish` waits for that; so each record is a short session, which is resumed for the next.
+It uses Trackio's settings: TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL. Trackio writes from a separate thread,
+for which only `finish` waits; so each record is a short session, which the next one resumes.
 """
 
 from contextlib import ExitStack, redirect_stdout
@@ -20,24 +20,24 @@ PROJECT = "outerstep"
 
 
 class Tracker:
-    """A tracker. `first` is the round that it has not got yet, by a file of ours. Raises OuterstepError if Trackio
-    refuses, or for a directory in use, and OSError."""
+    """A tracker. `first` is the next round to write, from our own file. Raises OuterstepError if Trackio refuses or the
+    directory is in use, and OSError."""
 
     def __init__(self, out: Path, name: str, run: RunDetail) -> None:
         self._position = Position(out / f"{name}.json")
         self._name, self._config = name, run.spec.model_dump(mode="json")
-        self._told = False
+        self._announced = False
         self.first = self._position.first
 
     def write(self, record: Record) -> None:
         events = {"events": "\n".join(map(event_line, record.events))} if record.events else {}
         with ExitStack() as quiet:
-            if self._told:  # how to see it; once is enough
+            if self._announced:  # Trackio prints how to view the run; once is enough
                 quiet.enter_context(redirect_stdout(StringIO()))
             run = self._session()
             run.log({**record.figures, **events}, step=record.round)
             run.finish()
-        self._told = True
+        self._announced = True
         self._position.save(record.round + 1)
 
     def _session(self) -> trackio.Run:
@@ -48,7 +48,7 @@ class Tracker:
                 config=self._config,
                 resume="allow",
                 embed=False,
-                # Nothing of this machine, which is none of the run's.
+                # No metrics of this machine, which is not part of the run.
                 auto_log_gpu=False,
                 auto_log_cpu=False,
             )

@@ -1,7 +1,7 @@
-"""Tracking into Weights & Biases: a run of theirs for a run of ours, whose step is the round.
+"""Tracks into Weights & Biases: one W&B run per run; the step is the round.
 
-Its settings are theirs: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline. Their id of the run is ours, so that a tracker
-that is started again, here or on another machine, goes on with it.
+It uses W&B's settings: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE=offline. The W&B run's id is derived from our run, so a
+tracker that is started again, here or on another machine, continues it.
 """
 
 import os
@@ -19,9 +19,9 @@ PROJECT = "outerstep"
 
 
 class Tracker:
-    """A tracker. `first` is the round that it has not got yet: by what W&B says or, offline, by a file of ours.
+    """A tracker. `first` is the next round to write, according to W&B or, offline, to our own file.
 
-    Raises OuterstepError if W&B refuses, or for a directory in use, and OSError.
+    Raises OuterstepError if W&B refuses or the directory is in use, and OSError.
     """
 
     def __init__(self, out: Path, name: str, run: RunDetail) -> None:
@@ -34,12 +34,12 @@ class Tracker:
                 resume="allow",
                 dir=str(out),
                 config=run.spec.model_dump(mode="json"),
-                # Nothing of this machine, which is none of the run's.
+                # No metrics of this machine, which is not part of the run.
                 settings=wandb.Settings(console="off", disable_git=True, save_code=False, x_disable_stats=True),
             )
         except wandb.errors.Error as error:
             raise OuterstepError(
-                f"wandb: {error}; run `wandb login`, or set WANDB_MODE=offline to write to {out} alone"
+                f"wandb: {error}; run `wandb login`, or set WANDB_MODE=offline to write only to {out}"
             ) from error
         self.first = max(self._run.step, self._position.first)
 

@@ -1,8 +1,8 @@
 """Codecs: how a chunk of fp32 values becomes bytes. Choose one from CODECS by its name.
 
-To add one, write `protocol/codecs/NAME.py` and `worker/codecs/NAME.py`, and add its line to _MODULES. The run spec, the
-wire format, the worker's codecs, the planner and the generated pages all derive from this one table. FIGURES (for the
-planner) and `add_weight` are optional in a module.
+To add one, write `protocol/codecs/NAME.py` and add its line to _MODULES; then write its two functions in
+`worker/codecs/torch_codecs.py` and add their line to IN_TORCH. The run spec, the wire format, the planner and the
+generated pages all derive from the table here. FIGURES (for the planner) and `add_weight` are optional in a module.
 
 The numpy versions in this package are the reference. Compiled kernels, if installed, replace them for int8 and int4;
 `worker/codecs` produces the same bytes on the worker's device. A codec works on one chunk at a time, so everything
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from protocol.codecs.base import F32, U8, UNKNOWN, Codec
 from protocol.compiled import COMPILED, kernels
 
-# The modules here and in worker/codecs, in the order in which help texts list them.
+# The modules of this package, in the order in which help texts list them.
 _MODULES = (
     "fp32",
     "bf16",
@@ -36,7 +36,7 @@ def _codec(name: str) -> Codec:
     module: ModuleType = import_module(f"{__name__}.{name}")
     functions = (module.size, module.encode, module.decode, module.accumulate, module.check)
     figures, add_weight = getattr(module, "FIGURES", UNKNOWN), getattr(module, "add_weight", None)
-    return Codec(module.NAME, name, *functions, module.ERROR_FEEDBACK, figures, add_weight)
+    return Codec(module.NAME, *functions, module.ERROR_FEEDBACK, figures, add_weight)
 
 
 REFERENCE: dict[str, Codec] = {codec.name: codec for codec in map(_codec, _MODULES)}

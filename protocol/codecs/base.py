@@ -35,7 +35,6 @@ class Codec:
     """A way of encoding fp32 values.
 
     name                           its name on the wire and in run specs
-    module                         the name of its modules, here and in worker/codecs
     size(n)                        exact number of bytes of n encoded elements
     encode(x, out)                 float32[n] -> uint8[size(n)]; CodecError for values that it cannot represent
     decode(data, out)              uint8[size(n)] -> float32[n]
@@ -48,7 +47,6 @@ class Codec:
     """
 
     name: str
-    module: str
     size: Callable[[int], int]
     encode: Callable[[F32, U8], None]
     decode: Callable[[U8, F32], None]

@@ -1,4 +1,4 @@
-"""How slowly a body may come."""
+"""How slowly a body may arrive."""
 
 import asyncio
 import socket
@@ -16,7 +16,7 @@ from harness.coordinator import InThread
 from protocol.errors import Problem
 
 
-def test_a_line_may_be_gone_for_most_of_a_span() -> None:
+def test_the_network_may_be_interrupted_for_most_of_a_window() -> None:
     rate = MinimumRate(bytes_per_s=10, window_s=60, now=0)
     assert rate.arrived(300, 1)
     assert rate.arrived(299, 58)  # too few so far, and there is time left
@@ -25,13 +25,13 @@ def test_a_line_may_be_gone_for_most_of_a_span() -> None:
     assert rate.arrived(1, 122)
 
 
-def test_a_trickle_is_given_up_at_the_end_of_a_span() -> None:
+def test_a_trickle_is_given_up_at_the_end_of_a_window() -> None:
     rate = MinimumRate(bytes_per_s=10, window_s=60, now=0)
     assert all(rate.arrived(5, second) for second in range(1, 60))
     assert not rate.arrived(5, 60)
 
 
-def test_what_came_in_one_span_does_not_count_in_the_next() -> None:
+def test_bytes_of_one_window_do_not_count_in_the_next() -> None:
     rate = MinimumRate(bytes_per_s=10, window_s=60, now=0)
     assert rate.arrived(1_000_000, 60)
     assert not rate.arrived(599, 120)
@@ -52,7 +52,7 @@ def test_a_message_that_stops_coming_is_given_up(
 
 
 class Trickle:
-    """A request whose body comes in pieces, one every ten seconds by the event loop's own clock."""
+    """A request whose body arrives in chunks, one every ten seconds of the event loop's clock."""
 
     def __init__(self, *sizes: int) -> None:
         self._sizes = sizes
@@ -78,7 +78,7 @@ def test_a_body_that_hardly_moves_is_given_up(tmp_path: Path) -> None:
         asyncio.run(Trickle(*[100] * 6, *[99] * 6).received(settings))
 
 
-def test_without_a_least_pace_only_silence_counts(shared: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_minimum_rate_only_silence_counts(shared: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared.coordinator.settings, "min_body_bytes_per_s", 0)
     with shared.client() as admin:
         assert admin.post("/v1/line-check", content=b"x").status_code == httpx.codes.NO_CONTENT

@@ -116,7 +116,7 @@ def test_head_answers_as_get_and_nothing_can_be_sent(http: httpx.Client) -> None
         assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
 
 
-def test_a_client_of_the_rest_interface_is_told_of_a_wrong_address_as_ever(http: httpx.Client) -> None:
+def test_a_rest_client_gets_a_problem_for_an_unknown_address(http: httpx.Client) -> None:
     assert "/docs" in problem(http.get("/", headers={"Accept": "application/json"}), "not-found")["detail"]
 
 

@@ -1,8 +1,8 @@
-"""`GET /metrics`: every family of the table, and no other, with its type and labels; and who sees what."""
+"""`GET /metrics`: exactly the families of the table, with their types and labels; and what each token sees."""
 
 import runpy
 from collections import defaultdict
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import httpx
@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from coordinator.metrics import runs
 from coordinator.metrics.families import FAMILIES, OF_RUNS, OF_THE_SERVER, PREFIX
 from coordinator.metrics.runs import run_values, snapshot
+from coordinator.trust.guard import GuardRecord
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import spec_toml
 from protocol.messages import RunState, Scope
@@ -90,7 +91,7 @@ def test_names_and_units_are_those_of_prometheus() -> None:
         assert (family.unit == "bytes") == ("_bytes" in family.name), family.name
 
 
-def test_what_is_told_of_a_run(played: InThread) -> None:
+def test_the_metrics_of_a_run(played: InThread) -> None:
     found = scraped(played)
     states = values(found, "run_state", run="two")
     assert states == {(state,): float(state is RunState.RUNNING) for state in RunState}
@@ -134,17 +135,17 @@ def test_a_late_contribution_is_counted(shared: InThread, clock: SettableClock, 
     assert values(scraped(shared), "run_contributions_total", run=run)[("late",)] == len(a.theta)
 
 
-def test_the_guards_pause_is_told_until_the_operator_has_spoken(shared: InThread, run: str) -> None:
+def test_a_pause_by_the_guard_is_shown_until_the_operator_resumes(shared: InThread, run: str) -> None:
     crew(shared, run, ["a"])
     live = shared.live(run)
     with shared.client() as admin:
-        for state, spoilt, told in (("paused", False, 0), ("paused", True, 1), ("running", False, 0)):
+        for state, spoilt, expected in (("paused", False, 0), ("paused", True, 1), ("running", False, 0)):
             if spoilt:
                 with live.change() as change:
-                    change.record("spoilt", "the held-out loss has risen", state=1, good=0, to=None, without=[])
+                    change.row.guard = asdict(GuardRecord(judged=1, good=0, paused=True))
             else:
                 admin.patch(f"/v1/runs/{run}", json={"state": state}).raise_for_status()
-            assert value(scraped(shared), "run_paused_by_guard", run=run) == told
+            assert value(scraped(shared), "run_paused_by_guard", run=run) == expected
 
 
 def test_requests_are_counted_by_route_and_not_by_address(shared: InThread) -> None:
@@ -188,7 +189,7 @@ def test_connections_that_are_refused_are_counted(tmp_path: Path) -> None:
     assert value(found, "connections_open") == 1
 
 
-def test_when_the_last_backup_was_made_is_told_where_there_is_a_schedule(played: InThread, tmp_path: Path) -> None:
+def test_the_last_backup_has_a_metric_if_backups_are_scheduled(played: InThread, tmp_path: Path) -> None:
     for name in ("backup_interval_seconds", "last_backup_timestamp_seconds"):
         assert not scraped(played)[PREFIX + name].samples
     with coordinator_thread(tmp_path / "data", backup_dir=tmp_path / "backups", backup_every_s=900.0) as running:

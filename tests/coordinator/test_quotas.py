@@ -1,4 +1,4 @@
-"""What one caller may take, by numbers alone."""
+"""The quotas of one caller, without HTTP."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +14,7 @@ A, B = b"a", b"b"
 
 
 def refused(rates: RateLimiter, caller: bytes, cost: float = 1.0) -> float:
-    """When it may ask again."""
+    """Return the seconds until a retry."""
     with pytest.raises(Problem, match="too-many-requests") as caught:
         rates.take(caller, cost)
     assert caught.value.retry_after_s is not None

@@ -1,4 +1,4 @@
-"""Reads that many share: who gets one that was made for others, and how old it may be."""
+"""Reads shared by many clients: which client gets an older one, and how old it may be."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,7 +19,7 @@ from tests.coordinator.test_events import stream
 
 
 class Reader:
-    """Reads that are numbered, and end when they are let."""
+    """Numbered reads that end when a test allows it."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,14 +35,14 @@ class Reader:
 
 
 def reading(story: Callable[[ReadCache[bytes], Reader], Awaitable[None]], most: int = 1 << 20) -> None:
-    async def told() -> None:
+    async def run() -> None:
         reader = Reader()
         await story(ReadCache(len, most, lambda: reader.now), reader)
 
-    asyncio.run(told())
+    asyncio.run(run())
 
 
-def test_a_read_is_shared_until_it_is_too_old_for_who_asks() -> None:
+def test_a_read_is_shared_until_it_is_too_old_for_a_caller() -> None:
     async def story(shared: ReadCache[bytes], reader: Reader) -> None:
         assert await shared.read("a", 5, reader) == (b"1", 0)
         reader.now = 3
@@ -55,7 +55,7 @@ def test_a_read_is_shared_until_it_is_too_old_for_who_asks() -> None:
     reading(story)
 
 
-def test_those_who_ask_while_it_is_read_wait_for_the_same_also_if_the_first_goes_away() -> None:
+def test_concurrent_callers_share_a_read_even_if_the_first_is_cancelled() -> None:
     async def story(shared: ReadCache[bytes], reader: Reader) -> None:
         reader.may_end.clear()
         first, second = (asyncio.create_task(shared.read("a", 1, reader)) for _ in range(2))
@@ -69,7 +69,7 @@ def test_those_who_ask_while_it_is_read_wait_for_the_same_also_if_the_first_goes
     reading(story)
 
 
-def test_what_failed_fails_for_all_who_waited_and_is_tried_again() -> None:
+def test_a_failed_read_fails_for_all_waiters_and_is_not_kept() -> None:
     async def story(shared: ReadCache[bytes], reader: Reader) -> None:
         async def fails() -> bytes:
             await reader()
@@ -83,7 +83,7 @@ def test_what_failed_fails_for_all_who_waited_and_is_tried_again() -> None:
     reading(story)
 
 
-def test_the_newest_are_kept_that_there_is_room_for() -> None:
+def test_the_newest_reads_that_fit_are_kept() -> None:
     async def story(shared: ReadCache[bytes], reader: Reader) -> None:
         for key in "abc":
             await shared.read(key, 9, reader)
@@ -97,7 +97,7 @@ def test_the_newest_are_kept_that_there_is_room_for() -> None:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The runs of which a detail was read."""
+    """The runs whose detail was read, in order."""
     runs: list[str] = []
     real = reports.run_detail
 
@@ -109,7 +109,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return runs
 
 
-def test_who_says_that_an_older_answer_will_do_gets_one_with_its_age(tmp_path: Path, counted: list[str]) -> None:
+def test_a_client_that_accepts_an_older_response_gets_one_with_its_age(tmp_path: Path, counted: list[str]) -> None:
     now = [100.0]
     with coordinator_thread(tmp_path / "data", clock=lambda: now[0]) as running:
         crew(running, "r", ["a"])
@@ -136,7 +136,7 @@ def test_who_says_that_an_older_answer_will_do_gets_one_with_its_age(tmp_path: P
         assert ask(viewers[0], "max-age=3600") == "0", "no older than a minute, whoever asks"
 
 
-def test_an_answer_that_may_be_old_is_for_nobody_who_may_not_see_it(shared: InThread, run: str) -> None:
+def test_a_cached_response_is_not_served_to_a_token_without_access(shared: InThread, run: str) -> None:
     for each in (run, f"{run}-2"):
         crew(shared, each, ["a"])
     old = {"Cache-Control": "max-age=60"}
@@ -173,7 +173,7 @@ def test_streams_of_one_event_are_read_once(tmp_path: Path, monkeypatch: pytest.
 
 def test_streams_are_woken_one_after_another_and_at_the_end_at_once() -> None:
     class Loop(asyncio.SelectorEventLoop):
-        """Time passes as it is told to."""
+        """A loop whose clock a test sets."""
 
         passed = 0.0
 

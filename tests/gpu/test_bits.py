@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from protocol.codecs import REFERENCE
 from protocol.fragments import plan_fragments
-from worker.codecs import IN_TORCH
+from worker.codecs.torch_codecs import IN_TORCH
 from worker.state.fragments import Fragments
 from worker.state.parameters import tensor_specs
 

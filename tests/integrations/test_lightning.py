@@ -170,7 +170,7 @@ def test_what_a_script_should_hear_of_is_told(tmp_path: Path, order: dict[str, b
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(SPEC)
         a = result(start(running, tmp_path, end_after=2, **order))
-        assert "the Trainer ended at step 2 of the run, which goes on" in a["errors"]
+        assert "the Trainer ended at step 2" in a["errors"]
         assert "the training data are not shuffled" in a["errors"]
         assert told(running, "a").tokens == 2 * 4 * 8, "what it did is handed in"
 
@@ -193,6 +193,6 @@ def test_a_rate_by_epochs_is_refused_before_the_run_is_joined(tmp_path: Path) ->
         process = start(running, tmp_path, interval="epoch")
         _, errors = process.communicate()
         assert process.returncode != 0
-        assert "the learning rate is scheduled by epochs, which every worker has of its own" in errors
+        assert "the learning rate is scheduled by epoch" in errors
         with running.client() as http:
             assert http.get("/v1/runs/light").json()["live_workers"] == 0

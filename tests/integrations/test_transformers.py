@@ -167,7 +167,7 @@ def test_to_load_the_best_model_at_the_end_is_refused(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(SPEC)
         callback = DiLoCoCallback("trainer", url=running.url, token=running.token(Scope.WORKER))
-        with pytest.raises(BoxError, match="load_best_model_at_end=True would put an older model in the place"):
+        with pytest.raises(BoxError, match="load_best_model_at_end=True"):
             Trainer(nn.Linear(2, 2), arguments, eval_dataset=[0], callbacks=[callback])
 
 
@@ -192,5 +192,5 @@ def test_a_run_whose_workers_have_their_own_h_is_refused(tmp_path: Path, monkeyp
 
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(SPEC.replace(f"inner_steps = {H}", 'inner_steps = "auto"\nround_s = 5'))
-        with pytest.raises(BoxError, match=r'sync.inner_steps = "auto", and the Trainer counts its steps'):
+        with pytest.raises(BoxError, match=r'sync.inner_steps = "auto"'):
             DiLoCoCallback("trainer", url=running.url, token=running.token(Scope.WORKER))

@@ -16,7 +16,7 @@ Command = Callable[..., Result]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Command:
-    monkeypatch.setattr("worker.data.making.preparing.cores", lambda: 1)
+    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
     return lambda *arguments: CliRunner().invoke(app, ["data", *map(str, arguments)])
 
 
@@ -65,23 +65,23 @@ def test_a_source_that_is_held_out(command: Command, text: Path, tmp_path: Path)
 
 def test_nothing_held_out_is_told(command: Command, text: Path, tmp_path: Path) -> None:
     done = command("prepare", text, "--tokenizer", "bytes", "--out", tmp_path / "out", "--holdout", 0)
-    assert "nothing is held out, so a run has no held-out loss: give --holdout or --held-out" in done.stdout
+    assert "no held-out loss: give --holdout or --held-out" in done.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["prepare", "{}/none", "--tokenizer", "bytes", "--out", "{}/o"], 3, "names no files on this machine"),
-        (["prepare", "{}/text", "--tokenizer", "{}/none", "--out", "{}/o"], 3, "nor the id of one on the hub"),
+        (["prepare", "{}/none", "--tokenizer", "bytes", "--out", "{}/o"], 3, "matches no files"),
+        (["prepare", "{}/text", "--tokenizer", "{}/none", "--out", "{}/o"], 3, "is neither a directory"),
         (
             ["prepare", "{}/text", "--tokenizer", "bytes", "--out", "{}/o", "--shard-tokens", "x"],
             2,
             "--shard-tokens: 'x'",
         ),
         (["prepare", "{}/text", "--tokenizer", "bytes", "--out", "{}/o", "--shard-tokens", "9"], 2, "at least 1024"),
-        (["prepare", "{}/text", "--tokenizer", "bytes", "--out", "{}/text"], 3, "is not empty and no token set"),
-        (["show", "{}/text"], 3, "text is no token set (it has no index.json)"),
-        (["show", "{}/none"], 3, "there is no directory "),
+        (["prepare", "{}/text", "--tokenizer", "bytes", "--out", "{}/text"], 3, "text is not empty"),
+        (["show", "{}/text"], 3, "text is not a token set (it has no index.json)"),
+        (["show", "{}/none"], 3, "no directory "),
     ],
 )
 def test_what_cannot_be_done(

@@ -30,12 +30,10 @@ from outerstep.cli import app
 from outerstep.cli.doctor import worker_command
 from outerstep.cli.worker import worker
 from outerstep.common.exit_codes import Exit
-from outerstep.doctor import address, clock, examining, line, memory, model, state_directory
-from outerstep.doctor import step as stepping
-from outerstep.doctor.examination import Examination, OutOfTime, _within
-from outerstep.doctor.finding import Finding, State, fine, verdict, wrong
-from outerstep.doctor.model import Model
-from outerstep.doctor.trial import Steps, take_steps, take_steps_apart
+from outerstep.doctor import coordinator, examine, machine, network, training, trial
+from outerstep.doctor.examination import Examination, Finding, OutOfTime, State, _within, conclude, fine, wrong
+from outerstep.doctor.training import Model
+from outerstep.doctor.trial import TrialSteps, take_steps, take_steps_apart
 from protocol import PROTOCOL_VERSION
 from protocol.fragments import Layout
 from protocol.messages import JoinReply, JoinRequest, RunChange, RunDetail, Scope, WorkerChange
@@ -47,7 +45,7 @@ from tests.support.text import write_chapters
 from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
-from worker.data.opening import open_training_set
+from worker.data.open_training_set import open_training_set
 from worker.errors import Stopped
 from worker.link.client import open_http
 from worker.models.building import build_model
@@ -93,7 +91,7 @@ def run(running: InThread, text: Path, request: pytest.FixtureRequest) -> str:
     return name
 
 
-def here(spec: RunSpec, settings: BoxSettings, processes: int, stop: threading.Event) -> Steps:
+def here(spec: RunSpec, settings: BoxSettings, processes: int, stop: threading.Event) -> TrialSteps:
     """The steps in this process, as another one takes seconds to begin; each of half a second, however long it took."""
     assert processes == 1
     return take_steps(spec, settings, CPU, stop=stop, clock=ticking(0.5))
@@ -105,9 +103,9 @@ def ticking(seconds: float) -> Callable[[], float]:
     return lambda: next(times) * seconds
 
 
-def examine(settings: WorkerSettings, processes: int = 1, **changes: Any) -> list[Finding]:
+def examined(settings: WorkerSettings, processes: int = 1, **changes: Any) -> list[Finding]:
     told = Told()
-    found = examining.examine(settings, processes, told, **{"take_steps": here, "monotonic": ticking(0.001), **changes})
+    found = examine.examine(settings, processes, told, **{"take_steps": here, "monotonic": ticking(0.001), **changes})
     assert told.findings == found
     assert all(finding.name in told.names or finding.name == "kernels" for finding in found)
     return found
@@ -124,7 +122,7 @@ def unsound(found: list[Finding]) -> dict[str, State]:
 
 
 def code(found: list[Finding]) -> Exit:
-    return verdict(found, "outerstep worker").code
+    return conclude(found, "outerstep worker").code
 
 
 def join(running: InThread, run: str, name: str, text: Path, **changes: Any) -> JoinReply:
@@ -145,13 +143,13 @@ def join(running: InThread, run: str, name: str, text: Path, **changes: Any) -> 
 def test_a_box_that_is_ready(running: InThread, run: str, tmp_path: Path) -> None:
     """Nothing is left of the examination: no worker in the run, no state directory, no file."""
     files = sorted(running.data_dir.rglob("*"))
-    found = examine(worker_settings(running, run, tmp_path / "state"))
+    found = examined(worker_settings(running, run, tmp_path / "state"))
     assert [each.name for each in found] == CHECKS
     assert unsound(found) == {}
     assert code(found) is Exit.DONE
-    assert "can be made" in of(found, "state").said
-    assert "The first worker's set becomes the run's" in of(found, "data").said
-    assert "140 k parameters to train; the first worker's becomes the run's" in of(found, "model").said
+    assert "can be created" in of(found, "state").said
+    assert "The first worker's set becomes" in of(found, "data").said
+    assert "140 k parameters to train; the first worker's" in of(found, "model").said
     steps = [each.said for each in found if each.name == "step"]
     assert steps[0].startswith("micro-batch auto: all 4 sequences at once")
     assert "for 128 tokens in fp32" in steps[1]
@@ -165,10 +163,10 @@ def test_a_box_that_is_ready(running: InThread, run: str, tmp_path: Path) -> Non
 
 def test_what_the_worker_of_a_live_run_has_is_compared(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
     join(running, run, "other", text)
-    found = examine(worker_settings(running, run, tmp_path / "state"))
+    found = examined(worker_settings(running, run, tmp_path / "state"))
     assert unsound(found) == {}
     assert "1 live worker (other)" in of(found, "run").said
-    assert of(found, "data").said.endswith("the same as the run's workers have, by its digest")
+    assert of(found, "data").said.endswith("the same digest as the run's workers")
 
 
 @pytest.mark.nightly
@@ -210,7 +208,7 @@ def test_json_is_one_document(running: InThread, run: str, tmp_path: Path) -> No
     assert done.returncode == Exit.REFUSED, done.stderr
     document = json.loads(done.stdout)
     assert document["exit_code"] == Exit.REFUSED
-    assert document["verdict"] == "not ready: 1 thing to mend"
+    assert document["verdict"] == "not ready: 1 problem to fix"
     assert document["command"].startswith(f"outerstep worker {running.url} --run {run} ")
     states = {each["name"]: each["state"] for each in document["findings"]}
     assert (states["token"], states["line"], states["model"]) == ("wrong", "skipped", "fine")
@@ -225,12 +223,12 @@ def test_nobody_listens(running: InThread, run: str, tmp_path: Path) -> None:
         settings = worker_settings(running, run, tmp_path / "state").model_copy(
             update={"url": f"http://127.0.0.1:{free.getsockname()[1]}"}
         )
-        found = examine(settings)
+        found = examined(settings)
     assert "refuses the connection: nothing listens there" in of(found, "connection").said
     assert "--host 0.0.0.0" in of(found, "connection").remedy
     assert {name for name, state in unsound(found).items() if state is State.WRONG} == {"connection"}
     assert of(found, "state").state is State.FINE, "what needs no coordinator is looked at all the same"
-    assert of(found, "data").said == "not checked: the run's spec is not known"
+    assert of(found, "data").said == "not checked: the run's spec is unknown"
     assert code(found) is Exit.RETRY
 
 
@@ -239,10 +237,10 @@ def test_a_host_that_is_not_found(running: InThread, run: str, tmp_path: Path, m
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     settings = worker_settings(running, run, tmp_path / "state")
-    monkeypatch.setattr("outerstep.doctor.address.socket.getaddrinfo", unknown)
-    found = examine(settings.model_copy(update={"url": "https://nobody.invalid"}))
-    assert of(found, "host").said == "nobody.invalid is not found: Name or service not known"
-    assert of(found, "host").remedy == "mend the URL, or this machine's DNS"
+    monkeypatch.setattr("outerstep.doctor.coordinator.socket.getaddrinfo", unknown)
+    found = examined(settings.model_copy(update={"url": "https://nobody.invalid"}))
+    assert of(found, "host").said == "nobody.invalid was not found: Name or service not known"
+    assert of(found, "host").remedy == "fix the URL, or this machine's DNS"
     assert of(found, "connection").state is State.SKIPPED
     assert code(found) is Exit.RETRY
 
@@ -269,7 +267,7 @@ class BadGateway(Handler):
 
 def test_another_server_answers_and_is_not_given_the_token(running: InThread, run: str, tmp_path: Path) -> None:
     with serving(Page) as url:
-        found = examine(worker_settings(running, run, tmp_path / "state").model_copy(update={"url": url}))
+        found = examined(worker_settings(running, run, tmp_path / "state").model_copy(update={"url": url}))
     assert of(found, "coordinator").said.startswith(f"something else answers at {url}: ")
     assert code(found) is Exit.REFUSED
     assert Page.sent == [None]
@@ -277,30 +275,33 @@ def test_another_server_answers_and_is_not_given_the_token(running: InThread, ru
 
 def test_a_proxy_without_its_coordinator(running: InThread, run: str, tmp_path: Path) -> None:
     with serving(BadGateway) as url:
-        found = examine(worker_settings(running, run, tmp_path / "state").model_copy(update={"url": url}))
-    assert of(found, "coordinator").remedy == "a proxy answers, and what is behind it does not"
+        found = examined(worker_settings(running, run, tmp_path / "state").model_copy(update={"url": url}))
+    assert of(found, "coordinator").remedy == "a proxy answers, but the server behind it does not"
     assert code(found) is Exit.RETRY
 
 
 def test_http_where_tls_is_expected(running: InThread, run: str, tmp_path: Path) -> None:
     url = running.url.replace("http://", "https://")
-    found = examine(worker_settings(running, run, tmp_path / "state").model_copy(update={"url": url}))
+    found = examined(worker_settings(running, run, tmp_path / "state").model_copy(update={"url": url}))
     assert of(found, "connection").said == f"{url} does not speak HTTPS"
     assert of(found, "connection").remedy == f"give {running.url}"
     assert code(found) is Exit.REFUSED
 
 
-def greeting(certificate: dict[str, Any] | None = None, at: float = 0.0, **headers: str) -> address.Greeting:
-    return address.Greeting(httpx.Response(200, headers=headers), certificate, at, 0.01)
+def greeting(certificate: dict[str, Any] | None = None, at: float = 0.0, **headers: str) -> coordinator.Greeting:
+    return coordinator.Greeting(httpx.Response(200, headers=headers), certificate, at, 0.01)
 
 
 @pytest.mark.parametrize(
     ("days", "state", "told"),
-    [(90.0, State.FINE, "signed by Authority, ends 1970-04-01"), (3.0, State.WARNING, "ends 1970-04-01, in 3.0 days")],
+    [
+        (90.0, State.FINE, "signed by Authority, expires 1970-04-01"),
+        (3.0, State.WARNING, "expires 1970-04-01, in 3.0 days"),
+    ],
 )
 def test_a_certificate_that_ends_soon(days: float, state: State, told: str) -> None:
     certificate = {"notAfter": "Apr  1 00:00:00 1970 GMT", "issuer": ((("organizationName", "Authority"),),)}
-    (found,) = address.judge_tls("https://example.org", greeting(certificate), 90 * 86400 - days * 86400)
+    (found,) = coordinator.judge_tls("https://example.org", greeting(certificate), 90 * 86400 - days * 86400)
     assert (found.state, told in found.said) == (state, True)
 
 
@@ -318,18 +319,18 @@ def test_who_signed_the_certificate_and_whether_that_is_trusted(tmp_path: Path) 
         thread.start()
         try:
             with open_http(url) as http, pytest.raises(httpx.ConnectError) as raised:
-                address.greet(http)
+                coordinator.greet(http)
             with open_http(url, tmp_path / "certificate.pem") as http:
-                seen = address.greet(http)
+                seen = coordinator.greet(http)
         finally:
             server.shutdown()
             thread.join()
-    (found,) = address.judge_connection(url, raised.value)
+    (found,) = coordinator.judge_connection(url, raised.value)
     assert found.said == f"the certificate of {url} is not trusted: self-signed certificate"
     assert (found.state, found.passing) == (State.WRONG, False)
     assert "--ca FILE" in found.remedy
-    (found,) = address.judge_tls(url, seen, time.time())
-    assert found.said.startswith("signed by Ourselves, ends 20")
+    (found,) = coordinator.judge_tls(url, seen, time.time())
+    assert found.said.startswith("signed by Ourselves, expires 20")
 
 
 @pytest.mark.parametrize(
@@ -342,29 +343,29 @@ def test_who_signed_the_certificate_and_whether_that_is_trusted(tmp_path: Path) 
     ],
 )
 def test_a_token_over_the_internet_needs_tls(url: str, state: State) -> None:
-    (found,) = address.judge_tls(url, greeting(), 0.0)
+    (found,) = coordinator.judge_tls(url, greeting(), 0.0)
     assert found.state is state
 
 
 def test_another_version() -> None:
-    (found,) = address.judge_coordinator("http://x", greeting_of("0.0.1", PROTOCOL_VERSION), "0.1.0")
+    (found,) = coordinator.judge_coordinator("http://x", greeting_of("0.0.1", PROTOCOL_VERSION), "0.1.0")
     assert (found.state, found.said) == (
         State.FINE,
-        f"an Outerstep coordinator, 0.0.1, and here is 0.1.0; both speak protocol {PROTOCOL_VERSION}",
+        f"an Outerstep coordinator, version 0.0.1, here 0.1.0; both speak protocol {PROTOCOL_VERSION}",
     )
 
 
 def test_another_protocol_is_found_even_if_a_proxy_removes_the_headers() -> None:
-    (found,) = address.judge_coordinator("http://x", greeting_of("0.1.0", PROTOCOL_VERSION + 1), "0.1.0")
+    (found,) = coordinator.judge_coordinator("http://x", greeting_of("0.1.0", PROTOCOL_VERSION + 1), "0.1.0")
     assert (found.state, code([found])) == (State.WRONG, Exit.REFUSED)
     assert f"protocol {PROTOCOL_VERSION + 1}" in found.said
     assert found.remedy == "upgrade this client to Outerstep 0.1.0"
 
 
-def greeting_of(version: str, protocol: int) -> address.Greeting:
+def greeting_of(version: str, protocol: int) -> coordinator.Greeting:
     health = {"status": "ok", "version": version, "protocol": protocol}
     answer = httpx.Response(200, json=health, request=httpx.Request("GET", "http://x"))
-    return address.Greeting(answer, None, 0.0, 0.0)
+    return coordinator.Greeting(answer, None, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +373,7 @@ def greeting_of(version: str, protocol: int) -> address.Greeting:
 )
 def test_the_clock(ahead: float, told: str) -> None:
     seen = greeting(at=1000.5 + ahead, Date=formatdate(1000, usegmt=True))
-    (found,) = clock.judge(clock.offset_s(seen))
+    (found,) = coordinator.judge_clock(coordinator.clock_offset_s(seen))
     assert told in found.said
     assert found.state is (State.WARNING if ahead else State.FINE)
 
@@ -381,7 +382,7 @@ def test_the_clock(ahead: float, told: str) -> None:
 def test_a_clock_that_is_off_is_told_and_keeps_nobody_from_training(
     running: InThread, run: str, tmp_path: Path
 ) -> None:
-    found = examine(worker_settings(running, run, tmp_path / "state"), now=lambda: time.time() + 7200)
+    found = examined(worker_settings(running, run, tmp_path / "state"), now=lambda: time.time() + 7200)
     assert unsound(found) == {"clock": State.WARNING}
     assert "2 h 0 min ahead of the coordinator's" in of(found, "clock").said
     assert code(found) is Exit.DONE
@@ -393,14 +394,14 @@ def test_a_clock_that_is_off_is_told_and_keeps_nobody_from_training(
 @pytest.mark.parametrize(
     ("kind", "state", "told"),
     [
-        ("unknown", State.WRONG, "the coordinator does not know it"),
-        ("viewer", State.WRONG, "for reading only: it does not let workers join"),
-        ("admin", State.WARNING, "an admin's"),
+        ("unknown", State.WRONG, "unknown to the coordinator"),
+        ("viewer", State.WRONG, "read-only"),
+        ("admin", State.WARNING, "an admin token"),
     ],
 )
 def test_the_token(running: InThread, run: str, tmp_path: Path, kind: str, state: State, told: str) -> None:
     tokens = {"unknown": "ost_unknown", "viewer": running.token(Scope.VIEWER), "admin": running.admin_token}
-    found = examine(worker_settings(running, run, tmp_path / "state", token=tokens[kind]))
+    found = examined(worker_settings(running, run, tmp_path / "state", token=tokens[kind]))
     assert of(found, "token").state is state
     assert told in of(found, "token").said
     assert "outerstep token create --scope join" in of(found, "token").remedy
@@ -410,7 +411,7 @@ def test_the_token(running: InThread, run: str, tmp_path: Path, kind: str, state
 
 
 def test_no_such_run(running: InThread, run: str, tmp_path: Path) -> None:
-    found = examine(worker_settings(running, "elsewhere", tmp_path / "state"))
+    found = examined(worker_settings(running, "elsewhere", tmp_path / "state"))
     assert of(found, "run").state is State.WRONG
     assert of(found, "run").said.startswith("there is no run elsewhere; runs here: ")
     assert of(found, "line").state is State.FINE
@@ -420,7 +421,7 @@ def test_no_such_run(running: InThread, run: str, tmp_path: Path) -> None:
 def test_a_run_that_is_over(running: InThread, run: str, tmp_path: Path) -> None:
     with running.client() as http:
         http.patch(f"/v1/runs/{run}", json=RunChange(state="stopped").model_dump()).raise_for_status()
-    found = examine(worker_settings(running, run, tmp_path / "state"))
+    found = examined(worker_settings(running, run, tmp_path / "state"))
     assert "is stopped" in of(found, "run").said
     assert of(found, "data").said == "not checked: the run is stopped"
     assert code(found) is Exit.REFUSED
@@ -430,13 +431,13 @@ def test_the_name_of_a_live_worker(running: InThread, run: str, text: Path, tmp_
     """But this worker itself, by the token in its directory, is welcome, as when it joins."""
     member = join(running, run, "a", text, host={"host": "box-7"})
     settings = worker_settings(running, run, tmp_path / "state")
-    found = examine(settings)
-    assert of(found, "name").said.startswith("a is the name of a live worker on box-7, heard of ")
+    found = examined(settings)
+    assert of(found, "name").said.startswith("a is the name of a live worker on box-7, last seen ")
     assert "another --name" in of(found, "name").remedy
     assert code(found) is Exit.REFUSED
     with StateDir(settings.directory) as files:
         files.save_member_tokens(MemberTokens(member.member_token, None))
-    found = examine(settings)
+    found = examined(settings)
     assert unsound(found) == {}
     assert "its lease has not ended" in of(found, "name").said
 
@@ -444,7 +445,7 @@ def test_the_name_of_a_live_worker(running: InThread, run: str, text: Path, tmp_
 def test_a_join_token_is_not_exchanged(running: InThread, run: str, tmp_path: Path) -> None:
     with running.client() as admin:
         made = admin.post("/v1/tokens", json={"scope": "join", "uses": 1}).json()
-        found = examine(worker_settings(running, run, tmp_path / "state", token=made["token"]))
+        found = examined(worker_settings(running, run, tmp_path / "state", token=made["token"]))
         assert unsound(found) == {}
         assert of(found, "token").said == "valid, and lets workers join"
         listed = admin.get("/v1/tokens?limit=1000").json()["items"]
@@ -457,13 +458,13 @@ def test_a_name_that_belongs_to_another_token(running: InThread, run: str, text:
     with running.client(member.member_token) as http:
         http.delete(f"/v1/runs/{run}/workers/a").raise_for_status()
     token = running.token(Scope.JOIN)
-    found = examine(worker_settings(running, run, tmp_path / "state", token=token))
+    found = examined(worker_settings(running, run, tmp_path / "state", token=token))
     assert of(found, "name").said.startswith("a belongs to a token")
     assert of(found, "name").remedy.endswith(f"outerstep run release {run} a")
     assert code(found) is Exit.REFUSED
     with StateDir(tmp_path / "state") as files:
         files.save_worker_token(WorkerToken(run, "a", running.token(Scope.WORKER), exchanged=True))
-    found = examine(worker_settings(running, run, tmp_path / "state", token=token))
+    found = examined(worker_settings(running, run, tmp_path / "state", token=token))
     assert of(found, "name").state is State.FINE
 
 
@@ -471,7 +472,7 @@ def test_a_banned_worker(running: InThread, run: str, text: Path, tmp_path: Path
     join(running, run, "a", text)
     with running.client() as http:
         http.patch(f"/v1/runs/{run}/workers/a", json=WorkerChange(state="banned").model_dump()).raise_for_status()
-    found = examine(worker_settings(running, run, tmp_path / "state"))
+    found = examined(worker_settings(running, run, tmp_path / "state"))
     assert of(found, "name").said == "a was banned from the run"
     assert of(found, "name").remedy.endswith(f"outerstep run readmit {run} a")
 
@@ -482,17 +483,17 @@ def test_a_banned_worker(running: InThread, run: str, text: Path, tmp_path: Path
 def test_the_state_directory_of_a_worker_that_runs(running: InThread, run: str, tmp_path: Path) -> None:
     settings = worker_settings(running, run, tmp_path / "state")
     with StateDir(settings.directory):
-        found = examine(settings)
-    assert "another process works in" in of(found, "state").said
+        found = examined(settings)
+    assert "another process uses" in of(found, "state").said
     assert code(found) is Exit.REFUSED
     before = sorted((each.name, each.read_bytes()) for each in settings.directory.iterdir())
-    assert of(examine(settings), "state").state is State.FINE
+    assert of(examined(settings), "state").state is State.FINE
     assert sorted((each.name, each.read_bytes()) for each in settings.directory.iterdir()) == before
 
 
 def test_a_state_directory_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
-    (found,) = state_directory.judge(state_directory.look(tmp_path / "file" / "state"))
+    (found,) = machine.judge_directory(machine.look_at_directory(tmp_path / "file" / "state"))
     assert found.said == f"nothing can be written to {tmp_path / 'file'}: Not a directory"
     assert "--state" in found.remedy
 
@@ -500,16 +501,14 @@ def test_a_state_directory_that_cannot_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("free", "state"), [(9e9, State.FINE), (5e9, State.WARNING), (3.9e9, State.WRONG)])
 def test_the_disk(free: float, state: State, tmp_path: Path) -> None:
     """16 bytes of two outer states, 12 of a snapshot with AdamW, 12 of the next one."""
-    need = state_directory.snapshot_bytes(10**8, 8)
+    need = machine.snapshot_bytes(10**8, 8)
     assert need == 40 * 10**8
-    (found,) = state_directory.judge_disk(
-        state_directory.Directory(tmp_path, None, True, False, False, int(free)), need
-    )
+    (found,) = machine.judge_disk(machine.Directory(tmp_path, None, True, False, False, int(free)), need)
     assert found.state is state
 
 
 def test_a_device_that_is_not_there(running: InThread, run: str, tmp_path: Path) -> None:
-    found = examine(worker_settings(running, run, tmp_path / "state", device="cudda"))
+    found = examined(worker_settings(running, run, tmp_path / "state", device="cudda"))
     assert "device 'cudda' cannot be used" in of(found, "device").said
     assert of(found, "step").state is State.SKIPPED
     assert of(found, "line").state is State.FINE
@@ -519,7 +518,7 @@ def test_a_device_that_is_not_there(running: InThread, run: str, tmp_path: Path)
 def test_other_data_than_the_runs(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
     join(running, run, "other", text)
     own = write_chapters(tmp_path / "own", words="something else")
-    found = examine(worker_settings(running, run, tmp_path / "state", data=str(own)))
+    found = examined(worker_settings(running, run, tmp_path / "state", data=str(own)))
     assert "this worker's training set" in of(found, "data").said
     assert "is not the run's" in of(found, "data").said
     assert of(found, "step").state is State.SKIPPED
@@ -527,7 +526,7 @@ def test_other_data_than_the_runs(running: InThread, run: str, text: Path, tmp_p
 
 
 def test_data_that_are_not_there(running: InThread, run: str, tmp_path: Path) -> None:
-    found = examine(worker_settings(running, run, tmp_path / "state", data=str(tmp_path / "nowhere")))
+    found = examined(worker_settings(running, run, tmp_path / "state", data=str(tmp_path / "nowhere")))
     assert str(tmp_path / "nowhere") in of(found, "data").said
     assert of(found, "model").state is State.FINE
     assert code(found) is Exit.REFUSED
@@ -540,11 +539,12 @@ def test_another_model_than_the_runs(running: InThread, run: str, text: Path, tm
     with running.client() as http:
         layout = http.get(f"/v1/runs/{run}-b/checkpoints/latest").json()["layout"]
         detail = RunDetail.model_validate(http.get(f"/v1/runs/{run}-b").json())
-    seen = model.look(detail, 1, None)
-    (found,) = model.judge(seen, detail, Layout.model_validate(layout))
-    assert found.said == "LlamaForCausalLM, 140 k parameters to train, as the run's layout has them in 3 fragments"
+    seen = training.build(detail, 1, None)
+    (found,) = training.judge_model(seen, detail, Layout.model_validate(layout))
+    assert found.said.startswith("LlamaForCausalLM, 140 k parameters to train, ")
+    assert found.said.endswith("3 fragments")
     layout["tensors"][0]["shape"][0] += 1
-    (found,) = model.judge(seen, detail, Layout.model_validate(layout))
+    (found,) = training.judge_model(seen, detail, Layout.model_validate(layout))
     assert found.state is State.WRONG
     assert layout["tensors"][0]["name"] in found.said
 
@@ -552,7 +552,7 @@ def test_another_model_than_the_runs(running: InThread, run: str, text: Path, tm
 def test_a_vocabulary_that_is_too_small(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
     spec = tiny_spec(f"{run}-small", text, seed=0, rounds=1, min_workers=1)
     running.create_run(spec.replace('preset = "tiny"', 'preset = "tiny"\nvocab_size = 100'))
-    found = examine(worker_settings(running, f"{run}-small", tmp_path / "state"))
+    found = examined(worker_settings(running, f"{run}-small", tmp_path / "state"))
     assert "vocab_size = 100 is too small" in of(found, "model").said
     assert of(found, "step").state is State.SKIPPED
     assert code(found) is Exit.REFUSED
@@ -561,7 +561,7 @@ def test_a_vocabulary_that_is_too_small(running: InThread, run: str, text: Path,
 def test_a_spec_that_asks_for_what_is_not_allowed(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
     spec = f'name = "{run}-code"\nmodel.factory = "http.server:test"\ndata.source = "{text}"\nsync.rounds = 1\n'
     running.create_run(spec)
-    found = examine(worker_settings(running, f"{run}-code", tmp_path / "state", data_root=()))
+    found = examined(worker_settings(running, f"{run}-code", tmp_path / "state", data_root=()))
     allowed = of(found, "allowed")
     assert allowed.state is State.WRONG
     assert "model.factory = 'http.server:test' is code that would run here" in allowed.said
@@ -572,13 +572,13 @@ def test_a_spec_that_asks_for_what_is_not_allowed(running: InThread, run: str, t
 
 def test_a_run_of_scripts(running: InThread, run: str, tmp_path: Path) -> None:
     running.create_run(f'name = "{run}-own"\n[data]\nsource = "custom"\n[sync]\nrounds = 1\n')
-    found = examine(worker_settings(running, f"{run}-own", tmp_path / "state"))
+    found = examined(worker_settings(running, f"{run}-own", tmp_path / "state"))
     assert "its workers are scripts" in of(found, "data").said
     assert code(found) is Exit.REFUSED
 
 
 def test_a_batch_that_the_processes_cannot_share(running: InThread, run: str, tmp_path: Path) -> None:
-    found = examine(worker_settings(running, run, tmp_path / "state"), 3)
+    found = examined(worker_settings(running, run, tmp_path / "state"), 3)
     assert "cannot be divided by 3 processes" in of(found, "model").said
     assert code(found) is Exit.REFUSED
 
@@ -586,14 +586,14 @@ def test_a_batch_that_the_processes_cannot_share(running: InThread, run: str, tm
 @pytest.mark.parametrize(
     ("size", "told"),
     [
-        (64, "micro-batch of 4 of 4 sequences: --micro-batch 64, which is more than there are: all go at once"),
-        (3, "--micro-batch 3 does not divide them: the last micro-batch has 1, and takes nearly as long"),
+        (64, "micro-batch of 4 of 4 sequences: --micro-batch 64, which is more than exist"),
+        (3, "--micro-batch 3 does not divide them: the last micro-batch has only 1"),
     ],
 )
 def test_a_micro_batch_that_does_not_fit_the_batch(
     running: InThread, run: str, tmp_path: Path, size: int, told: str
 ) -> None:
-    found = examine(worker_settings(running, run, tmp_path / "state", micro_batch=size))
+    found = examined(worker_settings(running, run, tmp_path / "state", micro_batch=size))
     assert unsound(found) == {"step": State.WARNING}
     assert told in of(found, "step").said
     assert code(found) is Exit.DONE
@@ -606,7 +606,7 @@ def test_a_step_that_the_memory_does_not_hold(
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr("worker.inner.loss.functional.cross_entropy", no_room)
-    found = examine(worker_settings(running, run, tmp_path / "state", micro_batch=4))
+    found = examined(worker_settings(running, run, tmp_path / "state", micro_batch=4))
     assert of(found, "step").said.startswith("--micro-batch 4 ")
     assert "takes" not in of(found, "line").remedy
     assert code(found) is Exit.REFUSED
@@ -619,7 +619,7 @@ def test_what_the_worker_warns_of_is_a_finding(running: InThread, run: str, text
             "sequence_length = 32", "sequence_length = 32\nholdout = 0.05"
         )
     )
-    found = examine(worker_settings(running, f"{run}-short", tmp_path / "state"))
+    found = examined(worker_settings(running, f"{run}-short", tmp_path / "state"))
     assert "this worker measures no held-out loss" in of(found, "step").said
 
 
@@ -643,12 +643,12 @@ def model_of(elements: int, **changes: Any) -> Model:
     ],
 )
 def test_the_memory_by_mode(mode: Any, processes: int, parameters: str, device_bytes: float, host_bytes: float) -> None:
-    needed = memory.need(model_of(10**9), mode, processes, parameters)
+    needed = training.memory_needed(model_of(10**9), mode, processes, parameters)
     assert (needed.device_bytes, needed.host_bytes) == (device_bytes, host_bytes)
 
 
 def test_frozen_parameters_have_no_gradients() -> None:
-    needed = memory.need(model_of(10**6, frozen=10**9), None, 1)
+    needed = training.memory_needed(model_of(10**6, frozen=10**9), None, 1)
     assert needed.device_bytes == 4 * (10**9 + 10**6) + 12 * 10**6
     assert needed.outer_state == 8 * 10**6
 
@@ -666,21 +666,21 @@ def test_frozen_parameters_have_no_gradients() -> None:
     ],
 )
 def test_the_memory_that_is_there(device: int | None, host: int | None, state: State) -> None:
-    needed = memory.need(model_of(10**9), None, 1)
-    room = memory.Room(device and device * 10**9, host and host * 10**9)
-    (found,) = memory.judge(needed, room, 1, torch.device("cuda"))
+    needed = training.memory_needed(model_of(10**9), None, 1)
+    room = training.FreeMemory(device and device * 10**9, host and host * 10**9)
+    (found,) = training.judge_memory(needed, room, 1, torch.device("cuda"))
     assert found.state is state
 
 
 def test_a_container_may_have_less_memory_than_its_host(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
-    assert memory.host_free_bytes(meminfo, tmp_path) == 1024_000
+    assert training.host_free_bytes(meminfo, tmp_path) == 1024_000
     for name, content in {"memory.max": "max", "memory.current": "600", "memory.stat": "inactive_file 100\n"}.items():
         (tmp_path / name).write_text(content)
-    assert memory.host_free_bytes(meminfo, tmp_path) == 1024_000
+    assert training.host_free_bytes(meminfo, tmp_path) == 1024_000
     (tmp_path / "memory.max").write_text("900\n")
-    assert memory.host_free_bytes(meminfo, tmp_path) == 400
+    assert training.host_free_bytes(meminfo, tmp_path) == 400
 
 
 # --- the line and the round, arithmetic ---------------------------------------------------------------------------
@@ -705,9 +705,9 @@ class Slow:
 
 def test_the_line_is_measured_for_some_seconds() -> None:
     slow = Slow()
-    seen = line.look(slow, clock=slow)  # type: ignore[arg-type]
+    seen = network.measure(slow, clock=slow)  # type: ignore[arg-type]
     assert (seen.up, seen.down, seen.latency_s) == pytest.approx((8e6, 80e6, 0.05))
-    assert slow.sent == pytest.approx(line.LEAST_BYTES + 4_000_000, abs=2)
+    assert slow.sent == pytest.approx(network.LEAST_BYTES + 4_000_000, abs=2)
 
 
 def detail(running: InThread, text: Path, name: str, sync: str = "") -> RunDetail:
@@ -717,38 +717,38 @@ def detail(running: InThread, text: Path, name: str, sync: str = "") -> RunDetai
 
 
 def test_a_line_is_reckoned_with_as_far_as_the_worker_may_use_it() -> None:
-    seen = line.Line(1e6, 50e6, 0.05)
-    assert seen.held_to(None, None) == seen
-    assert seen.held_to(8e6, 10e6) == line.Line(1e6, 10e6, 0.05)
+    seen = network.Connection(1e6, 50e6, 0.05)
+    assert seen.limited_to(None, None) == seen
+    assert seen.limited_to(8e6, 10e6) == network.Connection(1e6, 10e6, 0.05)
 
 
 def test_how_much_of_a_round_is_communication(running: InThread, run: str, text: Path) -> None:
-    of_the_run, slow = detail(running, text, f"{run}-line"), line.Line(1e6, 1e6, 0.05)
-    (found,) = line.judge(slow, of_the_run, 139_584, 1.0)
+    of_the_run, slow = detail(running, text, f"{run}-line"), network.Connection(1e6, 1e6, 0.05)
+    (found,) = network.judge_connection(slow, of_the_run, 139_584, 1.0)
     assert found.state is State.WARNING
-    assert found.said.startswith("1 Mbit/s up, 1 Mbit/s down, 50 ms for a round trip. A round's upload (int8)")
+    assert found.said.startswith("1 Mbit/s up, 1 Mbit/s down, round trip 50 ms. A round's upload (int8)")
     command = "outerstep plan --params 139584 --up 1mbit --down 1mbit --step-time 1 --latency 50ms"
     assert found.remedy.endswith(command)
     planned = CliRunner().invoke(
         app, [*command.split()[1:], "--format", "json"]
     )  # of this line, and not of the default's
     assert json.loads(planned.stdout)["given"]["latency_s"] == 0.05
-    (found,) = line.judge(slow, of_the_run, 139_584, 10.0)
+    (found,) = network.judge_connection(slow, of_the_run, 139_584, 10.0)
     assert found.state is State.FINE
-    (found,) = line.judge(slow, of_the_run, 139_584, None)
+    (found,) = network.judge_connection(slow, of_the_run, 139_584, None)
     assert "is communication" not in found.said
-    (found,) = line.judge(slow, None, None, None)
-    assert found.said == "1 Mbit/s up, 1 Mbit/s down, 50 ms for a round trip"
-    (found,) = line.judge(slow, detail(running, text, f"{run}-eager", 'overlap = "eager"'), 139_584, 1.0)
-    assert "sync.overlap = 'eager' hides behind the training" in found.said
+    (found,) = network.judge_connection(slow, None, None, None)
+    assert found.said == "1 Mbit/s up, 1 Mbit/s down, round trip 50 ms"
+    (found,) = network.judge_connection(slow, detail(running, text, f"{run}-eager", 'overlap = "eager"'), 139_584, 1.0)
+    assert "sync.overlap = 'eager' hides behind training" in found.said
 
 
 def test_auto_inner_steps_fill_the_round(running: InThread, run: str, text: Path) -> None:
     spec = detail(running, text, f"{run}-fixed").spec
     auto = spec.model_copy(update={"sync": spec.sync.model_copy(update={"inner_steps": "auto", "round_s": 60.0})})
-    assert stepping.inner_steps(spec, 0.5) == 5
-    assert stepping.inner_steps(auto, 0.5) == 120
-    assert stepping.inner_steps(auto, 50.0) == auto.sync.min_inner_steps
+    assert trial.inner_steps(spec, 0.5) == 5
+    assert trial.inner_steps(auto, 0.5) == 120
+    assert trial.inner_steps(auto, 50.0) == auto.sync.min_inner_steps
 
 
 # --- the examination itself ---------------------------------------------------------------------------------------
@@ -763,7 +763,7 @@ def test_a_check_that_hangs_is_left() -> None:
         _within(0.01, hang)
     exam = Examination(Told())
     assert exam.check("hung", hang, lambda _: [fine("hung", "")], within_s=0.01) is None
-    assert exam.findings == [wrong("hung", "no end within 0.0 s", "start the doctor again", passing=True)]
+    assert exam.findings == [wrong("hung", "not done within 0.0 s", "run the doctor again", passing=True)]
 
 
 def never_built() -> None:
@@ -782,7 +782,7 @@ def test_the_processes_of_a_step_that_hangs_are_ended(
     monkeypatch.setenv("NEVER_BUILT", str(tmp_path / "pids"))
     spec = parse_spec(tiny_spec("r", tmp_path, seed=0, rounds=1, min_workers=1))
     spec = spec.model_copy(update={"model": ModelSpec(factory=f"{__name__}:never_built")})
-    stop, ended = threading.Event(), Future[Steps]()
+    stop, ended = threading.Event(), Future[TrialSteps]()
 
     def take() -> None:
         try:
@@ -809,9 +809,9 @@ def test_data_that_are_not_ready_in_time_keep_nobody_from_joining(
         stop.wait()
         raise Stopped("asked to stop")
 
-    monkeypatch.setattr("outerstep.doctor.data.open_training_set", prepare)
-    monkeypatch.setattr(examining, "DATA_S", 0.01)
-    found = examine(worker_settings(running, run, tmp_path / "state"))
+    monkeypatch.setattr("outerstep.doctor.training.open_training_set", prepare)
+    monkeypatch.setattr(examine, "DATA_S", 0.01)
+    found = examined(worker_settings(running, run, tmp_path / "state"))
     assert unsound(found) == {"data": State.WARNING, "step": State.SKIPPED}
     assert "outerstep data prepare" in of(found, "data").remedy
     assert code(found) is Exit.DONE
@@ -820,7 +820,7 @@ def test_data_that_are_not_ready_in_time_keep_nobody_from_joining(
 def test_a_run_that_is_paused_is_waited_for(running: InThread, run: str, text: Path, tmp_path: Path) -> None:
     with running.client() as http:
         http.patch(f"/v1/runs/{run}", json=RunChange(state="paused").model_dump()).raise_for_status()
-    found = examine(worker_settings(running, run, tmp_path / "state"))
+    found = examined(worker_settings(running, run, tmp_path / "state"))
     assert unsound(found) == {"run": State.WARNING}
     assert of(found, "run").remedy.endswith(f"outerstep run resume {run}")
 
@@ -832,7 +832,7 @@ def test_a_fault_of_a_check_ends_no_examination() -> None:
         raise KeyError("x")
 
     exam.check("broken", broken, lambda _: [], within_s=10.0)
-    assert exam.findings == [wrong("broken", "an unexpected fault: KeyError: 'x'")]
+    assert exam.findings == [wrong("broken", "unexpected error: KeyError: 'x'")]
 
 
 @pytest.mark.parametrize(
@@ -844,10 +844,10 @@ def test_a_fault_of_a_check_ends_no_examination() -> None:
     ],
 )
 def test_the_verdict(faults: list[Finding], code: Exit) -> None:
-    ended = verdict([fine("versions", "1"), *faults], "outerstep worker http://x --run r")
+    ended = conclude([fine("versions", "1"), *faults], "outerstep worker http://x --run r")
     assert ended.code is code
     if faults:
-        assert ended.lines[0].startswith(f"not ready: {len(faults)} thing")
+        assert ended.lines[0].startswith(f"not ready: {len(faults)} problem")
         assert len(ended.lines) == 1 + len(faults)
     else:
         assert ended.lines == ["ready to train: start it with: outerstep worker http://x --run r"]
@@ -868,4 +868,4 @@ def test_of_steps_that_take_long_one_is_enough(running: InThread, run: str, text
     spec = detail(running, text, f"{run}-slow").spec
     taken = take_steps(spec, BoxSettings(device="cpu", threads=1), CPU, clock=ticking(30.0))
     assert (taken.first_s, taken.step_s) == (30.0, 30.0)
-    assert "30.0 s for 128 tokens in fp32: 4 tokens/s" in stepping.step_in_words(taken, spec)
+    assert "30.0 s for 128 tokens in fp32: 4 tokens/s" in trial.step_in_words(taken, spec)

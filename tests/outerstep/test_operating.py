@@ -310,10 +310,10 @@ def test_a_certificate_that_cannot_be_served_with_is_told_before_anything_is_mad
     lock = ["openssl", "pkcs8", "-topk8", "-v2", "aes-256-cbc", "-passout", "pass:x"]
     subprocess.run([*lock, "-in", str(one.key), "-out", str(locked)], check=True)
     for certificate, key, told in (
-        (one.file, None, f"--tls-certificate {one.file} has no private key in it: give --tls-key FILE"),
-        (one.file, other.key, f"--tls-key {other.key} is the key of another certificate than {one.file}"),
-        (one.file, one.file, f"--tls-key {one.file} has no private key in PEM, or one that needs a passphrase"),
-        (one.file, locked, f"--tls-key {locked} has no private key in PEM, or one that needs a passphrase"),
+        (one.file, None, f"--tls-certificate {one.file} contains no private key: give --tls-key FILE"),
+        (one.file, other.key, f"--tls-key {other.key} does not belong to the certificate {one.file}"),
+        (one.file, one.file, f"--tls-key {one.file} contains no PEM private key, or one that needs a passphrase"),
+        (one.file, locked, f"--tls-key {locked} contains no PEM private key, or one that needs a passphrase"),
         (one.key, one.key, f"--tls-certificate: {one.key} has no certificate in PEM"),
     ):
         keys = [] if key is None else ["--tls-key", str(key)]

@@ -112,7 +112,7 @@ def test_what_protects_nothing_is_noted() -> None:
     (shared,) = advice(parse_spec(sound.replace("private = true", "private = false")))
     assert shared.startswith("data.private is false")
     (silent,) = advice(parse_spec(SPEC.format(rounds=100) + PRIVACY.format(noise=0.0)))
-    assert silent.startswith("privacy.noise_multiplier = 0 clips alone")
+    assert silent.startswith("privacy.noise_multiplier = 0 only clips")
 
 
 # --- a run --------------------------------------------------------------------------------------------------------

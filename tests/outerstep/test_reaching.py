@@ -110,7 +110,7 @@ def test_a_server_that_is_no_coordinator(page: type[Page], said_by_worker: Calla
     with serving_pages(page) as url:
         for code, line in (said_by_command(url), said_by_worker(url)):
             assert code == Exit.REFUSED
-            assert "a page called 'Welcome to nginx!'; check the URL and what lies between" in line
+            assert "a page called 'Welcome to nginx!'; check the URL and any proxy" in line
             assert not FOR_PROGRAMMERS.search(line)
 
 

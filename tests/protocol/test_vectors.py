@@ -25,8 +25,9 @@ from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import DataSpec, InnerSpec, SyncSpec
 from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
-from worker.codecs import IN_TORCH, TORCH_CODECS, TorchCodec, unpack_payload
-from worker.data.text import TextData
+from worker.codecs import TORCH_CODECS, unpack_payload
+from worker.codecs.torch_codecs import IN_TORCH, TorchCodec
+from worker.data.open_training_set import TextData
 
 F32 = npt.NDArray[np.float32]
 DOCS = Path(__file__).parents[2] / "docs"

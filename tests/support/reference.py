@@ -12,7 +12,7 @@ import torch
 from blake3 import blake3
 
 from protocol.spec.run import RunSpec
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 from worker.models.building import build_model
 
 

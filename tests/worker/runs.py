@@ -10,7 +10,7 @@ from protocol.messages import JoinRequest, RunDetail, Scope
 from tests.support.text import write_chapters
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 from worker.export import load_checkpoint
 from worker.link.client import Client, open_http
 from worker.models.building import build_model

@@ -75,7 +75,7 @@ def test_the_settings_reach_peft(tmp_path: Path) -> None:
 
 def test_modules_that_are_not_there_are_named(tmp_path: Path) -> None:
     save_trained(tmp_path)
-    with pytest.raises(ModelError, match="model.lora: peft refuses it: .*w_pack"):
+    with pytest.raises(ModelError, match="model.lora: peft rejects it: .*w_pack"):
         build_model(spec(tmp_path, 'target_modules = ["w_pack"]'), CPU)
 
 
@@ -138,7 +138,7 @@ def test_another_base_is_refused(coordinator: InThread, tmp_path: Path, caplog: 
     save_trained(tmp_path / "trained", seed=8)
     assert work(coordinator, tmp_path, "tuned", "b") == Exit.REFUSED
     assert "this worker's frozen parameters" in caplog.text
-    assert "load the same weights everywhere, of the same directory or revision" in caplog.text
+    assert "load the same weights everywhere" in caplog.text
     with open_http(coordinator.url) as http, pytest.raises(ModelError, match="are not those of the run tuned"):
         export(Client(http, "tuned", coordinator.token(Scope.VIEWER)), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -7,8 +7,8 @@ import pytest
 
 from protocol.errors import Transient
 from tests.support.waiting import wait_until
-from worker.data.fetching import ahead
-from worker.data.fetching.ahead import Closing, FetchAhead
+from worker.data.fetching import remote_set
+from worker.data.fetching.remote_set import Prefetcher, PrefetchStop
 from worker.data.order import WINDOW_SHARDS, Order
 from worker.errors import DataError, NoRoom, Stopped
 
@@ -23,8 +23,8 @@ def order() -> Order:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "THREADS", 1)
-    monkeypatch.setattr(ahead, "_LOOK_AGAIN_S", 0.01)
+    monkeypatch.setattr(remote_set, "THREADS", 1)
+    monkeypatch.setattr(remote_set, "_NO_ROOM_RETRY_S", 0.01)
 
 
 class Fetched:
@@ -46,15 +46,15 @@ class Fetched:
             raise self._faults[shard]
 
 
-def fetch_ahead(fetched: Fetched) -> FetchAhead:
-    return FetchAhead(fetched, Closing(threading.Event()))
+def fetch_ahead(fetched: Fetched) -> Prefetcher:
+    return Prefetcher(fetched, PrefetchStop(threading.Event()))
 
 
 def windows(order: Order, *numbers: int) -> list[int]:
     return [shard for number in numbers for shard in order.shards(number * UNITS_PER_WINDOW)]
 
 
-def expect(fetch: FetchAhead, order: Order, *units: Sequence[int]) -> None:
+def expect(fetch: Prefetcher, order: Order, *units: Sequence[int]) -> None:
     for each in units:
         fetch(order, each)
 
@@ -121,7 +121,7 @@ def test_a_fault_is_told_and_the_others_are_fetched(order: Order, caplog: pytest
     fetch(order, range(20))
     wait_until(lambda: len(fetched.shards) == 2 * WINDOW_SHARDS)
     fetch.close()
-    assert "not fetched ahead: the first is not there" in caplog.text
+    assert "prefetching failed: the first is not there" in caplog.text
 
 
 def test_a_worker_that_stops_fetches_nothing_more(order: Order) -> None:

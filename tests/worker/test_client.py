@@ -195,7 +195,7 @@ def test_refusals_are_raised_at_once(slug: str) -> None:
 def test_a_proxys_refusal_says_that_it_is_one(status: int) -> None:
     client, _, _ = make_client([httpx.Response(status, text="<html>nginx")])
     with pytest.raises(
-        UnexpectedAnswer, match=f"answered {status}, which is not a coordinator's answer: '<html>nginx'"
+        UnexpectedAnswer, match=f"answered {status}, which is not a coordinator's response: '<html>nginx'"
     ):
         renew(client)
 

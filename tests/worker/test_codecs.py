@@ -15,7 +15,8 @@ from protocol.codecs import CODECS
 from protocol.digest import Buffer
 from protocol.errors import CodecError
 from tests.support.cases import case
-from worker.codecs import IN_TORCH, TORCH_CODECS, pack_fragment, round_trip, unpack_payload
+from worker.codecs import TORCH_CODECS, pack_fragment, round_trip, unpack_payload
+from worker.codecs.torch_codecs import IN_TORCH
 
 CPU = torch.device("cpu")
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -9,8 +9,8 @@ import torch
 import zstandard
 
 from protocol.spec.run import RunSpec, parse_spec
+from worker.data.open_training_set import TextData
 from worker.data.sources.source import find_source
-from worker.data.text import TextData
 from worker.errors import DataError
 
 
@@ -153,9 +153,9 @@ def test_the_standard_library_is_enough_text() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("{}/nowhere", "names no files on this machine"),
-        ("{}/*.none", "names no files on this machine"),
-        ("{}", "one work unit needs 3 sequences of 8 bytes and one more: 25"),
+        ("{}/nowhere", "no files"),
+        ("{}/*.none", "no files"),
+        ("{}", "3 sequences of 8 bytes .* 25"),
     ],
 )
 def test_what_cannot_be_trained_on(tmp_path: Path, source: str, message: str) -> None:
@@ -165,13 +165,13 @@ def test_what_cannot_be_trained_on(tmp_path: Path, source: str, message: str) ->
 
 
 BINARY = {
-    "compressed by gzip; unpack it": gzip.compress(b"a line of text\n" * 99),
-    "compressed by zstd; unpack it": zstandard.compress(b"a line of text\n" * 99),
-    "a zip archive; unpack it": b"PK\x03\x04rest",
-    "parquet; let its name end with .parquet": b"PAR1rest",
-    "a PNG image; name the text files alone": b"\x89PNG\r\n\x1a\nrest",
-    "a JPEG image; name the text files alone": b"\xff\xd8\xff\xe0rest",
-    "binary: there is a NUL byte in it; name": b"text\0" + b"x" * 99,
+    "compressed by gzip; unpack": gzip.compress(b"a line of text\n" * 99),
+    "compressed by zstd; unpack": zstandard.compress(b"a line of text\n" * 99),
+    "a zip archive; unpack": b"PK\x03\x04rest",
+    "parquet; .* .parquet": b"PAR1rest",
+    "a PNG image; .*DIR/": b"\x89PNG\r\n\x1a\nrest",
+    "a JPEG image; .*DIR/": b"\xff\xd8\xff\xe0rest",
+    "binary: .*NUL byte": b"text\0" + b"x" * 99,
 }
 
 

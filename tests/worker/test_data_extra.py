@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from worker.data.making.preparing import Recipe, prepare
-from worker.data.sources.pieces import Task
-from worker.data.sources.source import Source, find_source
+from worker.data.sources.documents import Task
+from worker.data.sources.source import TextSource, find_source
+from worker.data.tokens.preparing import Recipe, prepare
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import DataError
 
 TEXTS = [f"document {number} of {'many ' * (number % 9)}" for number in range(3000)]
 
 
-def texts(source: Source, *, done: int = 0, rows: int = 0, task_bytes: int = 4000) -> list[list[str]]:
+def texts(source: TextSource, *, done: int = 0, rows: int = 0, task_bytes: int = 4000) -> list[list[str]]:
     return [[piece.text for piece in task.pieces()] for task in source.tasks(done, rows, task_bytes)]
 
 
@@ -59,8 +59,8 @@ def test_a_dictionary_of_texts_is_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("content", ["x"], r"a.parquet has no column 'text'; name the one .*: 'id', 'content'"),
-        ("text", [1], "the column 'text' is int64, not text; name another one"),
+        ("content", ["x"], r"a.parquet has no column 'text'; .* 'id', 'content'"),
+        ("text", [1], "the column 'text' is int64, not text"),
         ("text", ["x", None], "a.parquet, row 1 of row group 0: its 'text' is null, not text"),
     ],
 )
@@ -73,7 +73,7 @@ def test_parquet_without_text(tmp_path: Path, column: str, values: list[Any], me
 def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'outerstep[data]'")
     (tmp_path / "a.parquet").write_bytes(b"PAR1, but no more")
-    with pytest.raises(DataError, match="a.parquet is not a parquet file that can be read"):
+    with pytest.raises(DataError, match="a.parquet is not a readable parquet file"):
         texts(find_source(str(tmp_path), "text", 0.0))
 
 
@@ -101,14 +101,12 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Monkey
         raise ConnectionError("Couldn't reach 'allenai/c4' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(
-        DataError, match=r"hub:allenai/c4:en cannot be read from the hub \(ConnectionError: Couldn't reach"
-    ):
+    with pytest.raises(DataError, match=r"hub:allenai/c4:en .*\(ConnectionError: Couldn't reach"):
         texts(find_source("hub:allenai/c4:en", "text", 0.0))
 
 
 def test_a_column_that_a_data_set_of_the_hub_has_not(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="row 0: it has no 'content'; name the column .* 'text', 'url'"):
+    with pytest.raises(DataError, match="row 0: it has no 'content'; .* 'text', 'url'"):
         texts(find_source(write_hub(tmp_path / "hub"), "content", 0.0))
 
 

@@ -119,7 +119,7 @@ def test_of_a_run_whose_scripts_bring_the_model_the_parameters_are_exported(tmp_
         with open_http(running.url) as http:
             client = Client(http, "toy", running.token(Scope.VIEWER))
             export(client, tmp_path / "model")
-            with pytest.raises(ModelError, match="does not say what its model is: its workers are scripts"):
+            with pytest.raises(ModelError, match="its workers are scripts"):
                 build_model(client.run_detail().spec, torch.device("cpu"))
     model = toy.make_model()
     load_model(model, tmp_path / "model" / "model.safetensors")

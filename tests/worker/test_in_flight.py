@@ -28,6 +28,12 @@ class State(list[None]):
         self.theta = [torch.ones(2)] * FRAGMENTS
         self.stepped: list[int] = []
 
+    def begin_changes(self) -> None:
+        self.round = None
+
+    def reach(self, round_number: int) -> None:
+        self.round = round_number
+
     def step(self, p: int, delta: object) -> None:
         self.stepped.append(p)
 

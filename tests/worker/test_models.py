@@ -13,7 +13,7 @@ from protocol.spec.model import PRESETS
 from protocol.spec.run import RunSpec, parse_spec
 from worker.errors import ModelError
 from worker.export import sample
-from worker.models import counting
+from worker.models import building
 from worker.models.building import build_model, check_vocabulary, logits_of
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_any_configuration_of_transformers() -> None:
     ("model", "message"),
     [
         ('[model.config]\nmodel_type = "clip_vision_model"', "model.config has no vocab_size"),
-        ('[model.config]\nmodel_type = "no-such-model"', "transformers refuses model.config"),
+        ('[model.config]\nmodel_type = "no-such-model"', "transformers rejects model.config"),
         ('[model.config]\nmodel_type = "llama"\nhidden_size = "wide"', "model.config .*field 'hidden_size'.*got str"),
         (
             '[model.config]\nmodel_type = "llama"\nhidden_act = "nope"',
@@ -107,9 +107,7 @@ def gpt2(vocabulary: int) -> nn.Module:
 
 
 def test_ids_that_exceed_the_models_vocabulary(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(
-        ModelError, match="vocab_size = 100 is too small: .* ids up to 255; give model.config .* 256 or"
-    ):
+    with pytest.raises(ModelError, match="vocab_size = 100 is too small: .* 255; .* 256 or more"):
         check_vocabulary(gpt2(100), 256)
     models = gpt2(256), gpt2(32_000)
     caplog.clear()
@@ -117,7 +115,8 @@ def test_ids_that_exceed_the_models_vocabulary(caplog: pytest.LogCaptureFixture)
         for model in models:
             check_vocabulary(model, 256)
     (told,) = caplog.messages
-    assert "the tokenizer has 256: 31,744 rows are never trained" in told
+    assert "256" in told
+    assert "31,744 rows are never trained" in told
     check_vocabulary(nn.Linear(1, 1), 10**6)  # nobody knows
 
 
@@ -141,7 +140,7 @@ def test_the_working_directory_comes_last(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "path", list(before))
     build_model(spec('[model]\nfactory = "own_factory:make"'), CPU)
     assert sys.path == [*before, str(tmp_path)]
-    with pytest.raises(ModelError, match=r"<module 'coordinator' from .*has no attribute 'make'.*another name"):
+    with pytest.raises(ModelError, match=r"<module 'coordinator' from .*has no attribute 'make'"):
         build_model(spec('[model]\nfactory = "coordinator:make"'), CPU)
 
 
@@ -194,7 +193,7 @@ def test_what_the_owner_allows_is_built() -> None:
 
 
 def test_counting_ends_where_a_model_has_more_tensors_than_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counting, "MAX_TENSORS", 15)
+    monkeypatch.setattr(building, "MAX_TENSORS", 15)
     with pytest.raises(ModelError, match="more than 15 tensors"):
         build_model(spec(TINY), CPU)
     monkeypatch.undo()

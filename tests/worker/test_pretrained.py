@@ -126,29 +126,29 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path, spoil: Spoil) -> 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (change(HEAD, None), "the weights lack 1 tensors of the model that config.json describes: lm_head.weight; give"),
+        (change(HEAD, None), "the weights lack 1 tensors of the model that config.json describes: lm_head.weight"),
         (change("model.extra", torch.ones(1)), "the weights also have 1 tensors .*: model.extra"),
         (change(NORM, torch.ones(8)), r"have in another shape 1 tensors .*: model.norm.weight \[8\] instead of \[16\]"),
-        (configure(num_hidden_layers=1), r"the weights also have 9 tensors .*, …; give weights and config.json"),
+        (configure(num_hidden_layers=1), r"the weights also have 9 tensors .*, …"),
         (configure(num_hidden_layers=3), r"the weights lack 9 tensors"),
-        (configure(model_type="no-such-type"), "config.json: transformers refuses it"),
-        (configure(hidden_size="wide"), "refuses it .*: Validation error for field 'hidden_size': .* expected int, got"),
+        (configure(model_type="no-such-type"), "config.json: transformers rejects it"),
+        (configure(hidden_size="wide"), "rejects it .*: Validation error for field 'hidden_size': .* expected int, got"),
         (configure(num_attention_heads=3), r"hidden size \(16\) is not a multiple of the number of attention heads"),
-        (configure(num_attention_heads=0), r"config.json: transformers refuses it \(ZeroDivisionError"),
+        (configure(num_attention_heads=0), r"config.json: transformers rejects it \(ZeroDivisionError"),
         (configure(hidden_act="nope"), r"transformers cannot build model.pretrained = .* \(KeyError: 'nope'\)"),
         (configure(vocab_size=-1), "transformers cannot build model.pretrained = .*negative dimension"),
         (configure(model_type="t5"), "transformers cannot build model.pretrained = .*: Unrecognized configuration class"),
-        (configure(quantization_config={"quant_method": "fp8"}), "is of a quantised model, which cannot be trained"),
-        (lambda path: (path / "config.json").write_text("{"), "config.json: transformers refuses it"),
-        (lambda path: (path / "config.json").unlink(), "has no config.json; adapters alone are no model"),
-        (lambda path: (path / "adapter_config.json").write_text("{}"), "has adapters beside the model"),
+        (configure(quantization_config={"quant_method": "fp8"}), "quantised model, which cannot be trained"),
+        (lambda path: (path / "config.json").write_text("{"), "config.json: transformers rejects it"),
+        (lambda path: (path / "config.json").unlink(), "has no config.json; .*adapters"),
+        (lambda path: (path / "adapter_config.json").write_text("{}"), "adapter_config.json"),
         (lambda path: (path / "model.safetensors").unlink(), "has neither model.safetensors nor model.safetensors.index"),
         (lambda path: (path / "model.safetensors").write_bytes(b"nonsense"), "model.safetensors is damaged: .*fetch it"),
         (
             lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1]),
             "model.safetensors is damaged: .*fetch it",
         ),
-        (lambda path: (path / "generation_config.json").write_text("{"), "generation_config.json: transformers refuses"),
+        (lambda path: (path / "generation_config.json").write_text("{"), "generation_config.json: transformers rejects"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path: Path, spoil: Spoil, message: str) -> None:
@@ -163,10 +163,10 @@ def test_what_is_wrong_is_named(tmp_path: Path, spoil: Spoil, message: str) -> N
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ("{", "is no index of weights"),
-        ('{"weight_map": {}}', "names no files"),
-        ('{"weight_map": {"a": "../a.safetensors"}}', "names no files beside it"),
-        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors, which model.safetensors.index.json names, is"),
+        ("{", "not an index of weights"),
+        ('{"weight_map": {}}', "does not name files"),
+        ('{"weight_map": {"a": "../a.safetensors"}}', "does not name files"),
+        ('{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors, .*model.safetensors.index.json, is missing"),
     ],
 )
 def test_an_index_that_lies(tmp_path: Path, index: str, message: str) -> None:
@@ -180,7 +180,7 @@ def test_code_beside_the_weights_is_not_run(tmp_path: Path) -> None:
     save_trained(tmp_path)
     (tmp_path / "evil.py").write_text("raise SystemExit('this ran')\n")
     configure(model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})(tmp_path)
-    with pytest.raises(ModelError, match="transformers refuses it"):
+    with pytest.raises(ModelError, match="transformers rejects it"):
         loaded(tmp_path)
     assert not [name for name in sys.modules if name.endswith("evil")]
 
@@ -190,13 +190,13 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     trained = save_trained(tmp_path)
     torch.save(trained.state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="other formats can hold code and are not read"):
+    with pytest.raises(ModelError, match="other formats can hold code"):
         loaded(tmp_path)
 
 
 @pytest.mark.parametrize("source", ["/no/such/directory", "./model", "~/model", "a/b/c"])
 def test_a_directory_that_is_not_there(source: str) -> None:
-    with pytest.raises(ModelError, match=r"there is no such directory on this machine"):
+    with pytest.raises(ModelError, match="no such directory"):
         build_model(spec(source), CPU)
 
 
@@ -213,7 +213,7 @@ def test_no_part_of_a_configuration_names_code(tmp_path: Path) -> None:
 
 def test_a_revision_is_of_the_hub(tmp_path: Path) -> None:
     save_trained(tmp_path)
-    with pytest.raises(ModelError, match="is a directory: model.revision = 'v1' is for the hub"):
+    with pytest.raises(ModelError, match="is a directory.* model.revision = 'v1'"):
         build_model(spec(str(tmp_path), 'revision = "v1"'), CPU)
 
 

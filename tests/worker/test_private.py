@@ -20,7 +20,7 @@ from tests.support.text import write_chapters
 from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 
 
 def test_two_workers_with_different_text_make_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from protocol.errors import Transient
 from tests.support.file_server import FileServer, file_server
 from tests.support.full_disk import small_disk
 from tests.support.waiting import wait_until
-from worker.data.fetching.remote import HttpFiles
-from worker.data.fetching.shard_cache import ShardCache, Wanted
+from worker.data.fetching.remote_files import HttpFiles
+from worker.data.fetching.shard_cache import RemoteShard, ShardCache
 from worker.errors import DataError, NoRoom, Stopped
 from worker.line.retry import Retry
 
@@ -44,7 +44,7 @@ class Shelf:
         self.read: list[tuple[int, int]] = []
         self.faults: dict[int, list[Exception | int]] = {int(name[1:]): each for name, each in faults.items()}
 
-    def wanted(self, number: int, size: int = SIZE) -> Wanted:
+    def wanted(self, number: int, size: int = SIZE) -> RemoteShard:
         whole = content(number, size)
 
         def read(start: int) -> Iterator[bytes]:
@@ -55,7 +55,7 @@ class Shelf:
             for at in range(start, size if fault is None else fault, 30_000):
                 yield whole[at : min(at + 30_000, size if fault is None else fault)]
 
-        return Wanted(blake3(whole).hexdigest(), size, f"shard {number}", read)
+        return RemoteShard(blake3(whole).hexdigest(), size, f"shard {number}", read)
 
 
 def names(directory: Path) -> list[str]:
@@ -87,7 +87,7 @@ def test_a_try_goes_on_where_the_last_one_broke_off(tmp_path: Path) -> None:
 @pytest.mark.covers("security:changed-data", "security:hostile-data-server")
 def test_an_altered_shard_is_refused_and_nothing_is_kept(tmp_path: Path) -> None:
     good = Shelf().wanted(1)
-    bad = Wanted(good.digest, SIZE, "https://there/train-1.bin", lambda start: iter([content(2)[start:]]))
+    bad = RemoteShard(good.digest, SIZE, "https://there/train-1.bin", lambda start: iter([content(2)[start:]]))
     with pytest.raises(DataError, match=r"https://there/train-1.bin .* was altered") as raised:
         ShardCache(tmp_path, 10 * SIZE, retry()).open(bad)
     assert digests(1)[0] in str(raised.value)
@@ -125,7 +125,7 @@ def test_a_spoilt_file_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptur
     with ShardCache(tmp_path, 10 * SIZE, retry()).open(shelf.wanted(1)) as file:
         assert file.read() == content(1)
     assert shelf.read == [(1, 0), (1, 0)]
-    assert "is not what it was: it is fetched again" in caplog.text
+    assert "damaged; fetching it again" in caplog.text
 
 
 def test_an_outage_of_any_length_and_its_end_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,7 +150,7 @@ def test_a_worker_that_is_asked_to_stop_stops_in_the_middle(tmp_path: Path) -> N
         yield content(1)[50_000:]
 
     with pytest.raises(Stopped):
-        ShardCache(tmp_path, 10 * SIZE, retry(stop)).open(Wanted(wanted.digest, SIZE, "shard 1", read))
+        ShardCache(tmp_path, 10 * SIZE, retry(stop)).open(RemoteShard(wanted.digest, SIZE, "shard 1", read))
     assert names(tmp_path) == [f"{wanted.digest}.{SIZE}.part"]
     ShardCache(tmp_path, 10 * SIZE, retry()).fetch(wanted)
     assert shelf.read == [(1, 50_000)]
@@ -219,7 +219,7 @@ def test_a_part_that_nobody_fetches_any_more_is_room_and_one_in_work_is_not(tmp_
         assert names(tmp_path) == sorted([f"{fetching.digest}.{SIZE}.part", third.digest])
         yield content(1)
 
-    cache.fetch(Wanted(fetching.digest, SIZE, "shard 1", read))
+    cache.fetch(RemoteShard(fetching.digest, SIZE, "shard 1", read))
     assert names(tmp_path) == digests(1, 3)
 
 
@@ -239,7 +239,7 @@ def test_what_is_needed_at_once_waits_while_others_fetch(tmp_path: Path, caplog:
 
     other = Retry(threading.Event(), sleep=let_go, rng=random.Random(0), peer="the data")
     cache = ShardCache(tmp_path, SIZE, retry())
-    fetching = threading.Thread(target=cache.fetch, args=(Wanted(first.digest, SIZE, "shard 1", read),))
+    fetching = threading.Thread(target=cache.fetch, args=(RemoteShard(first.digest, SIZE, "shard 1", read),))
     fetching.start()
     assert begun.wait(30)
     with ShardCache(tmp_path, SIZE, other).open(second) as file:
@@ -261,7 +261,7 @@ def test_workers_that_want_the_same_shard_fetch_it_once(tmp_path: Path) -> None:
         assert waiting.wait(30)  # until the other one has found it locked
         yield content(1)[50_000:]
 
-    wanted = Wanted(digests(1)[0], SIZE, "shard 1", read)
+    wanted = RemoteShard(digests(1)[0], SIZE, "shard 1", read)
     patient = Retry(threading.Event(), sleep=lambda seconds: waiting.set(), peer="the data")
 
     def worker(_: int) -> bytes:
@@ -304,10 +304,10 @@ ShardCache(Path(sys.argv[1]), 10 * SIZE, retry()).fetch(served(sys.argv[2]))
 """
 
 
-def served(url: str) -> Wanted:
+def served(url: str) -> RemoteShard:
     """Shard 1 behind a server."""
     files = HttpFiles(url)
-    return Wanted(digests(1)[0], SIZE, files.url("1.bin"), lambda start: files.read("1.bin", start, SIZE))
+    return RemoteShard(digests(1)[0], SIZE, files.url("1.bin"), lambda start: files.read("1.bin", start, SIZE))
 
 
 @pytest.mark.covers("reliability:killed-fetch")

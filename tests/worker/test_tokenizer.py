@@ -69,14 +69,14 @@ def test_without_an_end_it_says_how_to_name_one(tmp_path: Path) -> None:
 
 def test_an_end_that_is_no_token(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, end="</s>")
-    with pytest.raises(DataError, match="tokenizer_config.json names the eos_token '</s>', which .* does not have"):
+    with pytest.raises(DataError, match="tokenizer_config.json names the eos_token '</s>', which .* does not contain"):
         load_tokenizer(str(tmp_path))
 
 
 def test_an_end_without_its_text(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, end=None)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"lstrip": False}}))
-    with pytest.raises(DataError, match="tokenizer_config.json names the eos_token .* does not have"):
+    with pytest.raises(DataError, match="tokenizer_config.json names the eos_token .* does not contain"):
         load_tokenizer(str(tmp_path))
 
 
@@ -86,13 +86,13 @@ def test_a_text_that_it_has_no_ids_for(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
     encode = load_tokenizer(str(tmp_path)).encoder()
     assert encode(["worker"])[0].tolist() == [1]
-    with pytest.raises(DataError, match=r"tokenizer.json cannot tokenise this text: .*; mend it, or name another"):
+    with pytest.raises(DataError, match="tokenizer.json cannot tokenise this text"):
         encode(["nobody"])
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "has no tokenizer.json; write one there by"), ("{}", "is not a tokenizer that tokenizers can read")],
+    [(None, "has no tokenizer.json; write one"), ("{}", "cannot be read by the tokenizers library")],
 )
 def test_a_directory_without_one(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
@@ -102,7 +102,7 @@ def test_a_directory_without_one(tmp_path: Path, content: str | None, message: s
 
 
 def test_a_path_that_is_not_there() -> None:
-    with pytest.raises(DataError, match="'/no/where' is not a directory on this machine, nor the id of one on the hub"):
+    with pytest.raises(DataError, match="'/no/where' is neither a directory"):
         load_tokenizer("/no/where")
 
 
@@ -111,7 +111,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("[Errno -2] Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", fail)
-    with pytest.raises(DataError, match=r"'some/one' cannot be had from the hub \(ConnectionError: .*name a directory"):
+    with pytest.raises(DataError, match=r"'some/one' cannot be fetched .*\(ConnectionError: .*name a directory"):
         load_tokenizer("some/one")
 
 

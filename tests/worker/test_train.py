@@ -9,7 +9,7 @@ from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
 from protocol.spec.run import RunSpec, parse_spec
-from worker.data.text import TextData
+from worker.data.open_training_set import TextData
 from worker.inner.evaluation import evaluate
 from worker.inner.loss import mean_loss
 from worker.inner.schedules import SCHEDULES, Schedule, learning_rate

@@ -1,13 +1,11 @@
-"""The codecs in torch, on any device: the same bytes and the same values, bit for bit, as `protocol.codecs`.
+"""Encode and decode the payloads of the exchange with the codecs in torch, on any device.
 
-On a GPU they save the transfer of the fp32 values to the host. In host memory they are a little faster than the numpy
-reference; compiled kernels, where installed, replace both.
-Every operation is one fp32 operation rounded to nearest even, as the format demands. docs/wire-format.md describes it.
+On a GPU this saves transferring the fp32 values to the host. In host memory the torch codecs are a little faster than
+the numpy reference. Compiled kernels, if installed, replace both there. docs/wire-format.md describes the formats.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from importlib import import_module
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,35 +14,15 @@ from torch import Tensor
 
 from protocol import wire
 from protocol.codecs import CODECS, REFERENCE
-from protocol.codecs.base import Codec
 from protocol.digest import Buffer
 from protocol.errors import UnexpectedAnswer
+from worker.codecs.torch_codecs import IN_TORCH, TorchCodec
 
 U8 = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class TorchCodec:
-    """A codec in torch, on the device of its argument.
-
-    encode(float32[n]) -> uint8[size(n)]; CodecError for values it cannot carry
-    decode(uint8[size(n)], n) -> float32[n]
-    """
-
-    encode: Callable[[Tensor], Tensor]
-    decode: Callable[[Tensor, int], Tensor]
-
-
-def _in_torch(codec: Codec) -> TorchCodec:
-    module = import_module(f"{__name__}.{codec.module}")
-    return TorchCodec(module.encode, module.decode)
-
-
-IN_TORCH: dict[str, TorchCodec] = {name: _in_torch(codec) for name, codec in REFERENCE.items()}
-
-
 def _with_kernels(name: str) -> TorchCodec:
-    """Return a codec that encodes tensors in host memory by the compiled kernels."""
+    """Return a codec that encodes tensors in host memory with the compiled kernels."""
 
     def encode(x: Tensor) -> Tensor:
         if x.device.type != "cpu":
@@ -64,28 +42,28 @@ TORCH_CODECS: dict[str, TorchCodec] = {
 def encoded_chunks(vector: Tensor, codec: str) -> Iterator[U8]:
     """Encode float32[n], on its device, in chunks of `wire.CHUNK_ELEMENTS`: uint8[size] of each, in host memory.
 
-    Raises CodecError for values that the codec cannot carry.
+    Raises CodecError for values that the codec cannot represent.
     """
     for chunk in vector.split(wire.CHUNK_ELEMENTS):
         yield TORCH_CODECS[codec].encode(chunk).cpu().numpy()
 
 
 def pack_fragment(vector: Tensor, codec: str, *, zstd: bool) -> list[Buffer]:
-    """Encode float32[n], on its device, into the frames of a payload. Raises CodecError like `encoded_chunks`."""
+    """Encode float32[n], on its device, into the frames of a payload. Raises CodecError."""
     return [wire.pack_frame(raw, zstd=zstd) for raw in encoded_chunks(vector, codec)]
 
 
 def round_trip(vector: Tensor, codec: str) -> Tensor:
-    """Return what the receiver of the encoded vector decodes, float32[n] on the same device."""
+    """Return the values that a receiver of the encoded vector decodes, float32[n] on the same device."""
     encode, decode = TORCH_CODECS[codec].encode, TORCH_CODECS[codec].decode
     return torch.cat([decode(encode(chunk), len(chunk)) for chunk in vector.split(wire.CHUNK_ELEMENTS)])
 
 
 def unpack_payload(payload: wire.Payload, device: torch.device, elements: int) -> Tensor:
-    """Return all values of a payload, float32[elements] on `device`. Raises UnexpectedAnswer before memory is taken if
-    the payload has another number of them, and WireError if they are not finite."""
+    """Return all values of a payload, float32[elements] on `device`. Raises UnexpectedAnswer, before allocating memory,
+    if the payload has another number of values, and WireError if they are not finite."""
     if payload.header.elements != elements:
-        raise UnexpectedAnswer(f"a payload of {payload.header.elements} elements, where the layout has {elements}")
+        raise UnexpectedAnswer(f"a payload of {payload.header.elements} elements instead of the layout's {elements}")
     codec = payload.codec
     out = torch.empty(elements, dtype=torch.float32, device=device)
     start = 0
@@ -95,7 +73,7 @@ def unpack_payload(payload: wire.Payload, device: torch.device, elements: int) -
         if device.type == "cpu":
             codec.decode(raw, part.numpy())
         else:
-            # A copy, because a frame is a read-only view of the payload's bytes and torch wants writable memory.
+            # A copy, because a frame is a read-only view of the payload's bytes and torch requires writable memory.
             data = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
             part.copy_(TORCH_CODECS[codec.name].decode(data, n))
         start += n

@@ -1,4 +1,4 @@
-"""The parts that all block codecs use, in torch: the same bits as `protocol/codecs/blocks.py`, on any device."""
+"""Shared by all block codecs in torch: the same bits as `protocol/codecs/blocks.py`, on any device."""
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ def encode_absmax(name: str, x: Tensor, most: int, block: int, scales: Tensor, c
 def _encode_rows(name: str, x: Tensor, most: int, scales: Tensor, codes: Tensor) -> None:
     """Encode b blocks of k values: float32[b, k] -> int16[b] (the scales' bit patterns), int8[b, k]."""
     values = x.abs()
-    absmax = values.amax(dim=1)  # NaN wherever a block has one
-    # A tensor, because CUDA divides by a Python number as a multiplication by its reciprocal: another rounding.
+    absmax = values.amax(dim=1)  # NaN if a block contains one
+    # A tensor, because CUDA divides by a Python number by multiplying with its reciprocal, which rounds differently.
     divisor = torch.tensor(float(most), device=x.device)
     # The pattern of a finite value plus 0xFFFF fits int32; a scale's pattern is positive, so >> shifts in zeros.
     bits = (absmax / divisor).view(torch.int32).add_(0xFFFF).bitwise_right_shift_(16).clamp_(min=MIN_SCALE_BITS)
@@ -48,7 +48,7 @@ def _encode_rows(name: str, x: Tensor, most: int, scales: Tensor, codes: Tensor)
 
 
 def means(name: str, x: Tensor, block: int) -> Tensor:
-    """Return the mean of each block of values that are not negative, float32[n] -> float32[b]."""
+    """Return the mean of each block of non-negative values, float32[n] -> float32[b]."""
     blocks = count(len(x), block)
     sums = torch.zeros(blocks * block, dtype=torch.float32, device=x.device)
     sums[: len(x)] = x
@@ -71,7 +71,7 @@ def rms(name: str, x: Tensor, block: int) -> Tensor:
 
 
 def pack_scales(name: str, values: Tensor, scales: Tensor) -> Tensor:
-    """Return the scales float32[b], rounded toward zero and at least 2^-126; write them into int16[b] too."""
+    """Return the scales float32[b], rounded toward zero and at least 2^-126, and write them to `scales`, int16[b]."""
     bits = values.view(torch.int32).bitwise_right_shift(16).clamp_(min=MIN_SCALE_BITS)
     if bool((bits > MAX_SCALE_BITS).any()):
         raise CodecError(f"{name}: the values are too large: a block's scale may be at most 2^120")

@@ -1,6 +1,6 @@
-"""What is trained on, in numbered work units, each a batch that is a pure function of its number.
+"""Training data as numbered work units: each is a batch that depends on nothing but the set, the seed and its number.
 
-The way of the data: text (`sources/`) becomes a token set (`making/`, `tokens/`), whose shards may be far away
-(`fetching/`); its sequences get an order (`order.py`, `sequences.py`); batches are made ahead of need (`loader.py`).
-`opening.py` finds out which of this a run needs.
+Text (`sources/`) is tokenised into a token set (`tokens/`), whose shards may be on another machine (`fetching/`).
+`order.py` shuffles its sequences, `training_set.py` reads them as batches, and `loader.py` makes those ahead of time.
+Start at `open_training_set.py`, which chooses what a run's `data.source` needs.
 """

@@ -1,8 +1,8 @@
-"""Batches ahead of need: a thread makes the next ones while the device trains, and copies them to it.
+"""Batches made ahead of time: a thread makes the next ones, and copies them to the device, while the device trains.
 
-What is made ahead is asked for anew at every inner step, from what the worker then knows that it will train on, so it
-follows whatever happens to the round; a batch that is not wanted any more is forgotten. A batch is a pure function of
-its unit's number, so nothing depends on which ones were made ahead.
+At every inner step the loader asks the worker anew which units it expects to train on, so it follows whatever happens
+to the round; a batch that is no longer needed is dropped. A batch depends only on its unit's number, so which batches
+were made ahead never changes the training.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,38 +16,38 @@ from torch import Tensor
 from worker.errors import Stopped
 from worker.tuning.side_stream import SideStream
 
-# Beside the one that is trained on. One is enough for a device that is the slower of the two; the others make up for a
-# batch that takes long.
+# Beside the current batch. One is enough while the device is slower than the loader; the others absorb a batch that
+# takes long to make.
 AHEAD = 3
 
 
-class Source(Protocol):
-    """What batches are made of."""
+class Units(Protocol):
+    """Where batches come from: a `TrainingSet`, or the part of one that is used here."""
 
     def unit(self, number: int) -> Tensor: ...
 
     def expect(self, units: Sequence[int]) -> None: ...
 
 
-class Numbers(Protocol):
-    """The units that one worker trains on; `DiLoCo` is one."""
+class UnitNumbers(Protocol):
+    """The numbers of the units that one worker trains on; `DiLoCo` implements it."""
 
     def units(self) -> Iterator[int]: ...
 
     def upcoming(self) -> Iterator[int]: ...
 
 
-def batches(numbers: Numbers, data: Source, device: torch.device) -> Iterator[tuple[int, Tensor]]:
+def batches(numbers: UnitNumbers, data: Units, device: torch.device) -> Iterator[tuple[int, Tensor]]:
     """Yield each of `numbers.units()` with its batch, `data.unit(unit)`, on `device`.
 
-    Batches are made on another thread, one at a time. What making one raises is raised here in its place; but Stopped
-    ends the loop, so that what was trained can be handed in. When the iterator ends or is closed nothing more is begun.
-    `data.expect` is told all units that are known to come whenever there are new ones.
+    Batches are made on another thread, one at a time. An exception from making a batch is raised here when it is that
+    batch's turn, except that Stopped ends the loop, so that the finished work can be contributed. No batch is begun
+    after the iterator has ended or been closed. `data.expect` gets all units known to follow, whenever that changes.
     """
     copy = Copier(device)
     thread = ThreadPoolExecutor(1, "batches")
     made: dict[int, Future[Tensor]] = {}
-    told: set[int] = set()
+    announced: set[int] = set()
 
     def begin(unit: int) -> None:
         if unit not in made:
@@ -57,10 +57,10 @@ def batches(numbers: Numbers, data: Source, device: torch.device) -> Iterator[tu
         for unit in numbers.units():
             begin(unit)
             coming = list(islice(numbers.upcoming(), AHEAD))
-            if not told.issuperset((unit, *coming)):
+            if not announced.issuperset((unit, *coming)):
                 expected = [unit, *numbers.upcoming()]
                 data.expect(expected)
-                told = set(expected)
+                announced = set(expected)
             for unwanted in made.keys() - {unit, *coming}:
                 made.pop(unwanted).cancel()
             for each in coming:
@@ -69,29 +69,29 @@ def batches(numbers: Numbers, data: Source, device: torch.device) -> Iterator[tu
     except Stopped:
         return
     finally:
-        # Without waiting: what is being made may itself wait, for a file that is on its way.
+        # Without waiting: the batch being made may itself wait for a file that is being fetched.
         thread.shutdown(wait=False, cancel_futures=True)
 
 
 class Copier:
-    """Copies batches to `device`. To CUDA they go from pinned memory, on a stream of their own, so that neither the
-    loop nor a kernel of an inner step waits for them; elsewhere they go when they are needed."""
+    """Copies batches to `device`. For CUDA, from pinned memory on a separate stream, so that neither the loop nor the
+    kernels of an inner step wait for the copy; for other devices, when the batch is needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._beside = SideStream(device) if device.type == "cuda" else None
 
     def ahead(self, batch: Tensor) -> Tensor:
-        """Return `batch`, on the device where it can be there ahead of need; its bytes are there on return."""
+        """Return `batch` on a CUDA device, copied completely; for other devices, unchanged."""
         if self._beside is None:
             return batch
         with self._beside.beside():
             return batch.pin_memory().to(self._device, non_blocking=True)
 
     def here(self, batch: Tensor) -> Tensor:
-        """Return `batch`, made by `ahead`, for the calling thread's stream to use."""
+        """Return a batch from `ahead`, ready to be used on the calling thread's stream."""
         if self._beside is None:
             return batch.to(self._device)
-        # Its memory belongs to the other stream, which would take it back while kernels still read it.
+        # Its memory belongs to the other stream, which would otherwise reuse it while kernels still read it.
         batch.record_stream(torch.cuda.current_stream(self._device))
         return batch

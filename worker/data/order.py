@@ -1,14 +1,14 @@
-"""The order of training, pure: which sequences of which shards make up a work unit.
+"""The shuffled order of training: which sequences of which shards make up a work unit. Pure; no I/O.
 
-It has two levels, so that a worker's consecutive units lie in few shards while no epoch is like another. Each epoch has
-an order of all shards; eight after the other in that order are a *window*, whose sequences are in an order of their
-own, over all of its shards. The epoch is its windows put end to end, and unit g of it the sequences [g·B, (g + 1)·B):
-so a unit may begin in one window and end in the next, and all that an epoch leaves out is its last sequences, fewer
-than B. Other epochs leave out others.
+The order has two levels, so that a worker's consecutive units lie in few shards while every epoch differs. Each epoch
+shuffles all shards. Eight consecutive shards of that order form a *window*, and the sequences of a window are shuffled
+across all its shards. An epoch is its windows put end to end; its unit g consists of the sequences [g·B, (g + 1)·B),
+B being the batch size. So a unit may begin in one window and end in the next. An epoch skips only its last sequences,
+fewer than B, and other epochs skip others.
 
-Everything is drawn from RandomState, whose streams numpy has frozen: [seed, epoch, 0] for the order of the shards,
-[seed, epoch, w] for the sequences of window w, but [seed, epoch] for those of window 0. So the order of a set of one
-shard is RandomState([seed, epoch]).permutation(sequences), as it was before there were shards.
+Everything is drawn from RandomState, whose streams numpy has frozen. Seeds: [seed, epoch, 0] for the order of the
+shards, [seed, epoch, w] for the sequences of window w, except [seed, epoch] for window 0. So the order of a set with
+one shard is RandomState([seed, epoch]).permutation(sequences), the same as before sets had shards.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,24 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from worker.data.ids import Integers
+Integers = npt.NDArray[np.int64]
 
 WINDOW_SHARDS = 8
 
 
 class Places(NamedTuple):
-    """Where the sequences of a unit are, in order: int64[batch_size] each."""
+    """Where the sequences of a unit are, in order. int64[batch_size] each."""
 
     shards: Integers
-    rows: Integers  # of sequences within their shards
+    rows: Integers  # the number of each sequence within its shard
 
 
 class Order:
-    """The order of a set, whose shards have these numbers of sequences. Any thread may ask.
+    """The order of a set. `sequences` is the number of sequences of each shard. Thread-safe.
 
-    Memory: the order of the shards, and those of the two windows that were asked for last.
+    Keeps in memory the shard order of the last two epochs and the order of the last two windows.
     """
 
     def __init__(self, sequences: Sequence[int], batch_size: int, seed: int) -> None:
@@ -43,7 +44,7 @@ class Order:
         self._window = lru_cache(maxsize=2)(self._draw_window)
 
     def places(self, number: int) -> Places:
-        """Return where the sequences of unit `number` are."""
+        """Return the places of the sequences of unit `number`."""
         epoch, index = divmod(number, self.units_per_epoch)
         start, stop = index * self._batch, (index + 1) * self._batch
         shards, bounds = self._epoch(epoch)
@@ -57,7 +58,7 @@ class Order:
         return Places(*map(np.concatenate, zip(*parts, strict=True)))
 
     def shards(self, number: int) -> list[int]:
-        """Return the shards of the windows that unit `number` lies in, in order: any of them may have some of it."""
+        """Return the shards of the windows that unit `number` lies in, in order. Any may contain a part of it."""
         epoch, index = divmod(number, self.units_per_epoch)
         shards, bounds = self._epoch(epoch)
         windows = self._windows(bounds, index * self._batch, (index + 1) * self._batch)
@@ -65,12 +66,12 @@ class Order:
 
     @staticmethod
     def _windows(bounds: Integers, start: int, stop: int) -> range:
-        """Return the windows in which the places [start, stop) of an epoch are."""
+        """Return the windows that contain the positions [start, stop) of an epoch."""
         first, last = np.searchsorted(bounds, (start, stop - 1), "right") - 1
         return range(int(first), int(last) + 1)
 
     def _draw_epoch(self, epoch: int) -> tuple[Integers, Integers]:
-        """Return the order of the shards, and where each window begins in the epoch, and the last one ends."""
+        """Return the order of the shards, and the windows' bounds: where each begins, and where the last one ends."""
         shards = np.random.RandomState([self._seed, epoch, 0]).permutation(len(self._sequences))
         sizes = np.add.reduceat(self._sequences[shards], np.arange(0, len(shards), WINDOW_SHARDS))
         return shards, np.concatenate([[0], np.cumsum(sizes)])

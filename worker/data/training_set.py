@@ -1,15 +1,27 @@
-"""What the training loop, the evaluation and the agent know of a training set, whatever it is made of."""
+"""Training sets: what the training loop, the evaluation and the agent see of one, and its implementation by shards.
+
+Sequence i of a shard is its tokens [i·L, i·L + L]: L inputs, and the L targets that are the same tokens shifted by one.
+No sequence continues in the next shard, which may be on another machine. So up to L tokens at a shard's end are unused.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from protocol.messages import DataSummary
+from protocol.spec.run import RunSpec
+from worker.data.order import Integers, Order, Places
+from worker.data.tokens.index import Index
+from worker.data.tokens.token_files import TokenFiles
+from worker.data.tokens.tokenizer import BYTES, Tokens
+from worker.errors import DataError
 
 
 class TrainingSet(Protocol):
-    """A training set as numbered work units, and the part that is held out. Its methods may be called by any thread."""
+    """A training set as numbered work units, and its held-out part. Its methods are thread-safe."""
 
     @property
     def summary(self) -> DataSummary:
@@ -25,25 +37,153 @@ class TrainingSet(Protocol):
 
     @property
     def held_out_tokens(self) -> int:
-        """Tokens of the held-out shards that have a whole sequence; 0 if there is none."""
+        """Tokens of the held-out shards that contain a whole sequence; 0 if there are none."""
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token of the held-out part; None if nobody knows, or nothing is held out."""
+        """Bytes of text per token of the held-out part; None if unknown, or if nothing is held out."""
 
     def unit(self, number: int) -> Tensor:
-        """Return work unit `number`, int64[batch_size, sequence_length + 1]: a pure function of the set, the run's seed
-        and the number. Raises DataError if the data cannot be read or is not what it was."""
+        """Return work unit `number`, int64[batch_size, sequence_length + 1], a pure function of the set, the run's seed
+        and the number. Raises DataError if the data cannot be read or has changed."""
 
     def expect(self, units: Sequence[int]) -> None:
-        """Note that these units are asked for next, in this order; what they need may be fetched ahead, until `close`.
+        """Announce the units that are read next, in this order, so that their shards can be prefetched until `close`.
         Does not wait."""
 
     def close(self) -> None:
-        """Have nothing fetched ahead any more, and end the threads that do; those in a request after a little."""
+        """Stop prefetching and end its threads. Waits briefly for requests that are in progress."""
 
     def held_out_batches(self, max_tokens: int) -> Iterator[Tensor]:
         """Yield at most `max_tokens` held-out tokens in batches, int64[<= batch_size, sequence_length + 1].
 
-        They are whole sequences, at least one, spaced evenly: the first ones would be of one or two documents only.
+        At least one whole sequence, evenly spaced: the first ones would come from one or two documents only.
         """
+
+
+class Shards(Protocol):
+    """A list of shards to read tokens from. Thread-safe."""
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The number of tokens in each shard."""
+
+    def read(self, shards: Integers, starts: Integers, length: int) -> Tokens:
+        """Return tokens [len(shards), length]: row i is read from shard shards[i], beginning at token starts[i].
+
+        Raises DataError."""
+
+
+class InMemory:
+    """Shards that are arrays in memory."""
+
+    def __init__(self, *arrays: Tokens) -> None:
+        self._arrays = arrays
+        self.tokens = [len(array) for array in arrays]
+
+    def read(self, shards: Integers, starts: Integers, length: int) -> Tokens:
+        out = np.empty((len(shards), length), self._arrays[0].dtype)
+        for shard, array in enumerate(self._arrays):
+            rows = shards == shard
+            out[rows] = array[starts[rows, None] + np.arange(length)]
+        return out
+
+
+class Prefetch(Protocol):
+    """Fetches shards ahead of time until it is closed."""
+
+    def __call__(self, order: Order, units: Sequence[int]) -> None:
+        """Announce the units that are read next."""
+
+    def close(self) -> None: ...
+
+
+class Sequences:
+    """A `TrainingSet` made of shards. Raises DataError if they are too small for one work unit."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        training: Shards,
+        held_out: Shards,
+        *,
+        digest: str,
+        vocabulary: int,
+        bytes_per_token: float | None,
+        tokenizer: str | None = None,
+        tokenizer_digest: str | None = None,
+        prefetch: Prefetch | None = None,
+    ) -> None:
+        self._prefetch = prefetch
+        self._length, self._batch = spec.data.sequence_length, spec.inner.batch_size
+        self._training, self._held_out = training, held_out
+        self.vocabulary, self.bytes_per_token = vocabulary, bytes_per_token
+        self.held_out_tokens = sum(tokens for tokens in held_out.tokens if tokens > self._length)
+        sequences = self._sequences(training)
+        self.order = Order(sequences, self._batch, spec.seed)
+        self.units_per_epoch = self.order.units_per_epoch
+        if self.units_per_epoch == 0:
+            unit = "bytes" if vocabulary == BYTES else "tokens"
+            raise DataError(
+                f"data.source = {spec.data.source!r} has {sum(training.tokens)} training {unit}, too few for one work "
+                f"unit: {self._batch} sequences of {self._length} {unit} plus one need "
+                f"{self._batch * self._length + 1}; add text, or lower batch_size or sequence_length"
+            )
+        self.summary = DataSummary(
+            digest=digest, units=self.units_per_epoch, tokenizer=tokenizer, tokenizer_digest=tokenizer_digest
+        )
+
+    def unit(self, number: int) -> Tensor:
+        """See `TrainingSet`."""
+        return self._read(self._training, self.order.places(number))
+
+    def expect(self, units: Sequence[int]) -> None:
+        """See `TrainingSet`."""
+        if self._prefetch is not None:
+            self._prefetch(self.order, units)
+
+    def close(self) -> None:
+        """See `TrainingSet`."""
+        if self._prefetch is not None:
+            self._prefetch.close()
+
+    def held_out_batches(self, max_tokens: int) -> Iterator[Tensor]:
+        """See `TrainingSet`."""
+        ends = np.cumsum(self._sequences(self._held_out))
+        available = int(ends[-1]) if len(ends) else 0
+        count = min(available, max(max_tokens // self._length, 1))
+        chosen = np.arange(count) * available // count if count else np.empty(0, np.int64)
+        for start in range(0, count, self._batch):
+            places = chosen[start : start + self._batch]
+            shards = np.searchsorted(ends, places, "right")
+            rows = places - np.concatenate([[0], ends])[shards]
+            yield self._read(self._held_out, Places(shards, rows))
+
+    def _sequences(self, shards: Shards) -> list[int]:
+        return [max(tokens - 1, 0) // self._length for tokens in shards.tokens]
+
+    def _read(self, shards: Shards, places: Places) -> Tensor:
+        tokens = shards.read(places.shards, places.rows * self._length, self._length + 1)
+        return torch.from_numpy(tokens.astype(np.int64))
+
+
+def token_sequences(
+    spec: RunSpec, index: Index, training: TokenFiles, held_out: TokenFiles, prefetch: Prefetch | None = None
+) -> Sequences:
+    """Return the training set that `index` describes, read through `training` and `held_out`. Raises DataError."""
+    if spec.data.private and index.tokenizer is None:
+        raise DataError(
+            f"data.source = {spec.data.source!r} does not record which tokenizer made its ids. With data.private, the "
+            "tokenizer is all that ensures that equal ids mean equal text on every worker: set data.tokenizer"
+        )
+    return Sequences(
+        spec,
+        training,
+        held_out,
+        digest=index.digest(),
+        vocabulary=index.vocabulary,
+        bytes_per_token=index.bytes_per_token,
+        tokenizer=index.tokenizer,
+        tokenizer_digest=index.tokenizer_digest,
+        prefetch=prefetch,
+    )

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from protocol.spec.sections import OPTIMIZERS, InnerSpec
 from worker.errors import ModelError
-from worker.models.user_code import called
+from worker.models.user_code import call_user_function
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def build_inner_optimizers(model: nn.Module, inner: InnerSpec) -> list[Optimizer
     if inner.optimizer in _BY_NAME:
         built: list[Optimizer] = _BY_NAME[inner.optimizer](model, inner)
         return built
-    returned = called("inner.optimizer", inner.optimizer, model, inner)
+    returned = call_user_function("inner.optimizer", inner.optimizer, model, inner)
     own = list(returned) if isinstance(returned, list | tuple) else [returned]
     where = f"inner.optimizer = {inner.optimizer!r}"
     for each in own:

@@ -1,1 +1,1 @@
-"""What is trained: models as the run spec describes them."""
+"""Models, as run specs describe them."""

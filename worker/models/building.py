@@ -1,25 +1,31 @@
-"""Models: the presets, any configuration of transformers, a trained model, or the user's own function.
+"""Build models: presets, any configuration of transformers, trained models, adapters, or the user's own function.
 
-Every worker builds the same model from the run spec: its shape must be the same everywhere. The seed gives all workers
-the same initial parameters; but those of a trained model are loaded by the worker that seeds the run alone, when it is
-asked to, unless there is more to it than what travels.
+Every worker builds the same model from the run spec; its shapes must be the same everywhere. The seed gives all workers
+the same initial parameters. A trained model's parameters are loaded only by the worker that seeds the run, when it is
+asked to, unless the model has frozen parameters or buffers, which no exchange carries: then every worker loads them.
 """
 
+import copy
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as registration
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from protocol.spec.model import EMBEDDING_STD, MAX_PARAMETERS, PRESETS, ModelSpec
+from protocol.messages import MAX_TENSORS
+from protocol.spec.model import EMBEDDING_STD, MAX_LAYERS, MAX_PARAMETERS, PRESETS, ModelSpec
 from protocol.spec.run import RunSpec
 from worker.errors import ModelError
-from worker.models.adapters import import_peft, with_adapters
-from worker.models.counting import check_size
-from worker.models.pretrained import Pretrained, names_code
-from worker.models.refusing import refusing
-from worker.models.user_code import called
+from worker.models.pretrained import Pretrained, model_errors, names_code
+from worker.models.user_code import call_user_function
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 _SEEDING = threading.Lock()
 
@@ -27,12 +33,15 @@ log = logging.getLogger(__name__)
 
 
 def build_model(spec: RunSpec, device: torch.device, max_parameters: int = MAX_PARAMETERS) -> nn.Module:
-    """Return the run's model in float32 on `device`, with its initial parameters, unless `load_weights` brings them.
-    Raises ModelError if it cannot be built, and before memory is taken for it if it has more than `max_parameters`; how
-    many one has that a function returns is known only afterwards."""
+    """Return the run's model in float32 on `device`, with its initial parameters unless `load_weights` has to load
+    them (see `has_initial_parameters`).
+
+    Raises ModelError if it cannot be built, or has more than `max_parameters`. The size is checked before any memory is
+    allocated, except that of a model from the user's function, which is known only afterwards.
+    """
     if not spec.model.is_given:
-        raise ModelError(f"the run {spec.name} does not say what its model is: its workers are scripts that bring it")
-    # The lock: torch's default generator belongs to the whole process.
+        raise ModelError(f"the run {spec.name} does not define its model: its workers are scripts that bring their own")
+    # The lock, because torch's default generator belongs to the whole process.
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = _factory_model(spec.model) if spec.model.factory else _transformers_model(spec, device, max_parameters)
@@ -40,12 +49,12 @@ def build_model(spec: RunSpec, device: torch.device, max_parameters: int = MAX_P
 
 
 def has_initial_parameters(model: nn.Module, spec: ModelSpec) -> bool:
-    """Return True if `model`, which `build_model` made, has its initial parameters, and not only their shapes."""
-    return spec.pretrained is None or spec.lora is not None or not _all_travels(model)
+    """Return True if `model`, from `build_model`, has its initial parameters; False if only their shapes are right."""
+    return spec.pretrained is None or spec.lora is not None or not _is_all_trainable(model)
 
 
 def load_weights(model: nn.Module, spec: ModelSpec) -> None:
-    """Give `model`, which `build_model` made of `model.pretrained`, the weights from there. Raises ModelError."""
+    """Load the weights of `model.pretrained` into `model`, from `build_model`. Raises ModelError."""
     trained = _pretrained(spec)
     weights = trained.model(trained.config(), _attention(torch.device("cpu"))).state_dict()
     try:
@@ -57,8 +66,8 @@ def load_weights(model: nn.Module, spec: ModelSpec) -> None:
             model.load_state_dict(weights)
     except RuntimeError as error:
         raise ModelError(
-            f"model.pretrained = {spec.pretrained!r} is not what it was when this worker started; name a commit as "
-            "model.revision, or leave the directory as it is"
+            f"model.pretrained = {spec.pretrained!r} has changed since this worker started; set model.revision to a "
+            "commit, or leave the directory unchanged"
         ) from error
 
 
@@ -70,9 +79,9 @@ def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def check_vocabulary(model: nn.Module, vocabulary: int) -> None:
-    """Raise ModelError if token ids, which are below `vocabulary`, exceed the model's; log what they leave unused.
+    """Raise ModelError if the model's vocabulary is smaller than `vocabulary`; log unused ids if it is larger.
 
-    Of a model from the user's own function nobody knows how many it has, unless it has a `config` as transformers'.
+    A model from the user's function is checked only if it has a `config.vocab_size` like those of transformers.
     """
     rows = getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(rows, int):
@@ -80,14 +89,17 @@ def check_vocabulary(model: nn.Module, vocabulary: int) -> None:
     if rows < vocabulary:
         raise ModelError(
             f"the model's vocab_size = {rows} is too small: the training set has token ids up to {vocabulary - 1}; "
-            f"give model.config a vocab_size of {vocabulary} or more (a preset: model.vocab_size), or use another "
+            f"set vocab_size to {vocabulary} or more in model.config (model.vocab_size for a preset), or use another "
             "tokenizer"
         )
     if rows > vocabulary:
         unused = f"{rows - vocabulary:,}"
         log.info(
-            "of the model's %d token ids the tokenizer has %d: %s rows are never trained", rows, vocabulary, unused
+            "the tokenizer uses %d of the model's %d token ids; %s rows are never trained", vocabulary, rows, unused
         )
+
+
+# --- models of transformers ---------------------------------------------------------------------------------------
 
 
 def _transformers_model(spec: RunSpec, device: torch.device, max_parameters: int) -> nn.Module:
@@ -96,10 +108,10 @@ def _transformers_model(spec: RunSpec, device: torch.device, max_parameters: int
     config = _config(spec)
     if getattr(config, "vocab_size", None) is None:
         raise ModelError("model.config has no vocab_size: it is not the configuration of a causal language model")
-    said = "model.config" if spec.model.preset is None else f"model.preset = {spec.model.preset!r}"
-    check_size(config, said, max_parameters, _attention(device))
+    label = "model.config" if spec.model.preset is None else f"model.preset = {spec.model.preset!r}"
+    _check_size(config, label, max_parameters, _attention(device))
     config.use_cache = False
-    with refusing(f"transformers cannot build {said}"):
+    with model_errors(f"transformers cannot build {label}"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=_attention(device), trust_remote_code=False
         )
@@ -111,19 +123,19 @@ def _transformers_model(spec: RunSpec, device: torch.device, max_parameters: int
 
 def _pretrained_model(spec: RunSpec, device: torch.device, max_parameters: int) -> nn.Module:
     if spec.model.lora is not None:
-        import_peft()  # before gigabytes are fetched in vain
+        _import_peft()  # fail before gigabytes are fetched
     trained = _pretrained(spec.model)
     config, generation_config = trained.config(), trained.generation_config()
-    attention, said = _attention(device), f"model.pretrained = {spec.model.pretrained!r}"
-    check_size(config, said, max_parameters, attention)
+    attention, label = _attention(device), f"model.pretrained = {spec.model.pretrained!r}"
+    _check_size(config, label, max_parameters, attention)
     config.use_cache = False
     if spec.model.lora is not None:
-        return with_adapters(trained.model(config, attention), spec.model, spec.seed)
-    with refusing(f"transformers cannot build {said}"):
+        return _with_adapters(trained.model(config, attention), spec.model, spec.seed)
+    with model_errors(f"transformers cannot build {label}"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
         )
-    if not _all_travels(model):
+    if not _is_all_trainable(model):
         model = trained.model(config, attention)
     if generation_config is not None:
         model.generation_config = generation_config
@@ -135,14 +147,14 @@ def _pretrained(spec: ModelSpec) -> Pretrained:
     return Pretrained(spec.pretrained, spec.revision)
 
 
-def _all_travels(model: nn.Module) -> bool:
-    """Return True if the trainable parameters are all that a checkpoint of the model consists of."""
+def _is_all_trainable(model: nn.Module) -> bool:
+    """Return True if a checkpoint of the model consists of trainable parameters only."""
     kept = model.state_dict().keys()
     return all(each.requires_grad for each in model.parameters()) and kept.isdisjoint(dict(model.named_buffers()))
 
 
 def _attention(device: torch.device) -> str:
-    # On CPUs scaled_dot_product_attention costs twice the step time of plain matrix products.
+    # On CPUs a step with scaled_dot_product_attention takes twice as long as with plain matrix products.
     return "eager" if device.type == "cpu" else "sdpa"
 
 
@@ -158,16 +170,117 @@ def _config(spec: RunSpec) -> PreTrainedConfig:
         )
     given = dict(spec.model.config or {})
     if names_code(given):
-        raise ModelError(
-            "model.config names code (auto_map), which is never loaded: leave it out, or name a model.factory"
-        )
-    with refusing("transformers refuses model.config"):
+        raise ModelError("model.config names code (auto_map), which is never loaded: remove it, or use model.factory")
+    with model_errors("transformers rejects model.config"):
         return AutoConfig.for_model(given.pop("model_type"), **given)
+
+
+# --- adapters -----------------------------------------------------------------------------------------------------
+
+
+def _with_adapters(model: PreTrainedModel, spec: ModelSpec, seed: int) -> "PeftModel":
+    """Return `model`, frozen, with the low-rank adapters of `model.lora` (LoRA, arXiv 2106.09685).
+
+    The adapters are drawn from torch's default generator with `seed`, and do not change the model's outputs at first.
+    Raises ModelError if peft is not installed or rejects them.
+    """
+    peft, lora = _import_peft(), spec.lora
+    assert lora is not None
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
+    model.name_or_path = spec.pretrained  # saved with the adapters as the name of their base model
+    torch.manual_seed(seed)
+    try:
+        adapted: PeftModel = peft.get_peft_model(model, config, revision=spec.revision)
+    except ValueError as error:
+        raise ModelError(f"model.lora: peft rejects it: {error}") from error
+    return adapted
+
+
+def _import_peft() -> Any:
+    """Return peft. Raises ModelError if it is not installed."""
+    try:
+        import peft
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            f"model.lora needs {error.name}, which is not installed; run: pip install 'outerstep[peft]'"
+        ) from error
+    return peft
+
+
+# --- the user's own function --------------------------------------------------------------------------------------
 
 
 def _factory_model(spec: ModelSpec) -> nn.Module:
     assert spec.factory is not None
-    model = called("model.factory", spec.factory)
+    model = call_user_function("model.factory", spec.factory)
     if not isinstance(model, nn.Module):
         raise ModelError(f"model.factory = {spec.factory!r} returned {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+# --- the size of a model, without allocating it -------------------------------------------------------------------
+
+
+class _TooManyTensors(Exception):
+    """The model has more tensors than a run can have."""
+
+
+def _check_size(config: PreTrainedConfig, label: str, most: int, attention: str) -> None:
+    """Raise ModelError if the model of `config` has more than `most` elements in its parameters and buffers, more than
+    MAX_LAYERS layers, or more than MAX_TENSORS tensors.
+
+    It is built on torch's meta device, which allocates no memory. `label` names the model in errors.
+    """
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        raise ModelError(f"{label} has {layers:,} layers; at most {MAX_LAYERS:,} are allowed")
+    try:
+        with (
+            model_errors(f"transformers cannot build {label}"),
+            torch.random.fork_rng(devices=[]),
+            torch.device("meta"),
+            _at_most(MAX_TENSORS),
+        ):
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation=attention, trust_remote_code=False
+            )
+    except _TooManyTensors:
+        raise ModelError(f"{label} has more than {MAX_TENSORS:,} tensors; a run can have no more") from None
+    parameters, buffers = (sum(each.numel() for each in some) for some in (model.parameters(), model.buffers()))
+    if parameters + buffers > most:
+        also = f" and buffers of {buffers:,} elements" if buffers > parameters else ""
+        raise ModelError(
+            f"{label} has {parameters:,} parameters{also}, {4 * (parameters + buffers) / 1e9:,.1f} GB in fp32; the "
+            f"owner of this machine allows {most:,}. If you trust the author of the spec and have enough memory, add: "
+            f"--max-parameters {parameters + buffers}"
+        )
+
+
+@contextmanager
+def _at_most(tensors: int) -> Iterator[None]:
+    """Raise _TooManyTensors as soon as this thread's modules have more, as a model with a million takes long to
+    build."""
+    thread, found = threading.get_ident(), 0
+
+    def count(module: nn.Module, name: str, tensor: Tensor | None) -> Any:
+        nonlocal found
+        if tensor is not None and threading.get_ident() == thread:
+            found += 1
+            if found > tensors:
+                raise _TooManyTensors
+
+    hooks = (
+        registration.register_module_parameter_registration_hook(count),
+        registration.register_module_buffer_registration_hook(count),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

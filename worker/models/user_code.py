@@ -1,4 +1,4 @@
-"""The user's own functions, which a run spec names as `module:function`."""
+"""Functions of the user, which a run spec names as `module:function`."""
 
 import importlib
 import sys
@@ -10,12 +10,12 @@ from typing import Any
 
 from worker.errors import ModelError
 
-_LENGTH = 300  # characters of what the user's function says
+_LENGTH = 300  # longest quotation of an exception of the user's function, in characters
 
 
-def called(key: str, name: str, *arguments: Any) -> Any:
-    """Return what the function that the spec's `key` names returns. Raises ModelError where there is none, and where it
-    raises anything itself."""
+def call_user_function(key: str, name: str, *arguments: Any) -> Any:
+    """Call the function `name`, the value of the spec's `key`, and return its result. Raises ModelError if there is no
+    such function, or if it raises."""
     function = _imported(key, name)
     try:
         return function(*arguments)
@@ -26,33 +26,31 @@ def called(key: str, name: str, *arguments: Any) -> Any:
 
 
 def _imported(key: str, name: str) -> Callable[..., Any]:
-    """Return the function called `name`, out of an installed package or the working directory."""
+    """Return the function called `name`, from an installed package or the working directory."""
     module_name, _, function_name = name.partition(":")
     directory = str(Path.cwd())
     if directory not in sys.path:
-        sys.path.append(directory)  # last: nothing there may hide an installed package, one of ours above all
+        sys.path.append(directory)  # last, so that nothing there hides an installed package, least of all Outerstep
     try:
         module = importlib.import_module(module_name)
     except (ImportError, AttributeError) as error:
-        raise ModelError(
-            f"{key} = {name!r}: {error} (looked in the installed packages, then in {directory})"
-        ) from error
+        raise ModelError(f"{key} = {name!r}: {error} (searched the installed packages, then {directory})") from error
     except Exception as error:
-        raise ModelError(f"{key} = {name!r}: its module raises {_raised(error)}") from error
+        raise ModelError(f"{key} = {name!r}: importing its module raised {_raised(error)}") from error
     function: Callable[..., Any] | None = getattr(module, function_name, None)
     if function is None:
         raise ModelError(
-            f"{key} = {name!r}: {module!r} has no attribute {function_name!r}; installed packages come "
-            f"before {directory}: if yours is there, give it another name"
+            f"{key} = {name!r}: {module!r} has no attribute {function_name!r}; installed packages are searched "
+            f"before {directory}: if your module is there, rename it"
         )
     return function
 
 
 def _raised(error: Exception) -> str:
-    """Return what was raised, and where, in one line."""
+    """Return the exception and where it was raised, in one line."""
     frames = traceback.extract_tb(error.__traceback__)
-    # The user's own frame, not that of a library which it called.
-    own = [each for each in frames if "site-packages" not in each.filename and each.filename != __file__]
-    last = (own or frames)[-1]
-    said = textwrap.shorten(str(error), _LENGTH, placeholder=" …")
-    return f"{type(error).__name__}: {said} ({last.filename}, line {last.lineno})"
+    # The last frame of the user's code rather than of a library it called.
+    user = [each for each in frames if "site-packages" not in each.filename and each.filename != __file__]
+    last = (user or frames)[-1]
+    message = textwrap.shorten(str(error), _LENGTH, placeholder=" …")
+    return f"{type(error).__name__}: {message} ({last.filename}, line {last.lineno})"

@@ -1,1 +1,1 @@
-"""Token sets behind a URL: shards are fetched ahead of need into a bounded directory that workers share."""
+"""Token sets behind a URL: shards are prefetched into a size-limited cache that the workers of a machine share."""

@@ -1,18 +1,18 @@
-"""A bounded directory of shards that were fetched: any number of workers of a machine share it.
+"""A size-limited directory of fetched shards, shared by any number of workers of a machine.
 
-    DIGEST              a shard, whole: its bytes were compared with their BLAKE3 before it had this name
-    DIGEST.BYTES.part   one that is being fetched, of BYTES in the end, by whoever has it locked
-    lock                held while room is made, a part begun or a shard given its name
+    DIGEST              a complete shard; its bytes were compared with their BLAKE3 before it got this name
+    DIGEST.BYTES.part   a shard of BYTES bytes that is being fetched, by the process that holds its lock
+    lock                held while making room, beginning a part, or renaming a finished part
 
-Files are named by their digest, so workers, runs and sets have a shard in common where it is the same, and none of them
-can have a wrong one. A part is locked (flock) by its fetcher: whoever wants the same shard waits for it instead of
-fetching it again. The kernel frees locks with their process, so a part whose fetcher was killed is gone on with by the
-next one, from where it ends. A part counts with the bytes that it will have, and one lock is held from counting to
-beginning, so the directory's limit holds however many workers fetch.
+Files are named by their digest. So workers, runs and sets share identical shards, and none of them can use a wrong one.
+The process that fetches a part locks it (flock); others that want the same shard wait instead of fetching it again. The
+kernel releases the locks of a process that ends, so the next process resumes the part of one that was killed. A part
+counts with its final size, and the same lock is held while counting and beginning a part, so the size limit holds
+however many workers fetch.
 
-Room is made by deleting what was used longest ago: in an epoch no shard comes back, so that is what is least needed.
-Who has a shard open goes on reading it when another worker's room was made of it. What is fetched ahead leaves room for
-what is needed sooner and not begun, whichever thread comes first: it would be deleted for that again.
+Room is made by deleting the least recently used shards: within an epoch no shard is used again later, so these are the
+least needed. A worker that has a deleted shard open can still read it. A prefetched shard leaves room for shards that
+are needed sooner and not begun yet, whichever thread runs first; it would otherwise be deleted for them.
 """
 
 import copy
@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from blake3 import blake3
 
@@ -34,17 +34,23 @@ from protocol.errors import Transient
 from worker.errors import DataError, NoRoom, Stopped
 from worker.line.retry import Retry, Signal
 
-_PIECE_BYTES = 1 << 20
-_LOOK_AGAIN_S = 0.2  # where another worker fetches what is wanted
+_CHUNK_BYTES = 1 << 20
+_LOCK_POLL_S = 0.2  # while another worker fetches the same shard
 _NAME = re.compile(r"[0-9a-f]{64}(\.(?P<bytes>\d+)\.part)?")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 log = logging.getLogger(__name__)
 
 
+def cache_directory(kind: Literal["data", "shards"]) -> Path:
+    """Return the default cache directory for prepared token sets ("data") or for fetched shards ("shards")."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outerstep" / kind
+
+
 @dataclass(frozen=True)
-class Wanted:
-    """A shard: its BLAKE3 and length; `read` yields its bytes from any byte on, and `name` is for people."""
+class RemoteShard:
+    """A shard to fetch: its BLAKE3 and its size in bytes. `read(start)` yields its bytes from `start`; `name` is for
+    messages."""
 
     digest: str
     size: int
@@ -63,7 +69,7 @@ class _Entry:
         return self.path.name.partition(".")[0]
 
     def delete(self) -> bool:
-        """Delete it, unless it is just being fetched; return whether it is gone."""
+        """Delete the file unless it is being fetched. Return whether it is gone."""
         if self.path.suffix != ".part":
             self.path.unlink(missing_ok=True)
             return True
@@ -73,13 +79,13 @@ class _Entry:
                     return False
                 self.path.unlink(missing_ok=True)
         except FileNotFoundError:
-            pass  # finished, or deleted by another worker
+            pass  # another worker finished or deleted it
         return True
 
 
 class ShardCache:
-    """The shards in `directory`, which take `limit_bytes` at most. Any thread may use it. `retry` says how long what is
-    transient is tried again. Raises DataError, at once, if it cannot be written."""
+    """The cache in `directory`, of at most `limit_bytes`. Thread-safe. Transient faults are retried by `retry`. Raises
+    DataError immediately if the directory is not writable."""
 
     def __init__(self, directory: Path, limit_bytes: int, retry: Retry) -> None:
         self._directory, self.limit_bytes, self.retry = directory, limit_bytes, retry
@@ -92,124 +98,125 @@ class ShardCache:
             raise self._unusable(error) from error
 
     def until(self, stop: Signal) -> "ShardCache":
-        """Return the same with another signal that ends fetching and waiting."""
+        """Return the same cache with another signal that ends fetching and waiting."""
         other = copy.copy(self)
         other.retry = self.retry.until(stop)
         return other
 
-    def open(self, wanted: Wanted, keep: Collection[str] = ()) -> IO[bytes]:
-        """Return the file of a shard, fetched if it has to be, its bytes compared with its digest once by this process.
+    def open(self, shard: RemoteShard, keep: Collection[str] = ()) -> IO[bytes]:
+        """Return the open file of a shard, fetched if necessary. Each process compares its bytes with its digest once.
 
-        Room is made of the digests in `keep` only if there is no other. Raises DataError and Stopped.
+        Shards whose digests are in `keep` are deleted only if there is no other room. Raises DataError and Stopped.
         """
         while True:
             try:
-                file = (self._directory / wanted.digest).open("rb", buffering=0)
+                file = (self._directory / shard.digest).open("rb", buffering=0)
             except FileNotFoundError:
-                self.retry(lambda: self._fetch_in_any_case(wanted, keep))
-                continue  # somebody may have made room of it already
-            if self._is_right(wanted, file):
+                self.retry(lambda: self._fetch_with_priority(shard, keep))
+                continue  # another worker may have deleted it again
+            if self._matches(shard, file):
                 os.utime(file.fileno())
                 return file
             file.close()
-            log.warning("%s of the data cache is not what it was: it is fetched again", file.name)
+            log.warning("%s in the data cache is damaged; fetching it again", file.name)
             Path(str(file.name)).unlink(missing_ok=True)
 
-    def fetch(self, wanted: Wanted, before: Collection[Wanted] = ()) -> None:
-        """Have a shard in the directory. Raises DataError, Stopped, and NoRoom if there is no room but where those in
-        `before` are or will be."""
-        if not (self._directory / wanted.digest).exists():
-            self.retry(lambda: self._fetch(wanted, {each.digest: each.size for each in before}))
+    def fetch(self, shard: RemoteShard, before: Collection[RemoteShard] = ()) -> None:
+        """Fetch a shard unless it is in the directory. Raises DataError, Stopped, and NoRoom if the only room is what
+        the shards in `before` occupy or will occupy."""
+        if not (self._directory / shard.digest).exists():
+            self.retry(lambda: self._fetch(shard, {each.digest: each.size for each in before}))
 
-    def _is_right(self, wanted: Wanted, file: IO[bytes]) -> bool:
-        if wanted.digest not in self._verified:
+    def _matches(self, shard: RemoteShard, file: IO[bytes]) -> bool:
+        if shard.digest not in self._verified:
             hasher = blake3()
-            if _hash_into(hasher, file) != wanted.size or hasher.hexdigest() != wanted.digest:
+            if _hash_into(hasher, file) != shard.size or hasher.hexdigest() != shard.digest:
                 return False
             file.seek(0)
-            self._verified.add(wanted.digest)
+            self._verified.add(shard.digest)
         return True
 
-    def _fetch_in_any_case(self, wanted: Wanted, keep: Collection[str]) -> None:
+    def _fetch_with_priority(self, shard: RemoteShard, keep: Collection[str]) -> None:
         try:
-            self._fetch(wanted, dict.fromkeys(keep, 0))  # nothing is needed sooner
+            self._fetch(shard, dict.fromkeys(keep, 0))  # no shard is needed sooner
         except NoRoom:
             try:
-                self._fetch(wanted, {})
-            except NoRoom as error:  # other workers fetch: they will be through
+                self._fetch(shard, {})
+            except NoRoom as error:  # until other workers have finished fetching
                 raise Transient(str(error)) from error
 
-    def _fetch(self, wanted: Wanted, keep: Mapping[str, int]) -> None:
-        """Try once, from where the last try broke off. Digests in `keep` are not deleted, and those that are not there
-        have so many bytes of room left."""
+    def _fetch(self, shard: RemoteShard, keep: Mapping[str, int]) -> None:
+        """Try once, resuming where the last attempt ended. Shards with a digest in `keep` are not deleted; for those
+        that are missing, room of the given number of bytes is left free."""
         try:
-            self._try(wanted, keep)
+            self._try(shard, keep)
         except OSError as error:
             if error.errno not in _FULL:
                 raise self._unusable(error) from error
             with self._locked():
-                self._delete(wanted.size, keep)
+                self._delete(shard.size, keep)
             raise Transient(f"the disk of the data cache {self._directory} is full") from error
 
-    def _try(self, wanted: Wanted, keep: Mapping[str, int]) -> None:
-        with self._part(wanted, keep) as part:
+    def _try(self, shard: RemoteShard, keep: Mapping[str, int]) -> None:
+        with self._part(shard, keep) as part:
             if part is None:
                 return
             hasher = blake3()
             begun = size = _hash_into(hasher, part)
-            for piece in wanted.read(size) if size < wanted.size else ():
+            for chunk in shard.read(size) if size < shard.size else ():
                 if self.retry.stop.is_set():
-                    raise Stopped("asked to stop while a shard was fetched")
-                _write(part, piece)
-                hasher.update(piece)
-                size += len(piece)
-            if size < wanted.size:
-                raise Transient(f"{wanted.name} broke off after {size} of {wanted.size} bytes")
-            if hasher.hexdigest() != wanted.digest:
+                    raise Stopped("stopped while fetching a shard")
+                _write(part, chunk)
+                hasher.update(chunk)
+                size += len(chunk)
+            if size < shard.size:
+                raise Transient(f"{shard.name}: the transfer ended after {size} of {shard.size} bytes")
+            if hasher.hexdigest() != shard.digest:
                 part.truncate(0)
-                fault = f"{wanted.name} is not what its index says: BLAKE3 {hasher.hexdigest()}, not {wanted.digest}"
-                if begun:  # by somebody whose bytes may not have reached the disk
-                    raise Transient(f"{fault}; it is fetched anew")
-                raise DataError(f"{fault}: it was altered; put the set there again")
+                fault = f"{shard.name} does not match its index: BLAKE3 {hasher.hexdigest()}, not {shard.digest}"
+                if begun:  # by a process whose bytes may not have reached the disk
+                    raise Transient(f"{fault}; fetching it from the beginning")
+                raise DataError(f"{fault}: it was altered; upload the set again")
             os.fsync(part.fileno())
-            with self._locked():  # so that whoever makes room, or begins the same shard, sees the one or the other
-                os.rename(str(part.name), self._directory / wanted.digest)
-            self._verified.add(wanted.digest)
+            with self._locked():  # a process making room or beginning the same shard sees either the part or the shard
+                os.rename(str(part.name), self._directory / shard.digest)
+            self._verified.add(shard.digest)
 
     @contextmanager
-    def _part(self, wanted: Wanted, keep: Mapping[str, int]) -> Iterator[IO[bytes] | None]:
-        """Open and lock the part of a shard, at its end; None if the shard is there by then."""
-        path = self._directory / f"{wanted.digest}.{wanted.size}.part"
+    def _part(self, shard: RemoteShard, keep: Mapping[str, int]) -> Iterator[IO[bytes] | None]:
+        """Open and lock the part of a shard, positioned at its end. None if the shard is complete by then."""
+        path = self._directory / f"{shard.digest}.{shard.size}.part"
         while True:
             with self._locked():
-                if (self._directory / wanted.digest).exists():
+                if (self._directory / shard.digest).exists():
                     break
                 if not path.exists():
-                    self._make_room(wanted, keep)
+                    self._make_room(shard, keep)
                 part = path.open("ab+", buffering=0)
             with part:
                 if not try_lock(part):
-                    self.retry.pause(_LOOK_AGAIN_S)
-                elif _is_at(part, path):  # and was neither finished nor deleted meanwhile
+                    self.retry.pause(_LOCK_POLL_S)
+                elif _is_at(part, path):  # and it was neither finished nor deleted meanwhile
                     yield part
                     return
         yield None
 
-    def _make_room(self, wanted: Wanted, keep: Mapping[str, int]) -> None:
-        """Delete until there is room for what is wanted, and what is missing of `keep`. Raises NoRoom."""
-        entries, needed = self._entries(), {**keep, wanted.digest: wanted.size}
+    def _make_room(self, shard: RemoteShard, keep: Mapping[str, int]) -> None:
+        """Delete until there is room for the shard and for the missing shards of `keep`. Raises NoRoom."""
+        entries, needed = self._entries(), {**keep, shard.digest: shard.size}
         missing = needed.keys() - {entry.digest for entry in entries}
         excess = sum(entry.size for entry in entries) + sum(needed[digest] for digest in missing) - self.limit_bytes
         most = sum(entry.size for entry in entries if entry.digest not in keep)
         if excess > 0 and (excess > most or self._delete(excess, keep) < excess):
             raise NoRoom(
                 f"the data cache {self._directory} of {self.limit_bytes / 1e9:.3g} GB has no room for another "
-                f"{wanted.size / 1e9:.3g} GB: all that is in it is needed, or being fetched; give it more by "
+                f"{shard.size / 1e9:.3g} GB: all of its shards are needed or being fetched; raise the limit with "
                 "--data-cache-gb"
             )
 
     def _delete(self, wanted_bytes: int, keep: Collection[str]) -> int:
-        """Delete what was used longest ago, but for `keep`, until that many bytes are free; return how many are."""
+        """Delete the least recently used shards that are not in `keep` until that many bytes are free. Return the bytes
+        freed."""
         freed = 0
         for entry in sorted(self._entries(), key=lambda entry: entry.used):
             if freed >= wanted_bytes:
@@ -237,7 +244,7 @@ class ShardCache:
             os.close(lock)
 
     def _unusable(self, error: OSError) -> DataError:
-        return DataError(f"the data cache {self._directory} cannot be written: {error}; name another --data-cache")
+        return DataError(f"the data cache {self._directory} cannot be written: {error}; choose another --data-cache")
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
@@ -247,17 +254,17 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
         return False
 
 
-def _write(file: IO[bytes], piece: bytes) -> None:
-    view = memoryview(piece)
-    while view:  # a raw file may take less than all of it
+def _write(file: IO[bytes], chunk: bytes) -> None:
+    view = memoryview(chunk)
+    while view:  # a raw file may write only a part of it
         view = view[file.write(view) :]
 
 
 def _hash_into(hasher: blake3, file: IO[bytes]) -> int:
-    """Hash a file from its beginning; return its size."""
+    """Hash a whole file. Return its size."""
     file.seek(0)
     size = 0
-    while piece := file.read(_PIECE_BYTES):
-        hasher.update(piece)
-        size += len(piece)
+    while chunk := file.read(_CHUNK_BYTES):
+        hasher.update(chunk)
+        size += len(chunk)
     return size

@@ -1,1 +1,1 @@
-"""Where text comes from: the files of this machine or the hub, in tasks that any process can read by itself."""
+"""Sources of text: files of this machine or data sets of the hub, as tasks that any process can read independently."""

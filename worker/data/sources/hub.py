@@ -1,15 +1,15 @@
-"""A data set of the Hugging Face hub, streamed by `datasets` (pip's `outerstep[data]`): hub:NAME[:CONFIG[:SPLIT]].
+"""Data sets of the Hugging Face hub, `hub:NAME[:CONFIG[:SPLIT]]`, streamed by `datasets` (the extra `outerstep[data]`).
 
-A stream can only be read from its beginning, by one process; the others tokenise what it has read. Whoever resumes
-lets `datasets` skip the rows that were read before.
+A stream can only be read from its beginning, by one process; the others tokenise what it has read. When preparing
+resumes, `datasets` skips the rows that were read before.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece, document
 from worker.data.sources.jsonl import no_text
-from worker.data.sources.pieces import TASK_BYTES, Hold, Piece, document
 from worker.errors import DataError
 
 PREFIX = "hub:"
@@ -17,13 +17,13 @@ PREFIX = "hub:"
 
 @dataclass(frozen=True)
 class RowsTask:
-    """Rows that were read, from number `first` on."""
+    """Rows of the stream, beginning with number `first`."""
 
     source: str
     first: int
     texts: tuple[str, ...]
     size: int
-    hold: Hold
+    hold_out: HoldOut
 
     @property
     def rows(self) -> int:
@@ -32,13 +32,15 @@ class RowsTask:
     def pieces(self) -> Iterator[Piece]:
         for number, text in enumerate(self.texts, start=self.first):
             try:
-                yield from document(text, self.hold)
+                yield from document(text, self.hold_out)
             except UnicodeEncodeError as error:
-                raise DataError(f"{self.source}, row {number}: half a character ({error})") from error
+                raise DataError(f"{self.source}, row {number}: lone surrogate in the text ({error})") from error
 
 
-def hub_tasks(source: str, column: str, hold: Hold, skip: int, task_bytes: int = TASK_BYTES) -> Iterator[RowsTask]:
-    """Yield the documents of a data set of the hub, but the first `skip` of them."""
+def hub_tasks(
+    source: str, column: str, hold_out: HoldOut, skip: int, task_bytes: int = TASK_BYTES
+) -> Iterator[RowsTask]:
+    """Yield the tasks of a data set of the hub, without the first `skip` documents."""
     texts: list[str] = []
     size = 0
     for number, row in enumerate(_stream(source, skip), start=skip):
@@ -48,14 +50,14 @@ def hub_tasks(source: str, column: str, hold: Hold, skip: int, task_bytes: int =
         texts.append(text)
         size += len(text)
         if size >= task_bytes:
-            yield RowsTask(source, skip, tuple(texts), size, hold)
+            yield RowsTask(source, skip, tuple(texts), size, hold_out)
             texts, size, skip = [], 0, number + 1
     if texts:
-        yield RowsTask(source, skip, tuple(texts), size, hold)
+        yield RowsTask(source, skip, tuple(texts), size, hold_out)
 
 
 def _stream(source: str, skip: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a data set, one after the other. What goes wrong on the way is a DataError."""
+    """Yield the rows of a data set. Raises DataError whatever goes wrong."""
     try:
         import datasets
     except ModuleNotFoundError as error:
@@ -71,9 +73,9 @@ def _stream(source: str, skip: int) -> Iterator[dict[str, Any]]:
             skip
         )
         yield from rows
-    except Exception as error:  # of httpx, fsspec, pyarrow, datasets and whatever else it loads by
+    except Exception as error:  # from httpx, fsspec, pyarrow, datasets or whatever else it loads with
         reason = " ".join(str(error).split())
         raise DataError(
-            f"{source} cannot be read from the hub ({type(error).__name__}: {reason}); what was prepared is kept: the "
-            "same command goes on from there. Private data sets need HF_TOKEN"
+            f"{source} cannot be read from the hub ({type(error).__name__}: {reason}); the tokens prepared so far "
+            "are kept: run the same command again to continue. Private data sets need HF_TOKEN"
         ) from error

@@ -1,4 +1,4 @@
-"""JSON lines: each line is an object, one of whose members is the text of a document."""
+"""JSON lines: each line is an object, one member of which is the text of a document."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,21 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker.data.sources.files import Named
-from worker.data.sources.pieces import TASK_BYTES, Hold, Piece, changed, document, line_start
+from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece, document, line_start
+from worker.data.sources.files import NamedFiles, changed
 from worker.errors import DataError
 
 
 @dataclass(frozen=True)
 class LinesTask:
-    """The lines that begin in the bytes [start, stop) of a file of `length`; `column` has their text."""
+    """The lines of a file of `length` bytes that begin in the bytes [start, stop). `column` names the text."""
 
     path: Path
     start: int
     stop: int
     length: int
     column: str
-    hold: Hold
+    hold_out: HoldOut
     rows = 0
 
     @property
@@ -37,51 +37,52 @@ class LinesTask:
                 if not line:
                     raise changed(self.path)
                 if line.strip():
-                    yield from line_pieces(line, self.column, self.hold, partial(self._where, at))
+                    yield from line_pieces(line, self.column, self.hold_out, partial(self._where, at))
                 at += len(line)
 
     def _where(self, at: int) -> str:
-        """Name the line that begins at byte `at`; they are counted only now that somebody wants to know."""
+        """Return the file and the number of the line that begins at byte `at`. Lines are counted only for errors."""
         with self.path.open("rb") as file:
-            before = sum(piece.count(b"\n") for piece in _pieces_of(file, at))
+            before = sum(chunk.count(b"\n") for chunk in _chunks(file, at))
         return f"{self.path}, line {before + 1}"
 
 
-def line_pieces(line: bytes, column: str, hold: Hold, where: Callable[[], str]) -> Iterator[Piece]:
-    """Yield the document of one line. Raises DataError, by the name that `where` returns of it."""
+def line_pieces(line: bytes, column: str, hold_out: HoldOut, where: Callable[[], str]) -> Iterator[Piece]:
+    """Yield the document of one line. Raises DataError, in which `where()` names the line."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where()}: this is not JSON ({error}); mend the line or remove it") from error
+        raise DataError(f"{where()}: not valid JSON ({error}); fix the line or remove it") from error
     text = found.get(column) if isinstance(found, dict) else None
     if not isinstance(text, str):
         raise DataError(f"{where()}: {no_text(found, column)}")
     try:
-        yield from document(text, hold)
+        yield from document(text, hold_out)
     except UnicodeEncodeError as error:
-        raise DataError(f"{where()}: half a character ({error}); mend the line or remove it") from error
+        raise DataError(f"{where()}: lone surrogate in the text ({error}); fix the line or remove it") from error
 
 
-def _pieces_of(file: Any, length: int) -> Iterator[bytes]:
-    while length and (piece := file.read(min(length, 1 << 20))):
-        length -= len(piece)
-        yield piece
+def _chunks(file: Any, length: int) -> Iterator[bytes]:
+    while length and (chunk := file.read(min(length, 1 << 20))):
+        length -= len(chunk)
+        yield chunk
 
 
 def no_text(row: Any, column: str) -> str:
-    """Say why there is no text in `column` of a row."""
+    """Return why a row has no text in `column`, and the remedy."""
     if not isinstance(row, dict):
-        return f"an object with a text in {column!r} is wanted, this is {type(row).__name__}"
+        return f"expected an object with a text in {column!r}, found {type(row).__name__}"
     if column in row:
         return f"its {column!r} is {type(row[column]).__name__}, not text; name another column, or remove the row"
     return (
-        f"it has no {column!r}; name the column that has the text (data.column, --column): {', '.join(map(repr, row))}"
+        f"it has no {column!r}; name the column with the text (data.column, --column), one of "
+        f"{', '.join(map(repr, row))}"
     )
 
 
-def line_tasks(files: Named, column: str, hold: Hold, task_bytes: int = TASK_BYTES) -> Iterator[LinesTask]:
-    """Yield the documents of files of JSON lines."""
+def line_tasks(files: NamedFiles, column: str, hold_out: HoldOut, task_bytes: int = TASK_BYTES) -> Iterator[LinesTask]:
+    """Yield the tasks of files of JSON lines."""
     for _, path in files:
         length = path.stat().st_size
         for start in range(0, length, task_bytes):
-            yield LinesTask(path, start, min(start + task_bytes, length), length, column, hold)
+            yield LinesTask(path, start, min(start + task_bytes, length), length, column, hold_out)

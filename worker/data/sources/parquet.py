@@ -1,12 +1,12 @@
-"""Parquet files: a column of text, each row of which is a document. Needs pyarrow (pip's `outerstep[data]`)."""
+"""Parquet files: each row of a text column is a document. Needs pyarrow (the extra `outerstep[data]`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from worker.data.sources.files import Named
-from worker.data.sources.pieces import TASK_BYTES, Hold, Piece, document
+from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece, document
+from worker.data.sources.files import NamedFiles
 from worker.errors import DataError
 
 _BATCH_ROWS = 256
@@ -14,7 +14,7 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class RowsTask:
-    """The rows [first, stop) of a row group; `size` is the share of its column's bytes that they are."""
+    """The rows [first, stop) of a row group. `size` is their share of the column's bytes."""
 
     path: Path
     group: int
@@ -22,7 +22,7 @@ class RowsTask:
     stop: int
     size: int
     column: str
-    hold: Hold
+    hold_out: HoldOut
     rows = 0
 
     def pieces(self) -> Iterator[Piece]:
@@ -31,7 +31,7 @@ class RowsTask:
             yield from self._pieces(pyarrow)
         except (pyarrow.ArrowException, UnicodeError) as error:
             where = f"{self.path}, rows {self.first} to {self.stop - 1} of row group {self.group}"
-            raise DataError(f"{where} cannot be read: {error}; fetch the file again, or mend it") from error
+            raise DataError(f"{where} cannot be read: {error}; fetch the file again, or repair it") from error
 
     def _pieces(self, pyarrow: ModuleType) -> Iterator[Piece]:
         row = 0
@@ -51,37 +51,37 @@ class RowsTask:
                 f"{self.path}, row {number} of row group {self.group}: its {self.column!r} is null, not text; name "
                 "another column, or remove the row"
             )
-        yield from document(text, self.hold)
+        yield from document(text, self.hold_out)
 
 
-def row_tasks(files: Named, column: str, hold: Hold, task_bytes: int = TASK_BYTES) -> Iterator[RowsTask]:
-    """Yield the documents of parquet files. Raises DataError for a file that has no such column of text."""
+def row_tasks(files: NamedFiles, column: str, hold_out: HoldOut, task_bytes: int = TASK_BYTES) -> Iterator[RowsTask]:
+    """Yield the tasks of parquet files. Raises DataError for a file without a text column of that name."""
     for _, path in files:
         for group, (rows, size) in enumerate(_groups(path, column)):
             count = max(min(-(-size // task_bytes), rows), 1)
             for part in range(count):
                 first, stop = (rows * each // count for each in (part, part + 1))
                 if first < stop:
-                    yield RowsTask(path, group, first, stop, size // count, column, hold)
+                    yield RowsTask(path, group, first, stop, size // count, column, hold_out)
 
 
 def _groups(path: Path, column: str) -> list[tuple[int, int]]:
-    """Return rows and uncompressed bytes of the column for each row group of a file."""
+    """Return for each row group of a file its rows and the uncompressed bytes of the column."""
     pyarrow = _pyarrow()
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             schema, metadata = file.schema_arrow, file.metadata
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
+        raise DataError(f"{path} is not a readable parquet file: {error}") from error
     if column not in schema.names:
         raise DataError(
-            f"{path} has no column {column!r}; name the one that has the text (data.column, --column): "
+            f"{path} has no column {column!r}; name the column with the text (data.column, --column), one of "
             f"{', '.join(map(repr, schema.names))}"
         )
     kind, types = schema.field(column).type, pyarrow.types
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise DataError(f"{path}: the column {column!r} is {kind}, not text; name another one (data.column, --column)")
+        raise DataError(f"{path}: the column {column!r} is {kind}, not text; name another (data.column, --column)")
     place = [metadata.schema.column(j).path for j in range(metadata.num_columns)].index(column)
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     return [(group.num_rows, group.column(place).total_uncompressed_size) for group in groups]

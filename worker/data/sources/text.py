@@ -1,12 +1,12 @@
-"""Text files: each is a document. What is held out is the same as of text that is read as bytes."""
+"""Plain text files: each is one document. The same text is held out as when the files are read as bytes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from worker.data.sources.files import Named, held_out_names
-from worker.data.sources.pieces import TASK_BYTES, Piece, changed, line_start, pieces
+from worker.data.sources.documents import TASK_BYTES, Piece, line_start, pieces
+from worker.data.sources.files import NamedFiles, changed, held_out_names
 from worker.errors import DataError
 
 LINE_BYTES = 1 << 16  # a longer line may be cut
@@ -14,7 +14,7 @@ LINE_BYTES = 1 << 16  # a longer line may be cut
 
 @dataclass(frozen=True)
 class _Range:
-    """The lines of a file that begin in its bytes [start, stop), out of `length`."""
+    """The lines of a file of `length` bytes that begin in the bytes [start, stop)."""
 
     path: Path
     start: int
@@ -46,14 +46,14 @@ class TextTask:
                 yield from pieces(content, each.held_out, begins=start == 0, ends=stop == each.length)
             except UnicodeDecodeError as error:
                 raise DataError(
-                    f"{each.path} is not UTF-8 ({error.reason}, in the lines from byte {start} on); convert it, for "
-                    'example by iconv, or read it with data.tokenizer = "bytes"'
+                    f"{each.path} is not UTF-8 ({error.reason}, in the lines after byte {start}); convert it, for "
+                    'example with iconv, or set data.tokenizer = "bytes"'
                 ) from error
 
 
-def text_tasks(files: Named, holdout: float, task_bytes: int = TASK_BYTES) -> Iterator[TextTask]:
-    """Yield the text of files: whole files are held out, by their names, of a single one the end, and with a share of 1
-    everything."""
+def text_tasks(files: NamedFiles, holdout: float, task_bytes: int = TASK_BYTES) -> Iterator[TextTask]:
+    """Yield the tasks of text files. Held out are whole files, chosen by name; the end of a single file; everything if
+    the share is 1."""
     several = len(files) > 1 and holdout < 1
     held_out = held_out_names((name for name, _ in files), holdout) if several else set()
     ranges: list[_Range] = []

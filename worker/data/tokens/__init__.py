@@ -1,1 +1,1 @@
-"""What token sets are: a tokenizer, the index of the shards, and files of ids, read and verified."""
+"""Token sets: tokenizers, shards of token ids with an index, and how both are made from text."""

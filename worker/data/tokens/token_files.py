@@ -1,11 +1,11 @@
-"""Shards that are files: rows are read from where they are, by positioned reads, never mapped into memory.
+"""Read tokens from shards that are files, with positioned reads. The files are not mapped into memory.
 
-numpy's memory maps would do the same in fewer lines, but a file that is cut short, or a disk or network file system
-that fails, ends a process that has it mapped by SIGBUS, without a word; a read says what is wrong. And the pages of a
-map count as the process's memory until somebody needs them, so that nobody sees what it really takes.
+numpy's memory maps would need fewer lines, but if a mapped file is truncated, or its disk or network file system fails,
+SIGBUS kills the process without a message; a read reports the error. Also, the pages of a map count as the process's
+memory until the system needs them for something else, which hides how much memory the process really uses.
 
-A shard is hashed when it is used first: in one pass, which also has it in the page cache before its sequences are read
-in random order.
+A shard is hashed at its first use. That one pass also loads it into the page cache before its sequences are read in
+random order.
 """
 
 import os
@@ -18,29 +18,29 @@ from typing import IO
 import numpy as np
 from blake3 import blake3
 
-from worker.data.ids import Integers, Tokens
-from worker.data.order import WINDOW_SHARDS
+from worker.data.order import WINDOW_SHARDS, Integers
 from worker.data.tokens.index import AGAIN, Index, Shard
+from worker.data.tokens.tokenizer import Tokens
 from worker.errors import DataError
 
-OPEN_FILES = 2 * WINDOW_SHARDS  # a unit may lie in two windows
-_PIECE_BYTES = 1 << 20
+OPEN_FILES = 2 * WINDOW_SHARDS  # a unit may span two windows
+_CHUNK_BYTES = 1 << 20
 
 
 class TokenFiles:
-    """The training or held-out shards of a set. `open_shard` opens the file of shard i, verified; it may fetch it
-    first."""
+    """The training or held-out shards of a set. `open_shard` returns the open, verified file of shard i, which it may
+    fetch first."""
 
     def __init__(self, index: Index, shards: Sequence[Shard], open_shard: Callable[[int], IO[bytes]]) -> None:
         self.tokens = [shard.tokens for shard in shards]
         self._shards = shards
         self._item, self._vocabulary = index.item, index.vocabulary
-        self._opening = threading.Lock()  # so that threads open a shard once
-        # A file is closed with its last user.
+        self._opening = threading.Lock()  # so that concurrent threads open a shard only once
+        # A file that drops out of the cache is closed when its last user releases it.
         self._file = lru_cache(OPEN_FILES)(open_shard)
 
     def read(self, shards: Integers, starts: Integers, length: int) -> Tokens:
-        """Return the tokens at these places, as `Shards` says."""
+        """Return tokens; see `Shards.read` in worker/data/training_set.py."""
         out = np.empty((len(shards), length), self._item)
         offsets = starts * self._item.itemsize
         for row, shard, offset in zip(out, shards.tolist(), offsets.tolist(), strict=True):
@@ -52,27 +52,27 @@ class TokenFiles:
                 raise DataError(f"{file.name} cannot be read at {begin}: {error}; {AGAIN}") from error
             if count != row.nbytes:
                 raise DataError(
-                    f"{file.name} was cut short: {count} bytes are left of {row.nbytes} at {begin}; {AGAIN}"
+                    f"{file.name} was cut short: {count} of {row.nbytes} bytes could be read at {begin}; {AGAIN}"
                 )
         if len(out) and int(out.max()) >= self._vocabulary:
-            self._tell_of_an_id(out, shards, starts)
+            self._raise_id_too_large(out, shards, starts)
         return out
 
     def _open_file(self, shard: int) -> IO[bytes]:
         with self._opening:
             return self._file(shard)
 
-    def _tell_of_an_id(self, out: Tokens, shards: Integers, starts: Integers) -> None:
+    def _raise_id_too_large(self, out: Tokens, shards: Integers, starts: Integers) -> None:
         row, column = np.unravel_index(int(out.argmax()), out.shape)
         file = self._open_file(int(shards[row]))
         raise DataError(
-            f"{file.name} has the token id {out[row, column]} at token {starts[row] + column}, the "
+            f"{file.name} has the token id {out[row, column]} at token {starts[row] + column}, but the "
             f"vocabulary of the set is {self._vocabulary}: its index is wrong; prepare the set again"
         )
 
 
 class InDirectory:
-    """Opens shards in a directory, each of which is verified when it is used first."""
+    """Opens shards in a directory. Verifies each at its first use."""
 
     def __init__(self, shards: Sequence[Shard], directory: Path, itemsize: int) -> None:
         self._shards, self._directory, self._itemsize = shards, directory, itemsize
@@ -92,7 +92,7 @@ class InDirectory:
 
 
 def verify_file(shard: Shard, path: Path, itemsize: int) -> None:
-    """Raise DataError unless the shard, in this file, has the bytes that its digest is of."""
+    """Raise DataError unless the shard in this file matches its digest."""
     try:
         with path.open("rb", buffering=0) as file:
             verify(shard, file, path, itemsize)
@@ -101,20 +101,20 @@ def verify_file(shard: Shard, path: Path, itemsize: int) -> None:
 
 
 def verify(shard: Shard, file: IO[bytes], path: Path, itemsize: int) -> None:
-    """Raise DataError unless the shard has the bytes that its digest is of."""
+    """Raise DataError unless the shard in this open file matches its digest."""
     hasher, left = blake3(), shard.tokens * itemsize
-    piece = memoryview(bytearray(min(_PIECE_BYTES, left)))
+    chunk = memoryview(bytearray(min(_CHUNK_BYTES, left)))
     file.seek(shard.offset)
     try:
-        while left and (count := file.readinto(piece[:left])):  # type: ignore[attr-defined]  # a raw file
-            hasher.update(piece[:count])
+        while left and (count := file.readinto(chunk[:left])):  # type: ignore[attr-defined]  # a raw file
+            hasher.update(chunk[:count])
             left -= count
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if left:
-        raise DataError(f"{path} is cut short: {left} bytes of the shard are missing; {AGAIN}")
+        raise DataError(f"{path} was cut short: {left} bytes of the shard are missing; {AGAIN}")
     if hasher.hexdigest() != shard.digest:
         raise DataError(
-            f"{path} was altered: the digest of its {shard.tokens} tokens is {hasher.hexdigest()}, the index says "
-            f"{shard.digest}; {AGAIN}"
+            f"{path} was altered: the digest of its {shard.tokens} tokens is {hasher.hexdigest()} instead of "
+            f"{shard.digest}, as in the index; {AGAIN}"
         )

@@ -1,8 +1,8 @@
-"""Tokenizers: bytes, a directory with a tokenizer.json, or a repository of the Hugging Face hub that has one.
+"""Tokenizers: bytes, a directory with a tokenizer.json, or a repository of the Hugging Face hub that contains one.
 
-Only `tokenizers` reads them: whatever transformers can load in its fast form has a tokenizer.json, and everything that
-decides which ids a text becomes is in it. So its digest, together with the end-of-document id, is what two workers have
-to agree on. A text's own "<|endoftext|>" is text: it is never read as the id of a special token.
+They are read with `tokenizers` only. Every tokenizer that transformers can load in its fast form has a tokenizer.json,
+which determines the ids of a text completely. So its digest and the end-of-document id are what workers have to agree
+on. A "<|endoftext|>" in a text is tokenised as text, never as the special token.
 """
 
 import json
@@ -17,23 +17,24 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from worker.data.ids import BYTES
 from worker.errors import DataError
 
 IN_BYTES = "bytes"
+BYTES = 256  # the vocabulary of text that is read as bytes
 FILE = "tokenizer.json"
-_SPECIAL_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # where special tokens are named
+_SPECIAL_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # they name the special tokens
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-Ids = npt.NDArray[np.uint32]
+Ids = npt.NDArray[np.uint32]  # from a tokenizer
+Tokens = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]  # in shards
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer, as it is told of and handed to other processes; `encoder` is what tokenises.
+    """The description of a tokenizer, which can be sent to other processes; `encoder` loads it.
 
-    `digest`, `end` and `file` are None for bytes, which are put end to end. Ids are below `vocabulary`. `begin` and
-    `pad` are the ids of its bos_token and pad_token, None if it names none.
+    Ids are below `vocabulary`. `end` is the id after each document. `begin` and `pad` are the ids of its bos_token and
+    pad_token; None if it has none. For bytes, `digest`, `end` and `file` are None too.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Tokenizer:
     pad: int | None = None
 
     def encoder(self) -> Callable[[Sequence[str]], list[Ids]]:
-        """Return a function that makes ids of several texts at once, without special tokens."""
+        """Return a function that tokenises several texts at once, without adding special tokens."""
         if self.file is None:
             return lambda texts: [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
         fast = _fast(self.file.read_bytes(), self.file)
@@ -54,13 +55,15 @@ class Tokenizer:
             try:
                 found = fast.encode_batch_fast(texts, add_special_tokens=False)
             except Exception as error:  # tokenizers raises Exception itself
-                raise DataError(f"{self.file} cannot tokenise this text: {error}; mend it, or name another") from error
+                raise DataError(
+                    f"{self.file} cannot tokenise this text: {error}; fix it, or name another tokenizer"
+                ) from error
             return [np.array(each.ids, np.uint32) for each in found]
 
         return encode
 
     def save(self, directory: Path) -> None:
-        """Copy what describes it into `directory`, which `load_tokenizer` then takes; nothing for bytes."""
+        """Copy its files into `directory`, from which `load_tokenizer` can load it. Does nothing for bytes."""
         if self.file is not None:
             directory.mkdir(exist_ok=True)
             for name in (FILE, *_SPECIAL_FILES):
@@ -69,20 +72,20 @@ class Tokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer called `name`. Raises DataError if it is not there or names no end of a document."""
+    """Return the tokenizer called `name`. Raises DataError if it cannot be loaded or has no end-of-document token."""
     if name == IN_BYTES:
         return Tokenizer(IN_BYTES, BYTES)
     directory = Path(name).expanduser()
     if not directory.is_dir():
         if directory.exists() or not _HUB_ID.fullmatch(name):
             raise DataError(
-                f"data.tokenizer = {name!r} is not a directory on this machine, nor the id of one on the hub"
+                f"data.tokenizer = {name!r} is neither a directory on this machine nor the id of a hub repository"
             )
         directory = _download(name)
     file = directory / FILE
     if not file.is_file():
         raise DataError(
-            f"data.tokenizer = {name!r}: {directory} has no {FILE}; write one there by "
+            f"data.tokenizer = {name!r}: {directory} has no {FILE}; write one there with "
             "transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)"
         )
     content = file.read_bytes()
@@ -103,7 +106,7 @@ def _fast(content: bytes, file: Path) -> Any:
     try:
         fast = Fast.from_str(content.decode())
     except Exception as error:  # tokenizers raises Exception itself
-        raise DataError(f"{file} is not a tokenizer that tokenizers can read: {error}") from error
+        raise DataError(f"{file} cannot be read by the tokenizers library: {error}") from error
     fast.no_truncation()
     fast.no_padding()
     fast.encode_special_tokens = True  # as text
@@ -111,26 +114,26 @@ def _fast(content: bytes, file: Path) -> Any:
 
 
 def _digest(content: bytes) -> str:
-    """Return the BLAKE3 of the file as canonical JSON, without how long texts were cut and padded when it was saved."""
+    """Return the BLAKE3 of the file as canonical JSON, without the truncation and padding it was saved with."""
     document = json.loads(content)
     kept = {key: value for key, value in document.items() if key not in ("truncation", "padding")}
     return blake3(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _end(directory: Path, fast: Any, name: str) -> int:
-    """Return the id that ends a document: that of the eos_token."""
+    """Return the id that ends a document: the eos_token's."""
     if (found := _special(directory, fast, "eos_token")) is not None:
         return found
     special = [str(each) for each in fast.get_added_tokens_decoder().values() if each.special]
     raise DataError(
-        f"data.tokenizer = {name!r} does not say which token ends a document; name it in "
+        f"data.tokenizer = {name!r} does not define which token ends a document; name it in "
         f'{directory / _SPECIAL_FILES[0]}, as {{"eos_token": "…"}}'
         + (f"; its special tokens are {', '.join(special)}" if special else "")
     )
 
 
 def _special(directory: Path, fast: Any, key: str) -> int | None:
-    """Return the id of the special token that its files name as `key`; None if they name none."""
+    """Return the id of the special token that the tokenizer's files name as `key`; None if they name none."""
     for file in (directory / each for each in _SPECIAL_FILES):
         token = _read_json(file).get(key) if file.is_file() else None
         if token is not None:
@@ -138,8 +141,8 @@ def _special(directory: Path, fast: Any, key: str) -> int | None:
             found = fast.token_to_id(text)
             if found is None:
                 raise DataError(
-                    f"{file} names the {key} {text!r}, which {directory / FILE} does not have; name one of its "
-                    "tokens, or train it with that one among its special tokens"
+                    f"{file} names the {key} {text!r}, which {directory / FILE} does not contain; name one of its "
+                    "tokens, or train it with that special token"
                 )
             return int(found)
     return None
@@ -154,7 +157,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _download(name: str) -> Path:
-    """Return the directory with the files of a repository on the hub; from its local cache where they are there."""
+    """Return the directory with the tokenizer's files, downloaded from the hub unless they are in its local cache."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 
@@ -164,12 +167,12 @@ def _download(name: str) -> Path:
             try:
                 hf_hub_download(name, each)
             except EntryNotFoundError:
-                continue  # one of them suffices, and `_end` says so if there is none
-    except Exception as error:  # of the hub, of the HTTP client that it has in this version, of the disk
+                continue  # one of them suffices; `_end` raises if there is none
+    except Exception as error:  # from the hub, from the HTTP client of its version, from the disk
         reason = " ".join(str(error).split())
         raise DataError(
-            f"data.tokenizer = {name!r} cannot be had from the hub ({type(error).__name__}: {reason}); name a "
-            f"directory with its {FILE} and {_SPECIAL_FILES[0]}, or fetch it while the hub can be reached (a private "
-            "one needs HF_TOKEN)"
+            f"data.tokenizer = {name!r} cannot be fetched from the hub ({type(error).__name__}: {reason}); name a "
+            f"directory with its {FILE} and {_SPECIAL_FILES[0]}, or fetch it while the hub can be reached (private "
+            "repositories need HF_TOKEN)"
         ) from error
     return file.parent

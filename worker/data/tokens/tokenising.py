@@ -1,7 +1,7 @@
-"""Tasks of text become token ids, in several processes; the results come in the order of the tasks.
+"""Tokenise tasks in several processes. The results come in the order of the tasks.
 
-Processes and not threads: tokenizers' own threads share one interpreter, which has to turn every id into a number of
-numpy's, one after the other. Each process reads its own task and sends back the ids alone.
+Processes rather than threads: the threads of tokenizers share one interpreter, which has to convert every id to a numpy
+number serially. Each process reads its own tasks and sends back only the ids.
 """
 
 import multiprocessing
@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from worker.data.ids import Integers, Tokens
-from worker.data.sources.pieces import Piece, Task
-from worker.data.tokens.tokenizer import Ids, Tokenizer
+from worker.data.sources.documents import Piece, Task
+from worker.data.tokens.tokenizer import Ids, Tokenizer, Tokens
 from worker.errors import DataError
 
 _BATCH_BYTES = 1 << 20
@@ -28,27 +27,29 @@ Encoder = Callable[[Sequence[str]], list[Ids]]
 
 
 @dataclass(frozen=True)
-class Text:
-    """Ids of pieces of text, put end to end; piece i begins at `starts[i]` and is of `sizes[i]` bytes of text."""
+class TokenisedText:
+    """Ids of pieces of text, end to end. Piece i begins at `starts[i]` and has `sizes[i]` bytes of text."""
 
     ids: Tokens
-    starts: Integers
-    sizes: Integers
-    begins: npt.NDArray[np.bool_]  # whether a document does, with the piece
+    starts: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    begins: npt.NDArray[np.bool_]  # whether a document begins with the piece
 
 
 @dataclass(frozen=True)
-class Result:
-    """What became of a task: the text to train on and that to hold out."""
+class TaskTokens:
+    """The result of a task: its text to train on, and its held-out text. `size` and `rows` are those of the task."""
 
     size: int
     rows: int
-    training: Text
-    held_out: Text
+    training: TokenisedText
+    held_out: TokenisedText
 
 
-def tokenised(tasks: Iterable[Task], tokenizer: Tokenizer, dtype: npt.DTypeLike, processes: int) -> Iterator[Result]:
-    """Yield the results of the tasks, in their order. Raises DataError, the first one by that order."""
+def tokenised(
+    tasks: Iterable[Task], tokenizer: Tokenizer, dtype: npt.DTypeLike, processes: int
+) -> Iterator[TaskTokens]:
+    """Yield the result of each task, in order. Raises DataError for the first task in that order that fails."""
     if processes == 1:
         encode = tokenizer.encoder()
         for task in tasks:
@@ -58,24 +59,23 @@ def tokenised(tasks: Iterable[Task], tokenizer: Tokenizer, dtype: npt.DTypeLike,
         processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(tokenizer, dtype)
     )
     try:
-        waiting: deque[Future[Result]] = deque()
+        pending: deque[Future[TaskTokens]] = deque()
         for task in tasks:
-            waiting.append(pool.submit(_tokenise_here, task))
-            if len(waiting) > 2 * processes:  # so that nobody waits for a task, and few results for their turn
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+            pending.append(pool.submit(_tokenise_here, task))
+            if len(pending) > 2 * processes:  # keeps every process busy, and few results in memory
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that tokenises has ended before its time, as for want of memory; the same command goes on where "
-            "this one was"
+            "a tokenising process was killed, possibly because memory ran out; run the same command again to continue"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def tokenise(task: Task, encode: Encoder, end: int | None, dtype: npt.DTypeLike) -> Result:
-    """Return the ids of a task. Documents are followed by `end`, if there is such an id."""
+def tokenise(task: Task, encode: Encoder, end: int | None, dtype: npt.DTypeLike) -> TaskTokens:
+    """Return the ids of a task. Each document is followed by the id `end`, unless that is None."""
     parts = (_Part(end, dtype), _Part(end, dtype))
     batch: list[Piece] = []
     size = 0
@@ -86,7 +86,7 @@ def tokenise(task: Task, encode: Encoder, end: int | None, dtype: npt.DTypeLike)
             _encode(batch, encode, parts)
             batch, size = [], 0
     _encode(batch, encode, parts)
-    return Result(task.size, task.rows, parts[False].text(), parts[True].text())
+    return TaskTokens(task.size, task.rows, parts[False].text(), parts[True].text())
 
 
 def _encode(batch: Sequence[Piece], encode: Encoder, parts: "tuple[_Part, _Part]") -> None:
@@ -95,7 +95,7 @@ def _encode(batch: Sequence[Piece], encode: Encoder, parts: "tuple[_Part, _Part]
 
 
 class _Part:
-    """The training or held-out text of a task, as it grows."""
+    """Collects the training or the held-out ids of a task."""
 
     def __init__(self, end: int | None, dtype: npt.DTypeLike) -> None:
         self._dtype = dtype
@@ -118,34 +118,34 @@ class _Part:
         self._ids.append(ids)
         self._length += len(ids)
 
-    def text(self) -> Text:
+    def text(self) -> TokenisedText:
         ids: Tokens = np.concatenate([np.empty(0, self._dtype), *self._ids])
-        return Text(
+        return TokenisedText(
             ids, np.array(self._starts, np.int64), np.array(self._sizes, np.int64), np.array(self._begins, bool)
         )
 
 
-# --- in a process of its own --------------------------------------------------------------------------------------
+# --- in a tokenising process --------------------------------------------------------------------------------------
 
-_here: Callable[[Task], Result]
+_here: Callable[[Task], TaskTokens]
 
 
 def _begin(tokenizer: Tokenizer, dtype: npt.DTypeLike) -> None:
     global _here
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever waits for the results
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process that collects the results
     threading.Thread(target=_end_with_parent, daemon=True).start()
     encode = tokenizer.encoder()
     _here = lambda task: tokenise(task, encode, tokenizer.end, dtype)  # noqa: E731
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it has: killed, it could not say so, and this one waited for ever."""
+    """End this process when its parent ends. A parent that was killed cannot end it, and it would wait forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _tokenise_here(task: Task) -> Result:
+def _tokenise_here(task: Task) -> TaskTokens:
     return _here(task)

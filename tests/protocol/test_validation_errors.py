@@ -1,4 +1,4 @@
-"""Faults in words: whoever reads them knows their own keys, and nothing of pydantic."""
+"""pydantic's errors as sentences."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The examination of a box: all checks, in the order in which a worker would meet what they look at."""
+"""The examination of a machine: all checks, in the order in which a worker would run into problems."""
 
 import threading
 import time
@@ -10,23 +10,9 @@ import httpx
 import torch
 
 from outerstep import __version__, rest
-from outerstep.doctor import (
-    access,
-    address,
-    clock,
-    data,
-    line,
-    membership,
-    memory,
-    model,
-    permission,
-    software,
-    state_directory,
-)
-from outerstep.doctor import step as stepping
-from outerstep.doctor.examination import Examination, Teller
-from outerstep.doctor.finding import Finding, fine
-from outerstep.doctor.trial import Steps, take_steps_apart
+from outerstep.doctor import coordinator, machine, membership, network, training, trial
+from outerstep.doctor.examination import Examination, Finding, Listener, fine
+from outerstep.doctor.trial import TrialSteps, take_steps_apart
 from protocol.messages import RunState
 from protocol.spec.run import RunSpec
 from worker.inner.data_parallel import Mode, choose_mode, replica_budget
@@ -35,28 +21,29 @@ from worker.link.worker_token import token_to_read_with
 from worker.settings import BoxSettings, WorkerSettings
 from worker.starting import check_gpus, start
 
-# What each check may take at most.
+# Time limits of the checks.
 HOST_S, ANSWER_S, DATA_S, MODEL_S, STEP_S, LINE_S = 15.0, 30.0, 120.0, 300.0, 600.0, 180.0
 
 
 class TakeSteps(Protocol):
-    """What takes a few inner steps, in so many processes."""
+    """Takes a few inner steps, in this many processes."""
 
-    def __call__(self, spec: RunSpec, settings: BoxSettings, processes: int, stop: threading.Event) -> Steps: ...
+    def __call__(self, spec: RunSpec, settings: BoxSettings, processes: int, stop: threading.Event) -> TrialSteps: ...
 
 
 def examine(
     settings: WorkerSettings,
     processes: int,
-    teller: Teller,
+    listener: Listener,
     *,
     take_steps: TakeSteps = take_steps_apart,
     now: Callable[[], float] = time.time,
     monotonic: Callable[[], float] = time.monotonic,
 ) -> list[Finding]:
-    """Return what is found of a worker with these settings, in so many processes, having told it as it was found."""
-    exam = Examination(teller)
-    exam.check("versions", lambda _: software.look(), software.judge, within_s=HOST_S)
+    """Return the findings about a worker with these settings and this many processes; `listener` gets them as they are
+    made."""
+    exam = Examination(listener)
+    exam.check("versions", lambda _: machine.look_at_software(), machine.judge_software, within_s=HOST_S)
     with open_http(settings.url, settings.ca) as http:
         reached = _reach(exam, settings.url, http, now, monotonic)
         token_used = token_to_read_with(settings.token, settings.run, settings.name, settings.directory)
@@ -64,25 +51,27 @@ def examine(
         client = rest.Client(http)
         token = None
         if reached:
-            token = exam.check("token", lambda _: access.look(client), access.judge, within_s=ANSWER_S)
+            token = exam.check(
+                "token", lambda _: membership.look_at_token(client), membership.judge_token, within_s=ANSWER_S
+            )
         else:
             exam.skip(["token"], "no coordinator answers")
-        may_ask = token not in (None, access.Access.NONE)
+        may_ask = token not in (None, membership.Access.NONE)
         run = _ask_for_run(exam, client, settings) if may_ask else None
         if not may_ask:
             exam.skip(["run", "name"], "no coordinator answers" if not reached else "the token is not valid")
         place = exam.check(
-            "state", lambda _: state_directory.look(settings.directory), state_directory.judge, within_s=HOST_S
+            "state", lambda _: machine.look_at_directory(settings.directory), machine.judge_directory, within_s=HOST_S
         )
         device = _choose_device(exam, settings, processes)
         elements: int | None = None
         step_s: float | None = None
         if run is None or run.detail.state in (RunState.FINISHED, RunState.STOPPED):
-            why = "the run's spec is not known" if run is None else f"the run is {run.detail.state}"
+            why = "the run's spec is unknown" if run is None else f"the run is {run.detail.state}"
             exam.skip(["allowed", "data", "model", "memory", "step"], why)
         else:
             elements, step_s = _train(exam, settings, processes, run, place, device, take_steps)
-        if token in (access.Access.WORKER, access.Access.ADMIN):
+        if token in (membership.Access.WORKER, membership.Access.ADMIN):
             _measure_line(exam, client, settings, run, elements, step_s, monotonic)
         elif not reached:
             exam.skip(["line"], "no coordinator answers")
@@ -98,43 +87,43 @@ def _reach(
     now: Callable[[], float],
     monotonic: Callable[[], float],
 ) -> bool:
-    """Return True if a coordinator answers. No token is sent before that is known."""
-    proxy = address.proxy_of(url)
+    """True if a coordinator answers. The token is only sent after that."""
+    proxy = coordinator.proxy_of(url)
     exam.check(
         "host",
-        lambda _: address.resolve(url),
-        partial(address.judge_host, url, proxy),
+        lambda _: coordinator.resolve(url),
+        partial(coordinator.judge_host, url, proxy),
         within_s=HOST_S,
-        late=partial(address.judge_dns, HOST_S),
+        late=partial(coordinator.judge_dns, HOST_S),
     )
     if exam.is_wrong("host"):
-        exam.skip(["connection", "TLS", "coordinator", "clock"], "the host is not found")
+        exam.skip(["connection", "TLS", "coordinator", "clock"], "the host was not found")
         return False
 
-    def greet(_: threading.Event) -> address.Greeting | httpx.TransportError:
+    def greet(_: threading.Event) -> coordinator.Greeting | httpx.TransportError:
         try:
-            return address.greet(http, now=now, clock=monotonic)
+            return coordinator.greet(http, now=now, clock=monotonic)
         except httpx.TransportError as error:
             return error
 
-    late = partial(address.judge_silence, ANSWER_S)
-    greeting = exam.check("connection", greet, partial(address.judge_connection, url), within_s=ANSWER_S, late=late)
-    if not isinstance(greeting, address.Greeting):
+    late = partial(coordinator.judge_silence, ANSWER_S)
+    greeting = exam.check("connection", greet, partial(coordinator.judge_connection, url), within_s=ANSWER_S, late=late)
+    if not isinstance(greeting, coordinator.Greeting):
         exam.skip(["TLS", "coordinator", "clock"], "there is no connection")
         return False
-    exam.conclude("TLS", address.judge_tls(url, greeting, now()))
-    exam.conclude("coordinator", address.judge_coordinator(url, greeting, __version__))
+    exam.conclude("TLS", coordinator.judge_tls(url, greeting, now()))
+    exam.conclude("coordinator", coordinator.judge_coordinator(url, greeting, __version__))
     if exam.is_wrong("coordinator"):
         exam.skip(["clock"], "no coordinator answers")
         return False
-    exam.conclude("clock", clock.judge(clock.offset_s(greeting)))
+    exam.conclude("clock", coordinator.judge_clock(coordinator.clock_offset_s(greeting)))
     return True
 
 
 def _ask_for_run(exam: Examination, client: rest.Client, settings: WorkerSettings) -> membership.Run | None:
-    run = exam.check("run", lambda _: membership.look(client, settings), membership.judge_run, within_s=ANSWER_S)
+    run = exam.check("run", lambda _: membership.look_at_run(client, settings), membership.judge_run, within_s=ANSWER_S)
     if run is None:
-        exam.skip(["name"], "the run is not known")
+        exam.skip(["name"], "the run is unknown")
         return None
     exam.conclude("name", membership.judge_name(run, settings.name))
     return run
@@ -159,30 +148,32 @@ def _train(
     settings: WorkerSettings,
     processes: int,
     run: membership.Run,
-    place: state_directory.Directory | None,
+    place: machine.Directory | None,
     device: torch.device | None,
     take_steps: TakeSteps,
 ) -> tuple[int | None, float | None]:
-    """Check what is trained and how; return the elements that are, and the seconds of an inner step."""
+    """Check what is trained and how. Return the number of trained elements, and the seconds per inner step."""
     spec = run.detail.spec
-    exam.check("allowed", lambda _: permission.look(spec, settings), permission.judge, within_s=HOST_S)
+    exam.check(
+        "allowed", lambda _: membership.look_at_permission(spec, settings), membership.judge_permission, within_s=HOST_S
+    )
     if exam.is_wrong("allowed"):
-        exam.skip(["data", "model", "memory", "step"], "the run's spec asks for what is not allowed")
+        exam.skip(["data", "model", "memory", "step"], "the run's spec asks for something that is not allowed")
         return run.detail.elements, None
     opened = exam.check(
         "data",
-        lambda stop: data.look(spec, settings, stop),
-        lambda seen: data.judge(seen, run.detail),
+        lambda stop: training.open_data(spec, settings, stop),
+        lambda seen: training.judge_data(seen, run.detail),
         within_s=DATA_S,
-        late=partial(data.judge_lateness, DATA_S),
+        late=partial(training.data_timeout, DATA_S),
     )
     vocabulary = None if opened is None else opened.vocabulary
     built = exam.check(
         "model",
-        lambda _: model.look(run.detail, processes, vocabulary, settings.max_parameters),
-        lambda seen: model.judge(seen, run.detail, run.layout),
+        lambda _: training.build(run.detail, processes, vocabulary, settings.max_parameters),
+        lambda seen: training.judge_model(seen, run.detail, run.layout),
         within_s=MODEL_S,
-        late=partial(model.judge_lateness, MODEL_S),
+        late=partial(training.model_timeout, MODEL_S),
     )
     elements = run.detail.elements if built is None else built.elements
     if built is None or device is None:
@@ -191,26 +182,26 @@ def _train(
         mode: Mode | None = None
         if processes > 1:
             mode, _ = choose_mode(built.elements + built.frozen, replica_budget(device), settings.mode)
-        needed = memory.need(built, mode, processes, settings.parameters)
+        needed = training.memory_needed(built, mode, processes, settings.parameters)
         exam.check(
             "memory",
-            lambda _: memory.look(device, processes),
-            lambda room: memory.judge(needed, room, processes, device),
+            lambda _: training.free_memory(device, processes),
+            lambda free: training.judge_memory(needed, free, processes, device),
             within_s=HOST_S,
         )
         if place is not None:
-            moments = 2 * model.MOMENT_BYTES if built.optimizer_bytes is None else built.optimizer_bytes
-            snapshot = state_directory.snapshot_bytes(built.elements, moments)
-            exam.conclude("disk", state_directory.judge_disk(place, snapshot))
+            moments = 2 * training.MOMENT_BYTES if built.optimizer_bytes is None else built.optimizer_bytes
+            snapshot = machine.snapshot_bytes(built.elements, moments)
+            exam.conclude("disk", machine.judge_disk(place, snapshot))
     if exam.is_wrong("data") or opened is None or built is None or exam.is_wrong("model") or device is None:
         exam.skip(["step"], "it needs data, model and device")
         return elements, None
     taken = exam.check(
         "step",
         lambda stop: take_steps(spec, settings, processes, stop),
-        lambda seen: stepping.judge(seen, spec, settings.micro_batch),
+        lambda seen: trial.judge_steps(seen, spec, settings.micro_batch),
         within_s=STEP_S,
-        late=partial(stepping.judge_lateness, STEP_S),
+        late=partial(trial.steps_timeout, STEP_S),
     )
     return elements, None if taken is None else taken.step_s
 
@@ -224,8 +215,8 @@ def _measure_line(
     step_s: float | None,
     monotonic: Callable[[], float],
 ) -> None:
-    def judge(seen: line.Line) -> list[Finding]:
-        seen = seen.held_to(settings.max_up, settings.max_down)
-        return line.judge(seen, None if run is None else run.detail, elements, step_s)
+    def judge(seen: network.Connection) -> list[Finding]:
+        seen = seen.limited_to(settings.max_up, settings.max_down)
+        return network.judge_connection(seen, None if run is None else run.detail, elements, step_s)
 
-    exam.check("line", lambda _: line.look(client, clock=monotonic), judge, within_s=LINE_S)
+    exam.check("line", lambda _: network.measure(client, clock=monotonic), judge, within_s=LINE_S)

@@ -1,10 +1,10 @@
-"""Token files as nanoGPT and llm.c write them: a token set without an index, which is made of them where they are.
+"""Token files of nanoGPT and llm.c: token sets without an index, which is made in memory.
 
-nanoGPT's are ids alone, uint16; llm.c's have 256 int32 before that, of which the first is 20240520 for uint16 (GPT-2)
-or 20240801 for uint32 (Llama 3), and the third the number of tokens. Files called val, as a word of their name, are
-held out; where there is none, the end of the last file is.
+nanoGPT's files contain only ids, uint16. llm.c's begin with a header of 256 int32: the first is 20240520 for uint16 ids
+(GPT-2) or 20240801 for uint32 ids (Llama 3), the third the number of tokens. Files with the word val in their names
+are held out; if there are none, the end of the last file is.
 
-A large file is several shards, so that the order of the sequences in one is of bounded size.
+A large file becomes several shards, which bounds the size of the order of one shard's sequences.
 """
 
 import logging
@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 import numpy as np
 from blake3 import blake3
 
-from worker.data.sources.files import Named
+from worker.data.sources.files import NamedFiles, changed
 from worker.data.tokens.index import DtypeName, Index, Shard, item_of
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
@@ -26,7 +26,7 @@ HEADER_BYTES = 1024
 MAGICS: dict[int, DtypeName] = {20240520: "uint16", 20240801: "uint32"}
 HEADERLESS: DtypeName = "uint16"
 _HELD_OUT = re.compile(r"(^|[^a-z])val(id|idation)?([^a-z]|$)")
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +40,18 @@ class _File:
     tokens: int
 
 
-def index_of(files: Named, source: str, holdout: float, tokenizer: Tokenizer | None) -> Index:
-    """Return the index of token files, all of which are read once: their digests, and the largest id.
+def index_of(files: NamedFiles, source: str, holdout: float, tokenizer: Tokenizer | None) -> Index:
+    """Return the index of token files. Reads all of them once, for their digests and the largest id.
 
-    Without a tokenizer that id says what the vocabulary is. Raises DataError.
+    Without a tokenizer, the vocabulary is the largest id plus one. Raises DataError.
     """
     described = [_describe(name, path) for name, path in files]
     dtypes = {each.dtype: each for each in described}
     if len(dtypes) > 1:
         names = " and ".join(f"{each.path} ({dtype})" for dtype, each in sorted(dtypes.items()))
-        raise DataError(f"data.source = {source!r} has ids of two sizes: {names}; name files of one by a glob")
+        raise DataError(f"data.source = {source!r} has ids of two dtypes: {names}; select files of one with a glob")
     size = sum(path.stat().st_size for _, path in files)
-    log.info("reading %s once, for its digest: %.1f GB", source, size / 1e9)
+    log.info("reading %s once to compute its digest: %.1f GB", source, size / 1e9)
     held_out = {each.name for each in described if _HELD_OUT.search(PurePath(each.name).name.lower())}
     (dtype,) = dtypes
     parts: tuple[list[Shard], list[Shard]] = ([], [])
@@ -67,8 +67,9 @@ def index_of(files: Named, source: str, holdout: float, tokenizer: Tokenizer | N
             parts[each.name in held_out or start >= border].append(shard)
     if tokenizer is not None and largest >= tokenizer.vocabulary:
         raise DataError(
-            f"data.source = {source!r} has the token id {largest}, data.tokenizer = {tokenizer.name!r} has ids up to "
-            f"{tokenizer.vocabulary - 1}: the files were made by another tokenizer, or are not {dtype}"
+            f"data.source = {source!r} contains the token id {largest}, but the ids of data.tokenizer = "
+            f"{tokenizer.name!r} end at {tokenizer.vocabulary - 1}: the files were made with another tokenizer, or are "
+            f"not {dtype}"
         )
     return Index(
         dtype=dtype,
@@ -83,7 +84,7 @@ def index_of(files: Named, source: str, holdout: float, tokenizer: Tokenizer | N
 
 
 def _describe(name: str, path: Path) -> _File:
-    """Return what is in a file. Raises DataError if its header says something else than its size."""
+    """Return the contents of a file. Raises DataError if its header and its size disagree."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = np.frombuffer(file.read(HEADER_BYTES), "<i4", count=min(3, size // 4))
@@ -92,18 +93,18 @@ def _describe(name: str, path: Path) -> _File:
         wanted = HEADER_BYTES + tokens * item_of(dtype).itemsize
         if size != wanted:
             raise DataError(
-                f"{path} has {size} bytes, its header says {tokens} tokens of {dtype}, which are {wanted}: it is cut "
-                "or damaged; fetch it again, or make it again"
+                f"{path} has {size} bytes, but the {tokens} {dtype} tokens in its header need {wanted}: it is cut "
+                "short or damaged; fetch or make it again"
             )
         return _File(name, path, dtype, HEADER_BYTES, tokens)
     itemsize = item_of(HEADERLESS).itemsize
     if size % itemsize:
-        raise DataError(f"{path} has {size} bytes, which is no whole number of {HEADERLESS} ids; make it again")
+        raise DataError(f"{path} has {size} bytes, not a whole number of {HEADERLESS} ids; make it again")
     return _File(name, path, HEADERLESS, 0, size // itemsize)
 
 
 def _cuts(tokens: int, border: int) -> Iterator[tuple[int, int]]:
-    """Yield the shards of a file, [start, stop): none reaches across the border to what is held out."""
+    """Yield the shards of a file, [start, stop). None crosses the border between training and held-out tokens."""
     for first, end in ((0, border), (border, tokens)):
         for start in range(first, end, SHARD_TOKENS):
             yield start, min(start + SHARD_TOKENS, end)
@@ -115,10 +116,10 @@ def _read(each: _File, start: int, stop: int) -> tuple[str, int]:
     left = (stop - start) * item.itemsize
     with each.path.open("rb") as file:
         file.seek(each.offset + start * item.itemsize)
-        while left and (piece := file.read(min(left, _PIECE_BYTES))):
-            hasher.update(piece)
-            largest = max(largest, int(np.frombuffer(piece, item).max()))
-            left -= len(piece)
+        while left and (chunk := file.read(min(left, _CHUNK_BYTES))):
+            hasher.update(chunk)
+            largest = max(largest, int(np.frombuffer(chunk, item).max()))
+            left -= len(chunk)
     if left:
-        raise DataError(f"{each.path} changed while it was read; let nobody write to it, and start again")
+        raise changed(each.path)
     return hasher.hexdigest(), largest

@@ -1,10 +1,10 @@
-"""Documents in pieces, and tasks: parts of a source, about 8 MiB of it, each of which any process can read by itself.
+"""Documents cut into pieces, and tasks: parts of about 8 MiB of a source, each read by any process independently.
 
-Where a task begins and ends is decided by the source alone, so that the documents are the same, in the same order,
-however many processes there are and whichever of them reads what.
+Task boundaries depend only on the source. So the documents and their order are the same, however many processes there
+are and whichever of them reads which task.
 
-A document longer than a piece is tokenised piece by piece, cut after a line where there is one: no tokenizer takes a
-gigabyte at once, and what a cut changes is at most the token beside it.
+A document longer than a piece is tokenised piece by piece, cut at the end of a line if possible: no tokenizer takes a
+gigabyte at once. A cut changes at most the tokens next to it.
 """
 
 import os
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import IO, Protocol
 
 from worker.data.sources.files import draw
-from worker.errors import DataError
 
 TASK_BYTES = 8 << 20
 PIECE_BYTES = 1 << 17
@@ -26,8 +25,8 @@ class Piece:
 
     text: str
     size: int
-    begins: bool  # the document
-    ends: bool
+    begins: bool  # the document begins with this piece
+    ends: bool  # the document ends with this piece
     held_out: bool
 
 
@@ -36,22 +35,22 @@ class Task(Protocol):
 
     @property
     def size(self) -> int:
-        """How much of the source it is, in the source's bytes."""
+        """Its size in the source's bytes."""
 
     @property
     def rows(self) -> int:
-        """How many rows of a source that can only be read from its beginning; 0 for any other."""
+        """For a source that can only be read from its beginning: its rows. 0 for any other."""
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield its text, in order. Raises DataError where it cannot be read."""
+        """Yield its text, in order. Raises DataError if it cannot be read."""
 
 
 @dataclass(frozen=True)
-class Hold:
-    """Which documents are held out: this share of them, by the digest of their text; all, if it is 1.
+class HoldOut:
+    """Decides which documents are held out: this share of them, by the digest of their text; all, if it is 1.
 
-    So a text that is there twice is never both trained on and held out, and neither the tokenizer nor what else there
-    is, or in which order, changes which are.
+    So a text that occurs twice is never both trained on and held out, and neither the tokenizer nor the other documents
+    and their order change which ones are held out.
     """
 
     share: float
@@ -60,17 +59,18 @@ class Hold:
         return draw(text) < self.share
 
 
-def document(text: str, hold: Hold) -> Iterator[Piece]:
-    """Yield a document in pieces; nothing if it is empty. Raises UnicodeEncodeError for half a character."""
+def document(text: str, hold_out: HoldOut) -> Iterator[Piece]:
+    """Yield the pieces of a document; none if it is empty. Raises UnicodeEncodeError for a lone surrogate."""
     content = text.encode()
     if 0 < len(content) <= PIECE_BYTES:
-        yield Piece(text, len(content), begins=True, ends=True, held_out=hold(content))
+        yield Piece(text, len(content), begins=True, ends=True, held_out=hold_out(content))
     elif content:
-        yield from pieces(content, hold(content))
+        yield from pieces(content, hold_out(content))
 
 
 def pieces(content: bytes, held_out: bool, *, begins: bool = True, ends: bool = True) -> Iterator[Piece]:
-    """Yield the pieces of UTF-8. `begins`, `ends`: whether the document does, with it. Raises UnicodeDecodeError."""
+    """Yield the pieces of UTF-8 text. `begins`, `ends`: whether the document begins and ends with this text. Raises
+    UnicodeDecodeError."""
     at = 0
     while at < len(content):
         stop = _cut(content, at)
@@ -80,7 +80,7 @@ def pieces(content: bytes, held_out: bool, *, begins: bool = True, ends: bool = 
 
 
 def _cut(content: bytes, at: int) -> int:
-    """Return where the piece that begins at `at` ends: after a line, or at least after a character."""
+    """Return the end of the piece that begins at `at`: after a line, or else after a character."""
     stop = at + PIECE_BYTES
     if stop >= len(content):
         return len(content)
@@ -89,7 +89,7 @@ def _cut(content: bytes, at: int) -> int:
 
 
 def _character_start(content: bytes, at: int, step: int) -> int:
-    """Return the nearest beginning of a character from `at` on, in this direction; of what is no UTF-8, `at`."""
+    """Return the nearest start of a character from `at` in direction `step`; `at` if the content is not UTF-8."""
     for distance in range(4):
         place = at + step * distance
         if 0 <= place < len(content) and content[place] & 0xC0 != 0x80:
@@ -98,9 +98,9 @@ def _character_start(content: bytes, at: int, step: int) -> int:
 
 
 def line_start(file: IO[bytes], at: int, length: int, *, most: int | None = None) -> int:
-    """Return where the first line that begins at byte `at` or later does, in a file of this length.
+    """Return the first byte, `at` or later, where a line begins in a file of this length.
 
-    If there is none within `most` bytes, a character does instead of a line.
+    If no line begins within `most` bytes, return where a character begins instead.
     """
     if at == 0 or at >= length:
         return min(at, length)
@@ -116,15 +116,13 @@ def line_start(file: IO[bytes], at: int, length: int, *, most: int | None = None
 
 
 def next_line(content: bytearray, at: int, *, most: int | None, ended: bool) -> int:
-    """Return where `line_start` would find a line, at > 0, if the stream that begins with this content were a file,
-    `most` a step or None; 0 where that is not to be seen yet, or if the stream has `ended`, at its end."""
+    """Return what `line_start` would return if the stream that begins with `content` were a file.
+
+    `at` > 0; `most` is _STEP_BYTES or None (no limit). Returns 0 if that depends on more of the stream, or if the
+    stream has `ended` without another line.
+    """
     stop = len(content) if most is None else at - 1 + 2 * most
     found = content.find(b"\n", at - 1, stop) + 1
     if not found and most is not None and len(content) >= (at + most if ended else stop):
         return at + _character_start(bytes(content[at : at + 4]), 0, 1)
     return found
-
-
-def changed(path: object) -> DataError:
-    """Return the error of a file that is not as long as it was."""
-    return DataError(f"{path} changed while it was read; let nobody write to it, and start again")

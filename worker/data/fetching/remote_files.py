@@ -1,10 +1,10 @@
-"""Files behind a URL, read in pieces from any byte on: what `data.source` may name instead of a directory.
+"""Files below a URL, read in ranges: what `data.source` may name instead of a directory.
 
-    https://, http://       any server of files; one that knows no ranges sends a file from its beginning on each try
-    hf://datasets/A/B@REV/… a repository of the Hugging Face hub, which is https with that one's addresses and token
-    s3://, gs://, az://     an object store, by obstore (the extra `remote`), with the credentials of its environment
+    https://, http://       any file server; one without range requests sends a file from its beginning at every attempt
+    hf://datasets/A/B@REV/… a repository of the Hugging Face hub: https with the hub's addresses and its token
+    s3://, gs://, az://     an object store, through obstore (the extra `remote`), with credentials from the environment
 
-Faults are of two kinds: Transient, which another try may mend, and DataError, which none does.
+There are two kinds of faults: Transient, which retrying may fix, and DataError, which it does not.
 """
 
 from collections.abc import Iterator
@@ -22,25 +22,25 @@ from worker.errors import DataError
 
 HTTP, HUB, STORES = ("https://", "http://"), ("hf://",), ("s3://", "gs://", "az://")
 
-_RANGE_BYTES = 8 << 20  # of an object store: what is in memory at once
-_TIMEOUT = httpx.Timeout(30.0, pool=None)  # of silence, not of a transfer
-_BUSY = {408, 425, 429}  # beside 5xx: what another try may mend
-_CLOSED = {401, 403}
-_AGAIN = "it was cut or altered; put the set there again"
+_RANGE_BYTES = 8 << 20  # read at once from an object store, and held in memory
+_TIMEOUT = httpx.Timeout(30.0, pool=None)  # without any data; a transfer may take longer
+_BUSY = {408, 425, 429}  # transient, like 5xx
+_FORBIDDEN = {401, 403}
+_AGAIN = "it was cut short or altered; upload the set again"
 
 
-class Remote(Protocol):
-    """The files below one URL. Any thread may read."""
+class RemoteFiles(Protocol):
+    """The files below one URL. Thread-safe."""
 
     def url(self, name: str) -> str:
-        """Return the address of file `name`, as people are told."""
+        """Return the address of file `name`, for messages."""
 
     def read(self, name: str, start: int, stop: int) -> Iterator[bytes]:
-        """Yield the bytes [start, stop) of file `name`; fewer where the connection ends before. Raises Transient, and
-        DataError, also where the file ends before."""
+        """Yield the bytes [start, stop) of file `name`; fewer if the connection ends early. Raises Transient, and
+        DataError, also if the file ends early."""
 
     def whole(self, name: str, limit_bytes: int) -> bytes:
-        """Return file `name`. Raises Transient, and DataError, also where it has more than `limit_bytes`."""
+        """Return the content of file `name`. Raises Transient, and DataError, also if it exceeds `limit_bytes`."""
 
 
 def is_remote(source: str) -> bool:
@@ -48,15 +48,15 @@ def is_remote(source: str) -> bool:
     return source.startswith((*HTTP, *HUB, *STORES))
 
 
-def open_remote(source: str) -> Remote:
-    """Return the files below the URL `source`. Raises DataError if what it needs is not installed."""
+def open_remote(source: str) -> RemoteFiles:
+    """Return the files below the URL `source`. Raises DataError if a package that it needs is not installed."""
     if source.startswith(HTTP):
         return HttpFiles(source)
     return _hub(source) if source.startswith(HUB) else StoreFiles(source)
 
 
 class HttpFiles:
-    """The files below `base`. `shown` is what people know it by."""
+    """The files below `base`, an https or http URL. `shown` replaces `base` in messages."""
 
     def __init__(self, base: str, *, headers: dict[str, str] | None = None, shown: str | None = None) -> None:
         self._base, self._shown = base.rstrip("/"), (shown or base).rstrip("/")
@@ -77,12 +77,12 @@ class HttpFiles:
             )
             if (known := header_number(size)) is not None and known < stop:
                 raise _ends_early(self.url(name), known, stop)
-            position = start if ranged else 0  # a server that knows no ranges sends the whole file
-            for piece in answer.iter_raw():
-                ours = piece[max(start - position, 0) : max(stop - position, 0)]
+            position = start if ranged else 0  # a server without range requests sends the whole file
+            for chunk in answer.iter_raw():
+                ours = chunk[max(start - position, 0) : max(stop - position, 0)]
                 if ours:
                     yield ours
-                position += len(piece)
+                position += len(chunk)
                 if position >= stop:
                     return
 
@@ -100,7 +100,7 @@ class HttpFiles:
             raise DataError(f"{self.url(name)} cannot be fetched: {error}") from error
         except httpx.TransportError as error:
             raise Transient(f"{self.url(name)} cannot be fetched: {error_text(error)}") from error
-        except (httpx.RequestError, BeyondLimits) as error:  # too many redirects; no token set's answer
+        except (httpx.RequestError, BeyondLimits) as error:  # too many redirects; an answer that no token set has
             raise DataError(f"{self.url(name)} cannot be fetched: {error}") from error
 
     def _check(self, name: str, answer: httpx.Response) -> None:
@@ -109,13 +109,13 @@ class HttpFiles:
             return
         if status in _BUSY or status >= 500:
             asked = header_number(answer.headers.get("Retry-After", ""))
-            raise Transient(f"{url} answers {status}", retry_after_s=asked)
+            raise Transient(f"{url}: the server answers {status}", retry_after_s=asked)
         if status == 416:
-            raise DataError(f"{url} ends before what its index names: {_AGAIN}")
-        if status in _CLOSED:
+            raise DataError(f"{url} is shorter than its index requires: {_AGAIN}")
+        if status in _FORBIDDEN:
             raise DataError(
-                f"{url} answers {status}: this machine may not read it; make it public, or where it is hf:// log in "
-                "with `hf auth login` or set HF_TOKEN"
+                f"{url}: the server answers {status}: this machine has no permission to read it; make it public, or "
+                "for hf:// log in with `hf auth login` or set HF_TOKEN"
             )
         raise _missing(url, str(status))
 
@@ -128,10 +128,12 @@ def _hub(source: str) -> HttpFiles:
     repository, _, folder = rest.partition("/")
     name, _, revision = repository.partition("@")
     if not organisation or not name:
-        raise DataError(f"data.source = {source!r} is no repository of the hub: hf://datasets/NAME/SET[@REV][/FOLDER]")
+        raise DataError(
+            f"data.source = {source!r} is not a repository of the hub: expected hf://datasets/NAME/SET[@REV][/FOLDER]"
+        )
     from huggingface_hub import get_token, hf_hub_url
 
-    file = f"{folder}/x" if folder else "x"  # the library wants one
+    file = f"{folder}/x" if folder else "x"  # the library requires a file name
     address = hf_hub_url(f"{organisation}/{name}", file, repo_type=kind, revision=revision or None)
     token = get_token()
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -151,14 +153,14 @@ class StoreFiles:
             "connect_timeout": timedelta(seconds=10),
             "read_timeout": timedelta(seconds=30),
             "timeout": timedelta(minutes=10),
-            "allow_http": True,  # where AWS_ENDPOINT_URL or its like says so: a store of one's own
+            "allow_http": True,  # for a self-hosted store at AWS_ENDPOINT_URL or the like
         }
         try:
-            from_url: Any = store.from_url  # its annotations are of one store or another, this is of any
+            from_url: Any = store.from_url  # its overloads are per kind of store
             self._store = from_url(
                 self._source,
                 client_options=options,
-                retry_config={"max_retries": 0},  # the caller tries again, and says so
+                retry_config={"max_retries": 0},  # the caller retries and logs it
             )
         except (exceptions.BaseError, ValueError) as error:
             raise DataError(f"data.source = {source!r} cannot be opened: {_first_line(error)}") from error
@@ -169,7 +171,7 @@ class StoreFiles:
     def read(self, name: str, start: int, stop: int) -> Iterator[bytes]:
         import obstore
 
-        with self._telling(name):
+        with self._translated(name):
             size = obstore.head(self._store, name)["size"]
             if size < stop:
                 raise _ends_early(self.url(name), size, stop)
@@ -179,38 +181,38 @@ class StoreFiles:
     def whole(self, name: str, limit_bytes: int) -> bytes:
         import obstore
 
-        with self._telling(name):
+        with self._translated(name):
             size = obstore.head(self._store, name)["size"]
             if size > limit_bytes:
                 raise _too_long(self.url(name), limit_bytes)
             return bytes(obstore.get_range(self._store, name, start=0, end=size)) if size else b""
 
     @contextmanager
-    def _telling(self, name: str) -> Iterator[None]:
-        """Raise what the store raises as the two kinds of faults."""
+    def _translated(self, name: str) -> Iterator[None]:
+        """Translate the store's exceptions into Transient and DataError."""
         url, errors = self.url(name), self._errors
         try:
             yield
         except FileNotFoundError as error:
             raise _missing(url, "the store") from error
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
-            raise DataError(f"{url}: this machine may not read it: {_first_line(error)}") from error
+            raise DataError(f"{url}: this machine has no permission to read it: {_first_line(error)}") from error
         except errors.BaseError as error:
             raise Transient(f"{url} cannot be fetched: {_first_line(error)}") from error
 
 
 def _missing(url: str, answer: str) -> DataError:
-    return DataError(f"{url} is not there ({answer}); compare data.source with where the token set was put")
+    return DataError(f"{url} does not exist ({answer}); check that data.source is where the token set was uploaded")
 
 
 def _ends_early(url: str, size: int, wanted: int) -> DataError:
-    return DataError(f"{url} has {size} bytes, the index of its set names {wanted}: {_AGAIN}")
+    return DataError(f"{url} has {size} bytes, but the index of its set requires {wanted}: {_AGAIN}")
 
 
 def _too_long(url: str, limit_bytes: int) -> DataError:
-    return DataError(f"{url} has more than {limit_bytes} bytes: it is not the index of a token set")
+    return DataError(f"{url} has more than {limit_bytes} bytes: not the index of a token set")
 
 
 def _first_line(error: Exception) -> str:
-    """Return what the store says; what follows is for its makers."""
+    """Return the store's message without the debugging details after it."""
     return str(error).partition("\n")[0]

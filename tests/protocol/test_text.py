@@ -1,4 +1,4 @@
-"""What others wrote is shown, and not obeyed, by terminals and logs."""
+"""Text from others is escaped before terminals and logs get it; lists of existing names."""
 
 import io
 import json
@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import Problem
-from protocol.text import PrintableFormatter, check_printable, printable, printable_json, printable_lines
+from protocol.text import (
+    PrintableFormatter,
+    check_printable,
+    existing_names,
+    printable,
+    printable_json,
+    printable_lines,
+)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +73,10 @@ def test_a_log_line_is_one_line_and_a_traceback_stays_several() -> None:
 def test_the_detail_of_a_problem_is_read_in_one_line() -> None:
     document = Problem("not-found", "gone\n\x1b[31m").document()
     assert str(Problem.from_document(document)) == "not-found: gone\\n\\x1b[31m"
+
+
+def test_the_nearest_names_come_first_and_a_few_of_many_are_shown() -> None:
+    assert existing_names("demo", [], "runs") == "there are no runs here yet"
+    assert existing_names("demo", ["a", "demo-2"], "runs") == "runs here: demo-2, a"
+    many = [*(f"other-{index}" for index in range(7)), "dem"]
+    assert existing_names("demo", many, "runs") == "runs here: dem, other-0, other-1, other-2, other-3 and 3 more"
