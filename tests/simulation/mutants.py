@@ -27,7 +27,7 @@ from coordinator.store.tables import UnitRangeRow, WorkerRow
 from coordinator.sync import admission, contributing, deltas, outer_state, publishing
 from coordinator.trust import verdicts
 from coordinator.units import pools
-from coordinator.workers import assigning, leases, membership
+from coordinator.workers import assigning, leases
 from outerstep.common import files
 from outerstep.common.ranges import Range
 from protocol.digest import Buffer
@@ -140,7 +140,7 @@ def _stale_tokens_work() -> list[Replacement]:
 
     return [
         (Members, "__init__", with_sticky_tokens),
-        (membership, "check_lease", _nothing),
+        (leases, "check_lease", _nothing),
         (Members, "renew", renew),
     ]
 
