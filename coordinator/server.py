@@ -23,7 +23,7 @@ from coordinator.http.connections import Connection
 from coordinator.logs import FORMATS
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
-from coordinator.store.blobs import Store
+from coordinator.store.blobs import OpenStore
 from coordinator.store.directory_blobs import DirectoryBlobs
 from outerstep.common import tracing
 from outerstep.common.connections import set_congestion_control
@@ -64,7 +64,7 @@ def make_server(
     *,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
-    store: Store = DirectoryBlobs,
+    store: OpenStore = DirectoryBlobs,
 ) -> tuple[Server, socket.socket]:
     """Return a server and its bound socket. Raises OSError if the address is in use, and OuterstepError if the data
     directory is."""

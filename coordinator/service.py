@@ -30,7 +30,7 @@ from coordinator.run.waiters import READS_AT_ONCE, Waiters
 from coordinator.settings import Settings
 from coordinator.settling import settle
 from coordinator.store import audit
-from coordinator.store.blobs import Store
+from coordinator.store.blobs import OpenStore
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, url_of
 from coordinator.store.directory_blobs import DirectoryBlobs
@@ -61,7 +61,7 @@ class Coordinator:
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
-        store: Store = DirectoryBlobs,
+        store: OpenStore = DirectoryBlobs,
         secret: bytes | None = None,
     ) -> None:
         self.settings, self.clock, self.now = settings, clock, now
