@@ -12,7 +12,8 @@ nothing depends on what a contributor says about itself.
   colludes cannot raise its own. If all workers train on the same data, their agreement is similar; a contribution with
   less than LEAST_AGREEMENT of the usual agreement is left out, the worst one first. That includes noise, and a gradient
   with every second sign flipped: both have an agreement of about 0. If data differs by worker, only contributions that
-  clearly oppose the others are left out. A majority always stays.
+  clearly oppose the others are left out. Late work comes less the means that it missed. With nothing else in common, it
+  opposes each worker in those means by that worker's share. A majority always stays.
 - **Copies.** If several contributions are the same except for rounding, one of them counts.
 
 If every contribution would be left out, all are shortened instead: a round always has a delta. Of two workers that
@@ -58,6 +59,7 @@ class Evidence:
     weight  its share of the round's weight, before it is judged
     work    the work units that it weighs, checked against what its worker was assigned
     late    the number of missed rounds whose work may be in it, by the coordinator's record
+    missed  how much of one other worker's work the means of those rounds contain: its largest share, added up over them
     all_late  True if it contains no work of its own round
     """
 
@@ -65,6 +67,7 @@ class Evidence:
     weight: float
     work: float
     late: int = 0
+    missed: float = 0.0
     all_late: bool = False
 
 
@@ -258,8 +261,11 @@ def _least_agreement(each: Evidence, ratio: float, usual: float, work: float, ch
     """Return the agreement below which a contribution is left out. `least`: as a share of the usual one. Less is
     required of less work, whose direction is noisier; of work that is partly late, as much less as the late part makes
     it longer, because only the part of its own round agrees; and of work that is late as a whole, from which the mean
-    that it missed is subtracted."""
-    if least == 0 or each.all_late:
+    that it missed is subtracted. If data differs, nothing may be left to agree with, and the work of an earlier round
+    may be repeated: then what was subtracted of a worker's work opposes that worker."""
+    if least == 0:
+        return -max(chance, OPPOSED * usual) - each.missed / ratio
+    if each.all_late:
         return -max(chance, OPPOSED * usual)
     share = math.sqrt(min(1.0, each.work / work)) if work > 0 else 1.0
     late = max(1.0, ratio) if each.late else 1.0

@@ -68,9 +68,9 @@ def _most(ascending: Sequence[int], own: int) -> int:
 def measure(run: LiveRun, header: ContributionHeader, payload: Payload) -> Found:
     """Measure a contribution and return what it will be judged by. Raises WireError if a value is not finite, and
     Problem if the contribution claims to carry work that it cannot have."""
-    late, all_late = late_work(run, header)
+    late, missed, all_late = late_work(run, header)
     key = digest(run.context.secret + f"{run.name}/{header.round}/{header.fragment}".encode())
-    return Found(find(payload, key), late, all_late)
+    return Found(find(payload, key), late, missed, all_late)
 
 
 def keep_in_memory(run: LiveRun, found: Found) -> Found | None:
@@ -106,6 +106,7 @@ def judge_fragment(
             weight=each.tokens / total,
             work=each.tokens / run.spec.unit_tokens,
             late=found[worker].late,
+            missed=found[worker].missed,
             all_late=found[worker].all_late,
         )
         for worker, each in sorted(contributed.items())
