@@ -1,6 +1,6 @@
 """The coordinator: membership, rounds, aggregation and the REST interface. It imports neither torch nor the worker.
 
-In the order of a request, here of a contribution:
+In the order in which a contribution passes through them:
 
     server.py, app.py   the process: uvicorn around the FastAPI application with its middleware, routes and periodic
                         tasks
@@ -12,13 +12,13 @@ In the order of a request, here of a contribution:
                         fragments (aggregating.py), outer_state.py takes the outer step, checkpointing.py saves it
     run/                a run in memory. Every change goes through `with run.change() as change:` (live_run.py);
                         decide.py decides when a fragment closes, as a pure function
-    settling.py         what follows from a change: close fragments, open the next round, publish
+    settling.py         runs after every change: closes fragments, opens the next round, publishes
     rounds/             opening, closing and steering (pause, resume, drain, stop)
     screening/, trust/  how much a contribution counts; the guard, held-out losses, quarantine
     units/              which work units belong to which worker
     store/              database, blobs, data directory, tokens
 
-Besides requests:
+Outside the path of a request:
 
     reports.py, round_reports.py   what the REST interface shows of a run
     quotas.py, settings.py, logs.py

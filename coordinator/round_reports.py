@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.rounds.opening import fault_of, silent_needed, status, waits_for
+from coordinator.rounds.opening import awaited_silent_workers, fault_of, status, waits_for
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound
 from coordinator.run.schedule import expected_rounds
@@ -54,7 +54,7 @@ def held_up_by(run: LiveRun) -> Cause | None:
     if run.open is not None:
         silent = _least_advanced(run.open).silent and run.state is not RunState.STOPPED
     else:
-        silent = run.state is RunState.RUNNING and run.model is not None and bool(silent_needed(run))
+        silent = run.state is RunState.RUNNING and run.model is not None and bool(awaited_silent_workers(run))
     return Cause.WORKER_SILENT if silent else None
 
 

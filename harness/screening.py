@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping
 
 from coordinator.screening.judging import CLIPPED, CLIPPED_WITH_FEEDBACK, Evidence, Judgement, judge
-from coordinator.screening.measuring import find
+from coordinator.screening.measuring import measure_payload
 from coordinator.trust.verdicts import EARLIER_ROUNDS
 from protocol.codecs import CODECS
 from protocol.digest import digest
@@ -25,7 +25,7 @@ class Screening:
         total, known = sum(tokens for _, tokens in sent.values()), self._references.setdefault(p, [])
         evidence = {
             str(worker): Evidence(
-                find(payload, digest(f"{payload.header.round}/{p}".encode())),
+                measure_payload(payload, digest(f"{payload.header.round}/{p}".encode())),
                 weight=tokens / total,
                 work=tokens / self._spec.unit_tokens,
                 late=late.get(worker, 0),

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.faults import WORKERS
 from coordinator.screening.judging import Evidence, judge
-from coordinator.screening.measuring import find
+from coordinator.screening.measuring import measure_payload
 from coordinator.sync.aggregating import AGGREGATORS, aggregate
 from protocol.codecs import CODECS
 from protocol.spec.sections import PER_VALUE_RULES
@@ -22,7 +22,7 @@ def timed(elements: int, codec: str) -> dict[str, float]:
     contribution: `checked` (the check alone) and `found` (with the evidence)."""
     payloads = [_noise(elements, codec, worker) for worker in range(WORKERS)]
     weighted, first = [(payload, 1) for payload in payloads], payloads[0]
-    evidence = {f"{w}": Evidence(find(each, b"key"), 1 / WORKERS, 1.0) for w, each in enumerate(payloads)}
+    evidence = {f"{w}": Evidence(measure_payload(each, b"key"), 1 / WORKERS, 1.0) for w, each in enumerate(payloads)}
 
     def aggregated(rule: str) -> None:
         judged = judge(evidence, rule=rule)
@@ -34,7 +34,7 @@ def timed(elements: int, codec: str) -> dict[str, float]:
         for rule in AGGREGATORS
         if rule not in PER_VALUE_RULES or first.codec.add_weight is None
     }
-    acts |= {"checked": first.check, "found": partial(find, first, b"key")}
+    acts |= {"checked": first.check, "found": partial(measure_payload, first, b"key")}
     took: dict[str, list[float]] = {name: [] for name in acts}
     for _ in range(TIMED):  # in turn, so that a slow moment of the machine affects all
         for name, act in acts.items():

@@ -15,7 +15,7 @@ from protocol.messages import RunState
 
 
 def close_due(run: LiveRun) -> bool:
-    """Close the fragments of the open round that are due; return True if there were any."""
+    """Close the fragments of the open round that are due. Return True if there were any."""
     opening = run.open
     if opening is None or run.state is RunState.STOPPED:
         return False
@@ -37,7 +37,8 @@ def close_due(run: LiveRun) -> bool:
 
 
 def _close(change: Change, opening: OpenRound, index: int, decision: Close, waited_for: Set[str]) -> None:
-    """Fix the contributors of fragment `index` and their weights."""
+    """Fix the contributors of fragment `index` and their weights. `waited_for`: the workers that the round waited
+    for."""
     run, fragment = change.run, opening.fragments[index]
     tokens = {worker: fragment.contributed[worker].tokens for worker in decision.contributors}
     contributors = weights(tokens, run.spec.sync)
@@ -55,7 +56,7 @@ def _close(change: Change, opening: OpenRound, index: int, decision: Close, wait
     if fragment.quorum_at is not None:
         row.quorum_at = row.closed_at - (run.context.clock() - fragment.quorum_at)
 
-    if index == 0:  # a worker's fragments contain the same work, so one is enough
+    if index == 0:  # a worker's fragments contain the same work, so one check is enough
         report_equal_work(change, opening.number, index)
 
     def apply() -> None:
@@ -65,6 +66,6 @@ def _close(change: Change, opening: OpenRound, index: int, decision: Close, wait
 
 
 def _late_before(change: Change, round_: int) -> list[list[str]]:
-    """Return, for each fragment of the round that has closed, the workers it closed without."""
+    """Return, for each closed fragment of the round, the live workers with an assignment that it closed without."""
     rows = select(FragmentRow.late).where(FragmentRow.run_id == change.run.id, FragmentRow.round == round_)
     return list(change.session.scalars(rows))

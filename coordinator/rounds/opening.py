@@ -5,7 +5,7 @@ Workers get their units in worker-id order, so the order of their requests does 
 """
 
 from coordinator.run import step_rates
-from coordinator.run.decide import Silence, describe_silence
+from coordinator.run.decide import OverdueHeartbeat, describe_silence
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound, RoundAssignment
 from coordinator.run.schedule import round_steps, share_of
@@ -22,7 +22,7 @@ from protocol.messages import Cause, FragmentState, RunState
 def status(run: LiveRun) -> str:
     """Return in a few words what the run is doing.
 
-    If the caller does not hold the lock, each part was true at some moment during the call.
+    Without the lock, the parts of the answer may be from different moments during the call.
     """
     opening = run.open
     if run.ended:
@@ -36,8 +36,8 @@ def status(run: LiveRun) -> str:
 
 
 def fault_of(run: LiveRun) -> Fault | None:
-    """Return what is wrong with the run's files, the disk or the database, which explains everything else that the run
-    waits for; None if nothing is."""
+    """Return the fault of the run's files, the disk or the database; None if there is none. While there is one, it
+    explains whatever the run waits for."""
     if run.ended:
         return None
     if run.outer.damage is not None:
@@ -51,8 +51,8 @@ def waits_for(run: LiveRun, fragment: OpenFragment) -> str:
     return fragment.reason if fault is None else fault.reason
 
 
-def silent_needed(run: LiveRun) -> dict[str, Silence]:
-    """Return the silent workers that the next round, or state 0, waits for."""
+def awaited_silent_workers(run: LiveRun) -> dict[str, OverdueHeartbeat]:
+    """Return the silent workers that hold up the next round, or state 0."""
     silent = run.members.silent(run.context.clock())
     if not run.seeded:
         return {worker: each for worker, each in silent.items() if worker == run.members.seeder}
@@ -80,7 +80,7 @@ def why_not_open(run: LiveRun) -> str | None:
 
 
 def _with_silence(run: LiveRun, waiting: str) -> str:
-    silent = silent_needed(run)
+    silent = awaited_silent_workers(run)
     return f"{describe_silence(silent)}; {waiting}" if silent else waiting
 
 
@@ -126,7 +126,8 @@ def assignment_row(run: LiveRun, worker: str, assignment: RoundAssignment) -> As
 
 
 def inner_steps_of(run: LiveRun, worker: str) -> int:
-    """Return H of `worker` for the open or next round if it starts training now; less if the schedule ends before."""
+    """Return H of `worker` for the open or next round if it starts to train now; less if the schedule ends in that
+    round."""
     opening = run.open
     elapsed_s = 0.0 if opening is None else run.context.clock() - opening.opened_at
     rate = run.step_rates.believed(worker, run.members.metrics(worker).inner_steps_per_second)

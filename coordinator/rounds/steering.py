@@ -1,8 +1,9 @@
 """What the operator does to a run: pause, resume, drain, stop.
 
-    paused     the open round closes and no other opens; the workers stay and wait
-    draining   the same, and the workers leave; when the last one has left, the run is paused
-    stopped    over: the open round is given up and the workers leave
+
+    paused     the open round is finished and no other opens; the workers stay and wait
+    draining   the open round is finished and the workers leave; when the last one has left, the run is paused
+    stopped    the run is over: the open round is abandoned and the workers leave
 
 The other changes of a run's state are: the last round finishes it (`sync/publishing.py`), the guard pauses it
 (`trust/guard.py`), and a roll-back pauses or resumes it (`upkeep/rolling_back.py`). A run that comes to rest gets a
@@ -26,7 +27,7 @@ CHANGES: dict[RunState, set[RunState]] = {
 
 
 def change_state(run: LiveRun, state: RunState, by: Actor) -> None:
-    """Pause, resume, drain or stop. Problem `run-ended` if the run is over."""
+    """Pause, resume, drain or stop the run. Raises Problem `run-ended` if the run is over."""
     with run.change() as change:
         if state is run.state:
             return
@@ -63,7 +64,7 @@ def must_leave(run: LiveRun, worker: str) -> bool:
     return max(len(expected), contributed) >= run.spec.members.min_workers
 
 
-def turns_away(run: LiveRun, worker: str) -> bool:
-    """Return True if the run is draining and `worker`, which holds no lease, cannot join because it would have to leave
-    at once. A worker that has a part in the open round may come back to finish it."""
+def refuses_join(run: LiveRun, worker: str) -> bool:
+    """Return True if the run is draining and `worker`, which holds no lease, may not join because it would have to
+    leave at once. A worker with a part in the open round may come back to finish it."""
     return must_leave(run, worker) and (run.open is None or worker not in run.open.assigned)

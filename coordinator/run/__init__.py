@@ -23,8 +23,8 @@ One way to change it
 
 Everything above changes only by `LiveRun.change`, and in this order:
 
-1. The run's lock is taken. It is reentrant, and there is one per run. Hold it as well while you read something and then
-   change the run because of it.
+1. The run's lock is taken. It is reentrant, and there is one per run. If a change depends on what you read, take the
+   lock before you read.
 2. The block writes rows and registers what will change in memory (`Change.after_commit`). Nothing in memory has changed
    yet. An exception here, or in the commit, leaves database and memory as they were.
 3. The transaction commits. Now the change is durable.
@@ -33,8 +33,8 @@ Everything above changes only by `LiveRun.change`, and in this order:
    pauses, jobs start, until nothing more follows. Each of these is another change, steps 2 to 4.
 6. The requests that wait for what changed are woken (`waiters.py`), and the lock is released.
 
-A tick, a few times a second, does steps 5 and 6 alone, because deadlines pass without any request. `settle` is an
-argument of `LiveRun`, because it calls the packages above this one.
+A tick, a few times a second, does steps 5 and 6 alone, because deadlines pass without any request. `LiveRun` gets
+`settle` as an argument, because `settle` calls packages that import this one.
 
 Three things work differently. A heartbeat renews a lease under the lock of `Members`, without run lock or database,
 because the run lock may be held during a write to the disk. Long polls first try to answer from the open round in
@@ -45,7 +45,7 @@ What is durable when
 
 A blob is durable before the row that names it is committed, and the row is committed before the request is answered:
 
-    contribution    blob, row, acknowledgement. It is in the delta unless its verdict leaves it out.
+    contribution    blob, row, acknowledgement. It then counts in the delta, unless its verdict leaves it out.
     assignment      rows (round, units, workers) before any worker learns of it
     closing         contributors and weights in the fragment's row, before the first byte is averaged
     delta           blob, row. The sum is in worker-id order, so making it again gives the same bytes.
@@ -57,7 +57,7 @@ Leases, heartbeats, deadlines, step rates and the topics to wake are only in mem
 After a crash
 -------------
 
-`upkeep/restoring.py` builds the run from its rows, and then it settles. By the point of the crash:
+`upkeep/restoring.py` builds the run from its rows, and then it settles. The rest depends on the moment of the crash:
 
     between blob and row           the blob is deleted, as no row names it; the worker uploads again
     between row and answer         the worker repeats the request and gets the same answer

@@ -1,7 +1,7 @@
 """When a round closes: the pure state machine of one (round, fragment).
 
-Everything that decides about a fragment's state is in this file; it does no I/O and has no clock of its own. Deadline,
-quorum and leases are inputs to `decide`, not states. Times are seconds of one monotonic clock, given by the caller.
+All decisions about a fragment's state are in this file. It does no I/O and reads no clock. Deadline, quorum and leases
+are inputs to `decide`, not states. Times are seconds of one monotonic clock, given by the caller.
 """
 
 import math
@@ -16,33 +16,34 @@ from outerstep.common.quantities import counted, natural
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 
-NO_OWNERS: Mapping[str, str] = MappingProxyType({})  # the token of no worker is known
+NO_OWNERS: Mapping[str, str] = MappingProxyType({})  # no worker's token is known
 
 
-class Silence(NamedTuple):
-    """A live worker whose heartbeat is overdue: seconds since the last one, and until its lease ends."""
+class OverdueHeartbeat(NamedTuple):
+    """How long a live worker with an overdue heartbeat has been silent: seconds since its last heartbeat, and seconds
+    until its lease ends."""
 
-    heard_s: float
-    dropped_s: float
+    since_s: float
+    left_s: float
 
 
-NO_SILENCE: Mapping[str, Silence] = MappingProxyType({})
+NONE_SILENT: Mapping[str, OverdueHeartbeat] = MappingProxyType({})
 
-# state -> what happens -> the state after it. docs/rounds.md is drawn from this.
+# state -> event -> the next state. The diagram in docs/rounds.md is drawn from this.
 TRANSITIONS: dict[FragmentState, dict[str, FragmentState]] = {
     FragmentState.COLLECTING: {
         "closed": FragmentState.AGGREGATING,  # decide() said Close; the contributors are now fixed
     },
     FragmentState.AGGREGATING: {
         "published": FragmentState.PUBLISHED,  # the delta is durable
-        "contribution lost": FragmentState.COLLECTING,  # a file is not what was acknowledged; its worker sends it again
+        "contribution lost": FragmentState.COLLECTING,  # a contribution's file is damaged; its worker sends it again
     },
     FragmentState.PUBLISHED: {},
 }
 
 
 def advance(state: FragmentState, what: str) -> FragmentState:
-    """Return the state after `what` happened in `state`. ValueError if it cannot happen there."""
+    """Return the state that follows `state` after the event `what`. Raises ValueError if `what` cannot happen in it."""
     following = TRANSITIONS[state].get(what)
     if following is None:
         raise ValueError(f"{what!r} cannot happen to a fragment that is {state}")
@@ -51,8 +52,8 @@ def advance(state: FragmentState, what: str) -> FragmentState:
 
 @dataclass(frozen=True)
 class Wait:
-    """The decision to wait. `until`: when to decide again if nothing happens; None if only an event can change it.
-    `silent`: True if the reason is a silent worker."""
+    """The decision to wait. `until`: when to decide again if nothing happens; None if only an event can change the
+    decision. `silent`: True if the fragment waits for a worker with an overdue heartbeat."""
 
     until: float | None
     reason: str
@@ -73,7 +74,7 @@ def has_quorum(
     """Return True if more than half of this round's votes have contributed, and at least `min_workers` workers.
 
     The quorum is counted over `expected` workers. `owners`: the token that each worker joined with. Every token has one
-    vote, which its workers share; a worker whose token is unknown has its own vote. If exactly half of the votes have
+    vote, which its workers share; a worker whose token is unknown has a vote alone. If exactly half of the votes have
     contributed, more than half of the workers must have.
     """
     if len(contributed) < policy.min_workers:
@@ -86,7 +87,7 @@ def has_quorum(
 
 
 def _by_owner(workers: Set[str], owners: Mapping[str, str]) -> Counter[str]:
-    """Count the workers of each token. A worker whose token is unknown counts as its own token."""
+    """Count the workers of each token. A worker whose token is unknown counts as a separate token."""
     return Counter(map(owners.get, workers, workers))
 
 
@@ -103,13 +104,14 @@ def decide(
     opened_at: float,
     quorum_at: float | None,
     now: float,
-    silent: Mapping[str, Silence] = NO_SILENCE,
+    silent: Mapping[str, OverdueHeartbeat] = NONE_SILENT,
 ) -> Wait | Close:
     """Decide whether to wait or to close, with the reason in one sentence.
 
     `expected`: live workers that hold an assignment for this round and are waited for. `contributed`: workers whose
     contribution was accepted, live or not, because an acknowledged contribution counts. `quorum_at`: when `has_quorum`
-    became True; None before. `silent`: live workers with an overdue heartbeat, still waited for, and named first.
+    became True; None before. `silent`: live workers with an overdue heartbeat. They are still waited for, and the
+    reason names them first.
     """
     missing = sorted(expected - contributed, key=natural)
     everybody = counted(len(expected | contributed), "worker")
@@ -149,14 +151,14 @@ def _all(workers: int) -> str:
     return "the only worker has" if workers == 1 else f"all {workers} workers have"
 
 
-def describe_silence(unheard: Mapping[str, Silence]) -> str:
-    """Return in words which workers are silent, and since when the one named first, the longest silent, is."""
-    longest_first = sorted(unheard, key=lambda worker: (-unheard[worker].heard_s, natural(worker)))
-    heard_s, dropped_s = unheard[longest_first[0]]
+def describe_silence(unheard: Mapping[str, OverdueHeartbeat]) -> str:
+    """Return a sentence that names the silent workers, the longest silent first, with the times of that one."""
+    longest_first = sorted(unheard, key=lambda worker: (-unheard[worker].since_s, natural(worker)))
+    since_s, left_s = unheard[longest_first[0]]
     are = "is" if len(unheard) == 1 else "are"
-    return f"{names_of(longest_first)} {are} silent: last heard {heard_s:.0f} s ago, dropped in {dropped_s:.0f} s"
+    return f"{names_of(longest_first)} {are} silent: last heard {since_s:.0f} s ago, dropped in {left_s:.0f} s"
 
 
 def names_of(workers: list[str]) -> str:
-    """Return the first three names, and the number of the others."""
+    """Return the first three names, and how many more there are."""
     return ", ".join(workers[:3]) + (f" and {len(workers) - 3} more" if len(workers) > 3 else "")

@@ -1,7 +1,7 @@
-"""A run in memory: its row in the database, plus what only a living process knows (leases, deadlines).
+"""A run in memory: its row in the database, plus what exists only in the process (leases, deadlines).
 
-There is one way to change it, `LiveRun.change`. The package's head (`coordinator/run/__init__.py`) says what a run goes
-through, under which lock, and what is durable when.
+`LiveRun.change` is the only way to change it. `coordinator/run/__init__.py` describes the states of a run, its lock,
+and what is durable when.
 """
 
 import logging
@@ -26,7 +26,7 @@ from coordinator.run.outer import OuterState
 from coordinator.run.step_rates import StepRates
 from coordinator.run.waiters import EVENTS
 from coordinator.screening.judging import SimilarityHistory
-from coordinator.screening.measuring import Found
+from coordinator.screening.measuring import MeasuredContribution
 from coordinator.store import audit
 from coordinator.store.blobs import Blobs, RunNames
 from coordinator.store.data_directory import DataDirectory
@@ -44,10 +44,10 @@ from protocol.wire import ContributionHeader
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+READ_LOCK_S = 1.0
 
 
-# Kinds of events that are logged as warnings: lost or damaged files, models that differ, anything that stands still.
+# Kinds of events that are logged as warnings: lost or damaged files, models that differ, anything that stalls a run.
 ALARMING = frozenset(
     {
         "backup-failed",
@@ -77,28 +77,29 @@ class RunContext:
     blobs: Blobs
     submit: Callable[..., Future[None]]
     wake: Callable[[str, str | None], None]  # run, topic (None: all): wake the requests that wait for it
-    storage_failed: Callable[[BaseException], Fault | None]  # note a failed write; return what is wrong with the disk
+    storage_failed: Callable[[BaseException], Fault | None]  # record a failed write; return the disk's fault, if any
     storage_fault: Callable[[], Fault | None]  # what is wrong with disk or database now
     memory: MemoryBudget  # for payloads
-    closing: threading.Event  # the coordinator is stopping: long work on other threads ends early
-    # Session, run, kind, message and data of an event: queue its notification; return what to call after the commit.
+    closing: threading.Event  # set when the coordinator stops: long work on other threads ends early
+    # Queue the notification of an event (session, run, kind, message, data). Returns a function to call after commit.
     notify: Callable[[Session, str, str, str, dict[str, Any]], Callable[[], None] | None]
-    secret: bytes  # from which the keys of sketches are derived (screening/measuring.py)
+    secret: bytes  # the keys of sketches are derived from it (screening/measuring.py)
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 
 
 @dataclass
 class Arrival:
-    """A contribution that is durable as the blob `name` and waits to be committed. Once `processed`, either `created`
-    says whether it is new, or `error` why it was refused."""
+    """A contribution that waits to be committed; its bytes are already durable in the blob `name`. Once it is
+    `processed`, `error` is set if it was rejected; otherwise `created` is True if it is new, False if it had been
+    accepted before."""
 
     header: ContributionHeader
     name: str
     digest: bytes
     size: int
     content: memoryview | None
-    found: Found | None
+    measured: MeasuredContribution | None
     processed: bool = False
     created: bool = False
     error: BaseException | None = None
@@ -119,7 +120,7 @@ class Outcome(StrEnum):
     COUNTED = "counted"  # with its whole weight
     SHORTENED = "shortened"
     LEFT_OUT = "left_out"
-    LATE = "late"  # refused because its fragment had closed
+    LATE = "late"  # rejected because its fragment had closed
 
 
 @dataclass
@@ -133,7 +134,8 @@ class Counters:
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def count_judged(self, factors: Iterable[float]) -> None:
-        """Count the contributions to a published fragment. `factors`: how much of its weight each of them counts."""
+        """Count the contributions to a published fragment. `factors`: the share of its weight with which each one
+        counted, 0 to 1."""
         for factor in factors:
             counted = Outcome.COUNTED if factor >= 1 else Outcome.SHORTENED
             self.outcomes[Outcome.LEFT_OUT if factor == 0 else counted] += 1
@@ -143,8 +145,9 @@ class Counters:
 
 
 class Model(BaseModel, frozen=True, from_attributes=True):
-    """What is trained, as fixed by the first worker. `data`: its training set; None if the run has none. `frozen`: the
-    parameters that are not trained; None if there are none, or the first worker did not report them."""
+    """The model and data of a run, as fixed by the first worker. `data`: the training set; None if the run has none.
+    `frozen`: the parameters that are not trained; None if there are none, or if the first worker did not report them.
+    """
 
     layout: Layout
     data: DataSummary | None
@@ -152,10 +155,10 @@ class Model(BaseModel, frozen=True, from_attributes=True):
 
 
 class LiveRun:
-    """One run. Its methods are small; what happens to it is in the packages `rounds`, `workers`, `sync` and `upkeep`.
+    """One run. Its methods are small; the logic is in the packages `rounds`, `workers`, `sync` and `upkeep`.
 
-    Hold `lock`, which is reentrant, while you read several things that must be true together, or decide by what you
-    read. `settle(run)` does whatever follows from the run's state and the time (`coordinator/settling.py`).
+    Hold `lock`, which is reentrant, while you read several values that must be consistent, or act on what you read.
+    `settle(run)` does whatever follows from the run's state and the time (`coordinator/settling.py`).
     """
 
     def __init__(self, row: RunRow, context: RunContext, settle: "Callable[[LiveRun], None]") -> None:
@@ -190,9 +193,10 @@ class LiveRun:
 
     @contextmanager
     def briefly_locked(self) -> Iterator[None]:
-        """Hold the lock within the block if it is free within LOOK_S, so that what is read belongs to one moment. While
-        a write waits for a locked database the lock is held longer, and reports must still be shown."""
-        held = self.lock.acquire(timeout=LOOK_S)
+        """Hold the lock within the block, so that the values read are consistent. If the lock is not free within
+        READ_LOCK_S, run the block without it: a write to a locked database may hold it for longer, and reports must
+        still be shown."""
+        held = self.lock.acquire(timeout=READ_LOCK_S)
         try:
             yield
         finally:
@@ -203,12 +207,12 @@ class LiveRun:
 
     @contextmanager
     def change(self) -> Iterator["Change"]:
-        """Change the run: the block writes rows and registers what changes in memory; then the run settles.
+        """Change the run: the block writes rows and registers changes in memory; after the commit the run settles.
 
         Hold `lock` around both if the change depends on what you have read. An exception from the block or from the
-        commit leaves database and memory as they were. An exception from the settling leaves the change in place; what
-        should have followed from it follows at the next tick, a fraction of a second later. Changes that are made while
-        the run settles are part of the settling.
+        commit leaves database and memory as they were. An exception from the settling leaves the change in place, and
+        the next tick, a fraction of a second later, settles again. Changes made while the run settles are part of the
+        settling.
         """
         with self.lock:
             with self._transition() as change:
@@ -250,27 +254,28 @@ class LiveRun:
             self.context.wake(self.name, topic)
 
     def restored(self, opening: OpenRound | None = None) -> None:
-        """Let the run settle from now on: memory agrees with the database, and `opening` is the open round."""
+        """Start to settle: memory now agrees with the database, and `opening` is the open round."""
         with self.lock:
             self._open, self._restored = opening, True
             self.settle()
 
     def suspend(self) -> None:
-        """Let nothing follow from changes until `restored`: the run in memory is about to be rebuilt. The caller holds
+        """Stop settling until `restored` is called, because the run in memory is about to be rebuilt. The caller holds
         the lock until then."""
         self._restored = False
 
     def removed(self) -> None:
-        """Let nothing change or settle from now on, whoever still has a reference to this run: its rows are deleted."""
+        """Refuse all further changes: the run's rows are deleted, but other threads may still have a reference to
+        it."""
         with self.lock:
             self._removed, self._restored = True, False
             self.context.wake(self.name, None)
 
-    # --- what a change sets ---------------------------------------------------------------------------------------
+    # --- set by changes -------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> RunState:
-        """As set by the operator, the guard or the last round."""
+        """The run's state, as set by the operator, the guard or the last round."""
         return self._state
 
     @property
@@ -280,12 +285,12 @@ class LiveRun:
 
     @property
     def step(self) -> int:
-        """The inner steps of the schedule before that round (`schedule.py`)."""
+        """The schedule's inner steps before the open or next round (`schedule.py`)."""
         return self._step
 
     @property
     def model(self) -> Model | None:
-        """What is trained; None until the first worker has joined."""
+        """The model and data, as fixed by the first worker; None until it has joined."""
         return self._model
 
     @property
@@ -301,9 +306,9 @@ class LiveRun:
         return bool(self.outer.states)
 
     @property
-    def trains_on_the_same(self) -> bool:
-        """True if all workers train on one data set, whose units the coordinator assigns; False if each may have its
-        own."""
+    def shares_data(self) -> bool:
+        """True if all workers train on one data set, whose units the coordinator assigns. False if each worker may have
+        its own."""
         return self.model is not None and self.model.data is not None and self.model.data.digest is not None
 
     @property
@@ -320,9 +325,8 @@ class LiveRun:
 
 
 class Change:
-    """One change of a run: rows written in `session`, and the changes in memory that follow after the commit. It exists
-    only while the run's lock is held.
-    """
+    """One change of a run: rows written in `session`, and changes in memory that are applied after the commit. It
+    exists only while the run's lock is held."""
 
     def __init__(self, run: LiveRun, session: Session) -> None:
         self.run, self.session = run, session
@@ -340,7 +344,8 @@ class Change:
         return self.session.scalars(query).one()
 
     def after_commit(self, apply: Callable[[], object]) -> None:
-        """Call `apply`, which changes the run in memory, after the commit. Several are called in the order given."""
+        """Call `apply`, which changes the run in memory, after the commit. Several functions are called in the order
+        given."""
         self.applied_later.append(apply)
 
     def set_state(self, state: RunState) -> None:
@@ -349,7 +354,7 @@ class Change:
         self.after_commit(partial(setattr, self.run, "_state", state))
 
     def set_model(self, model: Model) -> None:
-        """Fix what is trained."""
+        """Fix the model and data of the run."""
         dumped = model.model_dump()
         self.row.layout, self.row.data, self.row.frozen = dumped["layout"], dumped["data"], dumped["frozen"]
         self.after_commit(partial(setattr, self.run, "_model", model))
@@ -360,7 +365,7 @@ class Change:
         self.after_commit(self.run.members.begin_round)
 
     def end_round(self, opening: OpenRound, steps: int) -> None:
-        """End the open round, which advanced the schedule by `steps`: the run is at the next state."""
+        """End the open round, which advanced the schedule by `steps` inner steps. The run moves to the next state."""
         step = self.run.step + steps
         self.row.round, self.row.step = opening.number + 1, step
         self.after_commit(partial(setattr, self.run, "_open", None))
@@ -371,7 +376,7 @@ class Change:
         self.after_commit(partial(setattr, self.run, "_step", step))
 
     def go_back(self, round_: int, step: int) -> None:
-        """Make `round_` the next round, whatever was open. `step`: the inner steps of the schedule before it."""
+        """Make `round_` the next round, and drop the open one. `step`: the schedule's inner steps before `round_`."""
         self.row.round, self.row.step = round_, step
         self.after_commit(partial(setattr, self.run, "_open", None))
         self.after_commit(partial(setattr, self.run, "_round", round_))
@@ -384,7 +389,7 @@ class Change:
         about = {"run": run.name, "worker": data.get("worker"), "round": data.get("round")}
         level = logging.WARNING if kind in ALARMING else logging.INFO
         self.session.add(EventRow(run_id=run.id, at=run.context.now(), kind=kind, message=message, data=data))
-        # Logged after the commit: on a full disk the same event is tried many times.
+        # Logged after the commit: on a full disk the same change is attempted many times.
         self.after_commit(partial(logger.log, level, "%s: %s", run.name, message, extra=about))
         self.after_commit(partial(_count_event, run, kind))
         if (committed := run.context.notify(self.session, run.name, kind, message, data)) is not None:

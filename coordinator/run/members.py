@@ -4,14 +4,14 @@ import threading
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 
-from coordinator.run.decide import Silence
+from coordinator.run.decide import OverdueHeartbeat
 from protocol.messages import Metrics
 
-MISSED = 3  # rounds in a row, after which no round waits for the worker
-SILENT = 0.5  # share of a lease after which a heartbeat is overdue; there are three per lease
-SEEDER_S = 1800.0  # for one fragment of state 0: half a gigabyte at 2 Mbit/s
-OTHERS_ASK_S = 120.0  # within this time every waiting member has asked: a long poll lasts 60 s
-LINGER_S = 1800.0  # for what remains after a run is over: the last deltas, an evaluation
+MISSED = 3  # rounds missed in a row, after which no round waits for the worker
+SILENT = 0.5  # share of a lease after which a heartbeat is overdue; workers send three per lease
+SEEDER_S = 1800.0  # to upload one fragment of state 0: half a gigabyte at 2 Mbit/s
+OTHERS_ASK_S = 120.0  # every waiting member asks again within this time, because a long poll lasts 60 s
+LINGER_S = 1800.0  # to finish after a run is over: fetch the last deltas, evaluate
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Lease:
 
 
 class Members:
-    """The members of one run. A member that is silent for longer than `lease_s` seconds loses its lease.
+    """The members of one run. A member that sends no heartbeat for `lease_s` seconds loses its lease.
 
     Members join and leave in changes of the run (`LiveRun.change`). Heartbeats renew leases without the run's lock,
     because it may be held during a write to the disk.
@@ -35,8 +35,9 @@ class Members:
     evaluators  the workers that evaluate the final state
 
     A worker is *proven* once it has contributed to the run. A round waits for the proven workers that have not missed
-    MISSED rounds in a row, and counts its quorum over them, with one vote per token. It waits for a newcomer once, and
-    not longer than the grace. So names that never contribute delay nothing, and many names are no majority.
+    MISSED rounds in a row, and counts its quorum over them, with one vote per token. It waits for a newcomer only once,
+    and only during the grace. So workers that never contribute cannot delay rounds, and one token cannot gain votes by
+    joining under many names.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -50,11 +51,11 @@ class Members:
         self._ready: set[str] = set()
         self._previous: set[str] = set()  # assigned to the round before the open or next one
         self._proven: set[str] = set()
-        self._seeder_at = 0.0  # when the seeder was appointed, or has last uploaded a fragment
-        self._dismissed_at: dict[str, float] = {}  # workers that should have uploaded state 0 and did not
-        self._must_leave_at: float | None = None  # since when all members must leave; None: they need not
+        self._seeder_at = 0.0  # when the seeder was appointed or last uploaded a fragment
+        self._dismissed_at: dict[str, float] = {}  # when each worker was dismissed that failed to upload state 0
+        self._must_leave_at: float | None = None  # when all members were required to leave; None: they are not
         self._missed: dict[str, int] = {}  # rounds in a row, by worker, since this process started
-        self._rows: int | None = None  # length of the data set from which scripts draw the run's units
+        self._rows: int | None = None  # rows in the data set from which scripts draw the run's units
         self._rows_of: set[str] = set()  # the workers that reported it
         self._lock = threading.Lock()  # for the leases
 
@@ -71,21 +72,21 @@ class Members:
         """Grant a lease for a full term, in place of any that the worker holds. `proven`: it has contributed before."""
         if proven:
             self._proven.add(worker)
-        self.own(worker, token)
+        self.record_owner(worker, token)
         with self._lock:
             self._end(worker)
             self._leases[worker] = Lease(token_hash, now, metrics or Metrics(), token)
             self._by_token[token_hash] = worker
 
-    def own(self, worker: str, token: str | None) -> None:
-        """Record the token that the worker joined with, also if it no longer holds a lease."""
+    def record_owner(self, worker: str, token: str | None) -> None:
+        """Record the token that the worker joined with, even if it no longer holds a lease."""
         if token is None:
             self._owners.pop(worker, None)
         else:
             self._owners[worker] = token
 
     def renew(self, worker: str, now: float, metrics: Metrics) -> bool:
-        """Renew a lease for a full term and return True; return False if it has ended."""
+        """Renew the worker's lease for a full term. Return False if it has ended."""
         with self._lock:
             lease = self._leases.get(worker)
             if lease is not None:
@@ -93,7 +94,7 @@ class Members:
             return lease is not None
 
     def leave(self, worker: str) -> None:
-        """End the worker's lease, if it holds one, and forget its part in the next round."""
+        """End the worker's lease, if it holds one, and forget that it was ready for the next round."""
         with self._lock:
             self._end(worker)
         self._ready.discard(worker)
@@ -108,7 +109,7 @@ class Members:
             self._by_token.pop(lease.token_hash)
 
     def expired(self, now: float) -> list[str]:
-        """Return the workers whose lease has run out but was not ended yet, in worker-id order."""
+        """Return the workers whose lease has run out but was not ended yet, by worker id."""
         return sorted(worker for worker, lease in self._leases.items() if now - lease.seen_at > self.lease_s)
 
     def remaining_s(self, worker: str, now: float) -> float | None:
@@ -133,24 +134,24 @@ class Members:
             self._rows_of.add(worker)
             return None
 
-    def silent(self, now: float) -> dict[str, Silence]:
-        """Return the live workers whose heartbeat is overdue."""
+    def silent(self, now: float) -> dict[str, OverdueHeartbeat]:
+        """Return the live workers whose heartbeat is overdue, with how long they have been silent."""
         with self._lock:
             heard = {worker: now - lease.seen_at for worker, lease in self._leases.items()}
         overdue_s = SILENT * self.lease_s
         return {
-            worker: Silence(seconds, max(0.0, self.lease_s - seconds))
+            worker: OverdueHeartbeat(seconds, max(0.0, self.lease_s - seconds))
             for worker, seconds in heard.items()
             if seconds > overdue_s
         }
 
     def metrics(self, worker: str) -> Metrics:
-        """Return the metrics of the worker's last heartbeat; empty if there are none yet, or it holds no lease."""
+        """Return the metrics of the worker's last heartbeat; empty if it has sent none or holds no lease."""
         lease = self._leases.get(worker)
         return Metrics() if lease is None else lease.metrics
 
     def claimed_step_rates(self) -> dict[str, float | None]:
-        """Return the inner steps per second that the live workers report; None: nothing yet."""
+        """Return the inner steps per second that each live worker reports; None if it has reported none yet."""
         with self._lock:
             return {worker: lease.metrics.inner_steps_per_second for worker, lease in self._leases.items()}
 
@@ -159,15 +160,15 @@ class Members:
         lease = self._leases.get(worker)
         return None if lease is None else lease.token
 
-    def joined_without(self, is_good: Callable[[str], bool]) -> list[str]:
-        """Return the workers whose token is no longer good, in worker-id order."""
+    def with_invalid_token(self, is_good: Callable[[str], bool]) -> list[str]:
+        """Return the workers whose token is no longer good, by worker id. `is_good` takes the id of a token."""
         with self._lock:
             leases = list(self._leases.items())
         return sorted(worker for worker, lease in leases if lease.token is not None and not is_good(lease.token))
 
-    def linger(self, now: float, *, must_leave: bool) -> bool:
-        """Return True if there are still members although all have had to leave for LINGER_S. `must_leave`: whether
-        they have to now."""
+    def are_lingering(self, now: float, *, must_leave: bool) -> bool:
+        """Return True if members remain although all have been required to leave for LINGER_S seconds. `must_leave`:
+        whether they are required to leave now."""
         if not must_leave:
             self._must_leave_at = None
             return False
@@ -177,7 +178,8 @@ class Members:
 
     @property
     def owners(self) -> Mapping[str, str]:
-        """The ids of the tokens that workers joined with, if known; also of workers that have left."""
+        """The ids of the tokens that workers joined with, by worker, where known; workers that have left are
+        included."""
         return self._owners
 
     @property
@@ -203,10 +205,11 @@ class Members:
         return self._ready
 
     def candidates(self) -> set[str]:
-        """Return the workers with which the next round would open: the ready ones, and those of the last round."""
+        """Return the workers with which the next round would open: those that are ready, and those of the last
+        round."""
         return self.live() & (self._ready | self._previous)
 
-    def get_ready(self, worker: str) -> None:
+    def mark_ready(self, worker: str) -> None:
         """Record that `worker` holds the state of the next round and has asked for an assignment."""
         self._ready.add(worker)
 
@@ -225,32 +228,33 @@ class Members:
     # --- state 0 --------------------------------------------------------------------------------------------------
 
     def may_seed(self, worker: str, now: float) -> bool:
-        """Return True unless the worker was once asked to upload state 0 and did not, and another one may still ask."""
+        """Return True if the worker may be asked to upload state 0. A worker that was asked and failed is asked again
+        only once OTHERS_ASK_S seconds have passed, or all live workers have failed."""
         dismissed_at = self._dismissed_at.get(worker)
         if dismissed_at is None or now - dismissed_at > OTHERS_ASK_S:
             return True
         return self.live() <= self._dismissed_at.keys()
 
-    def hear_seeder(self, now: float) -> None:
+    def note_seeder_upload(self, now: float) -> None:
         """Record that the seeder has uploaded a fragment."""
         self._seeder_at = now
 
     def seeder_is_silent(self, now: float) -> bool:
-        """Return True if there is a seeder, and it has uploaded nothing for SEEDER_S."""
+        """Return True if there is a seeder and it has uploaded nothing for SEEDER_S seconds."""
         return self.seeder is not None and now - self._seeder_at > SEEDER_S
 
     def dismiss_seeder(self, now: float) -> None:
-        """Let another worker upload state 0."""
+        """Take the upload of state 0 away from the seeder, so that another worker can be appointed."""
         if self.seeder is not None:
             self._dismissed_at[self.seeder] = now
         self.seeder = None
 
     def begin_round(self) -> None:
-        """Begin a round with the candidates. They must get ready again for the one after it."""
+        """Begin a round with the candidates. They must report ready again for the next one."""
         self._ready.clear()
 
     def end_round(self, workers: Set[str], contributed: Set[str] = frozenset()) -> None:
-        """End a round for which `workers` had assignments and to which `contributed` have contributed."""
+        """End a round. `workers`: those that had assignments for it. `contributed`: those that contributed to it."""
         self._previous = set(workers)
         self._proven |= contributed
         for worker in contributed:
@@ -264,9 +268,9 @@ class Members:
         return {worker for worker in self.live() & workers & self._proven if self._missed.get(worker, 0) < MISSED}
 
     def waited_for(self, assigned: Set[str]) -> tuple[set[str], set[str]]:
-        """Return the workers, among those `assigned` to a round, that it waits for: those over which its quorum is
-        counted, and newcomers, which it waits for only during the grace. If no worker is proven, as in the first round,
-        the quorum is counted over all."""
+        """Return (voters, newcomers), the workers of those `assigned` that the round waits for. The quorum is counted
+        over the voters; newcomers are waited for only during the grace. If no worker is proven, as in the first round,
+        all are voters."""
         live, contributing = self.live() & assigned, self.contributing(assigned)
         if not contributing:
             return live, set()

@@ -3,34 +3,34 @@
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from coordinator.run.decide import NO_SILENCE, Close, Silence, decide, has_quorum
-from coordinator.screening.measuring import Found
+from coordinator.run.decide import NONE_SILENT, Close, OverdueHeartbeat, decide, has_quorum
+from coordinator.screening.measuring import MeasuredContribution
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 
 
 @dataclass(frozen=True)
 class AcceptedContribution:
-    """An accepted contribution: the tokens that it may weigh, and the digest that names its blob.
+    """An accepted contribution: its largest possible weight in tokens, and the digest that names its blob.
 
-    found  the evidence to judge it by; None after a restart, or if there was no room, until it is computed again
-    at     when it had arrived, by the monotonic clock; None after a restart
+    measured  the evidence to judge it by; None if memory had no room, or after a restart, until it is computed again
+    at        arrival time on the monotonic clock, in seconds; None after a restart
     """
 
     tokens: int
     digest: bytes
-    found: Found | None = None
+    measured: MeasuredContribution | None = None
     at: float | None = None
 
 
 @dataclass
 class OpenFragment:
-    """One fragment of the open round. Times are of the monotonic clock.
+    """One fragment of the open round. Times are seconds of the monotonic clock.
 
     contributed   the accepted contributions, by worker
-    weights       the weight of each of them, in tokens, by worker; fixed when the fragment closes
-    silent        True while it waits for a worker whose heartbeat is overdue
-    contents      the payloads that are also in memory, by worker, until they are averaged
+    weights       their weights in tokens, by worker; set when the fragment closes
+    silent        True while the fragment waits for a worker whose heartbeat is overdue
+    contents      the payloads that are also kept in memory until they are averaged, by worker
     """
 
     state: FragmentState = FragmentState.COLLECTING
@@ -50,7 +50,7 @@ class OpenFragment:
         policy: MembersSpec,
         opened_at: float,
         now: float,
-        silent: Mapping[str, Silence] = NO_SILENCE,
+        silent: Mapping[str, OverdueHeartbeat] = NONE_SILENT,
     ) -> Close | None:
         """Decide whether this fragment closes now. Return the contributors to close it with, or None to keep
         collecting; either way record the reason and when to decide again. The quorum is counted over `expected`
@@ -74,7 +74,7 @@ class OpenFragment:
 
 @dataclass(frozen=True)
 class RoundAssignment:
-    """One worker's assignment for the open round, as in the database. `units`: half-open ranges."""
+    """One worker's assignment for the open round, as in the database. `units`: half-open ranges [start, stop)."""
 
     inner_steps: int
     evaluate: bool
@@ -88,14 +88,14 @@ class OpenRound:
     step                   inner steps of the run's schedule before it
     steps                  schedule steps of this round, if all of it is trained
     assigned               workers that hold an assignment for it
-    assignments            those assignments that are in memory, by worker
+    assignments            the assignments that are in memory, by worker
     handed_out             when each worker first received its assignment, by the monotonic clock
     without_earlier_units  workers known to hold no units of earlier rounds
-    consumed               by worker: the units that its contribution to this round has consumed
-    diverged               workers that were refused because they hold another state
+    consumed               the units that each worker's contribution to this round has consumed, by worker
+    diverged               workers whose contribution was rejected because they hold another state
 
-    Assignments and units are kept here so that a thousand workers at once, and every fragment, do not repeat the same
-    database queries.
+    Assignments and units are kept in memory because all workers ask at the same time, and each one again for every
+    fragment: a thousand workers would repeat the same database queries.
     """
 
     number: int
@@ -111,12 +111,13 @@ class OpenRound:
     diverged: set[str] = field(default_factory=set)
 
     def agrees_on_earlier_units(self, worker: str, carried: Sequence[Sequence[int]] | None) -> bool:
-        """Return True if the worker's carried units need not be compared with the database: it carries none and holds
-        none of earlier rounds, or it does not report what it carries."""
+        """Return True if the worker's carried units need not be compared with the database: it carries no units and
+        holds none of earlier rounds, or it does not report what it carries (`carried` is None)."""
         return carried is None or (not carried and worker in self.without_earlier_units)
 
     def assign(self, worker: str, assignment: RoundAssignment, carried: Sequence[Sequence[int]] | None) -> None:
-        """Give `worker` its assignment. The database agrees with it on the units `carried`."""
+        """Give `worker` its assignment. `carried`: the units that the worker carries, as reported; the database already
+        agrees."""
         self.assigned.add(worker)
         self.assignments[worker] = assignment
         if carried is not None and not carried:
@@ -128,8 +129,8 @@ class OpenRound:
         return {worker for fragment in self.fragments for worker in fragment.contributed}
 
     def step_times(self, unit_tokens: int) -> dict[str, tuple[int, float]]:
-        """Return for each contributor the steps of its first contribution, and the seconds from its assignment to its
-        arrival."""
+        """Return (steps, seconds) of each contributor's first contribution: the inner steps in it, and the time from
+        the worker's assignment to its arrival."""
         first: dict[str, tuple[float, int]] = {}
         for fragment in self.fragments:
             for worker, each in fragment.contributed.items():
@@ -139,7 +140,7 @@ class OpenRound:
         return {worker: (steps, seconds) for worker, (seconds, steps) in first.items()}
 
     def leave(self, worker: str) -> None:
-        """Forget what is in memory about a worker whose lease has ended. It stays `assigned`, and its contributions
+        """Forget what memory holds about a worker whose lease has ended. It stays `assigned`, and its contributions
         count."""
         self.assignments.pop(worker, None)
         self.handed_out.pop(worker, None)

@@ -1,6 +1,6 @@
 """The coordinator's own outer state in memory: the state of each fragment, and what is known about its files.
 
-Everything that changes it is a method here. `sync/outer_state.py` steps it, `upkeep/verifying.py` checks its files.
+It is changed only by methods of `OuterState`. `sync/outer_state.py` steps it, `upkeep/verifying.py` checks its files.
 """
 
 import math
@@ -14,7 +14,7 @@ from coordinator.store.data_directory import StateFiles
 
 
 class State(NamedTuple):
-    """A fragment's outer state: the round that starts from it, and its digest."""
+    """A fragment's outer state: the number of the round that starts from it, and its digest."""
 
     round: int
     digest: bytes
@@ -24,8 +24,8 @@ class State(NamedTuple):
 class Job:
     """A fragment's job on another thread, which publishes its deltas and steps its outer state (`sync/publishing.py`).
 
-    running   the job is at work
-    retry_at  after a fault, such as a full disk: the time at which it may start again
+    running   True while the job is at work
+    retry_at  after a fault, such as a full disk: the earliest time to start again
     fault     the last fault, so that an event reports it only once
     """
 
@@ -64,7 +64,7 @@ class OuterState:
         return self._states
 
     def begin(self, states: list[State]) -> None:
-        """Start from these states: state 0, or those that the database has."""
+        """Start from these states, one per fragment: state 0, or the states recorded in the database."""
         self._states, self.jobs = states, [Job() for _ in states]
 
     def set(self, fragment: int, state: State) -> None:
@@ -73,8 +73,8 @@ class OuterState:
         self._changed.notify_all()
 
     def await_round(self, fragment: int, round_: int, timeout_s: float) -> bool:
-        """Wait until the fragment's state is that of `round_` or later. Return False on timeout. Releases the run's
-        lock while it waits."""
+        """Wait until the fragment has reached the state of `round_` or a later one. Return False on timeout. Releases
+        the run's lock while it waits."""
         return self._changed.wait_for(lambda: self._states[fragment].round >= round_, timeout=timeout_s)
 
     @property
@@ -89,7 +89,8 @@ class OuterState:
         return MappingProxyType(self._deltas)
 
     def add_delta(self, round_: int, fragment: int, digest: bytes, *, last: bool) -> None:
-        """Add a published delta. With the `last` one of its round, those of earlier rounds are forgotten."""
+        """Add a published delta. `last`: it is the last one of its round, so the deltas of earlier rounds are
+        forgotten."""
         kept = {key: each for key, each in self._deltas.items() if key[0] >= round_ or not last}
         self._deltas = kept | {(round_, fragment): digest}  # a new dict: others read without the lock
 
@@ -112,7 +113,7 @@ class OuterState:
         return self._damage
 
     def lose_delta(self, round_: int, fragment: int) -> None:
-        """Note that a delta's blob is lost for good: workers recover from a checkpoint instead."""
+        """Record that a delta's blob is lost for good: workers recover from a checkpoint instead."""
         self._lost_deltas.add((round_, fragment))
 
     def mark_damaged(self, checkpoint: int, reason: str) -> None:
@@ -120,7 +121,7 @@ class OuterState:
         self._damaged_checkpoints[checkpoint] = reason
 
     def mark_intact(self, checkpoint: int) -> None:
-        """Offer the checkpoint again; or forget it, if it was deleted."""
+        """Offer the checkpoint again. Also called for a deleted checkpoint, to forget its damage."""
         self._damaged_checkpoints.pop(checkpoint, None)
 
     def stop(self, damage: str) -> None:
@@ -136,5 +137,5 @@ class OuterState:
         return self._verification_wanted
 
     def begin_verification(self) -> None:
-        """Clear the request: later findings need another verification."""
+        """Clear the request for verification. Damage found from now on requests another one."""
         self._verification_wanted = False

@@ -1,10 +1,10 @@
-"""The run's place in its schedule: the inner steps before each round.
+"""The run's position in its schedule: the inner steps before each round.
 
-A round advances the schedule by the most that one of its contributors has trained of it. If all workers handed it in
-early because they were stopped, the schedule advances by less than a whole round, and the run has another round for the
-rest. In two kinds of runs every round counts as a whole one, because the coordinator does not know how much of it was
-trained: if fragments are sent during training, the rest arrives in the next round; and if each worker has its own H, it
-is smaller for a worker that was restarted.
+A round advances the schedule by the steps of the contributor that trained most of it. If all workers were stopped and
+contributed early, that is less than a whole round, and the run has another round for the rest. In two cases the
+coordinator cannot know how much of a round was trained, and counts every round as a whole one: when fragments are sent
+during training, because the rest arrives in the next round; and when each worker has its own H, because a restarted
+worker gets a smaller one.
 """
 
 from sqlalchemy import func, select
@@ -15,24 +15,25 @@ from coordinator.store.tables import AssignmentRow, UnitRangeRow
 
 
 def round_steps(run: LiveRun) -> int:
-    """Return the schedule steps of the open or next round, if all of it is trained; 0 once the run is over."""
+    """Return the schedule steps of the open or next round, if all of it will be trained; 0 once the run is over."""
     return min(run.spec.sync.schedule_steps, run.spec.total_inner_steps - run.step)
 
 
 def expected_rounds(run: LiveRun) -> int:
-    """Return how many rounds the run has in total, if all remaining ones are whole."""
+    """Return the total number of rounds of the run, if all remaining ones are whole."""
     left = run.spec.total_inner_steps - run.step
     return run.round + -(-left // run.spec.sync.schedule_steps)
 
 
 def share_of(run: LiveRun, inner_steps: int) -> int:
-    """Return the inner steps of the open or next round for H = `inner_steps`: fewer if the schedule ends before."""
+    """Return the inner steps that a worker with H = `inner_steps` does in the open or next round: fewer than H if the
+    schedule ends in it."""
     scheduled, steps = run.spec.sync.schedule_steps, round_steps(run)
     return inner_steps if steps == scheduled else max(-(-inner_steps * steps // scheduled), 1)
 
 
 def steps_trained(run: LiveRun, session: Session) -> int:
-    """Return by how many steps the open round, all contributions of which have arrived, advances the schedule."""
+    """Return by how many steps the open round advances the schedule. All its contributions must have arrived."""
     steps, sync = round_steps(run), run.spec.sync
     if sync.streams or sync.inner_steps == "auto":
         return steps

@@ -1,9 +1,9 @@
 """How many inner steps a worker does per round: H, or with `sync.inner_steps = "auto"` as many as it manages in the
 round's time.
 
-A worker reports its own rate, in inner steps per second, and that decides how much of the training set it gets and how
-much it weighs. So the report is believed only as far as the coordinator has seen by its own clock: the steps of a
-contribution, over the time from its assignment to the end of its first fragment's upload.
+A worker reports its own rate, in inner steps per second. The rate determines how much of the training set the worker
+gets and how much its contribution weighs. So the coordinator accepts a reported rate only as far as its own clock
+supports it: the steps of a contribution, over the time from its assignment to the end of its first fragment's upload.
 """
 
 import math
@@ -12,18 +12,20 @@ from statistics import median_low
 
 from protocol.spec.sections import SyncSpec
 
-HIDDEN = 2.0  # times the observed rate: the worker has also encoded, waited and uploaded in that time
-LONGEST = 2.0  # times `round_s`: a longer round counts as this long, so no worker gets less than it has just done
+MAX_CLAIM_RATIO = (
+    2.0  # most that a report may exceed the observed rate: the observed time includes encoding and uploading
+)
+MAX_TIME_RATIO = 2.0  # times `round_s`: a longer observed time counts as this long
 INSTANT_S = 1e-3
-LASTING = 0.5  # share of the earlier observation that holds however slow the next round is: an outage is not a new rate
+MIN_KEPT = 0.5  # one slow round lowers an observed rate at most to this share, because it may be an outage
 
 
 def inner_steps(sync: SyncSpec, steps_per_second: float, elapsed_s: float = 0.0) -> int:
     """Return H of one worker for a round that opened `elapsed_s` seconds ago.
 
-    With `sync.inner_steps = "auto"`: the steps that a worker of that rate does in the rest of `round_s`, within the
-    spec's bounds. So fast, slow, late and restarted workers finish at about the same time, and the weighting by tokens
-    accounts for the difference.
+    With `sync.inner_steps = "auto"`: the steps that a worker with this rate completes in the rest of `round_s`, within
+    the spec's bounds. So fast, slow, late and restarted workers finish at about the same time, and the weighting by
+    tokens accounts for the difference.
     """
     if sync.inner_steps != "auto":
         return sync.inner_steps
@@ -34,7 +36,7 @@ def inner_steps(sync: SyncSpec, steps_per_second: float, elapsed_s: float = 0.0)
 
 
 class StepRates:
-    """The rates that one run's workers have shown, in inner steps per second. Kept in memory only."""
+    """The observed rates of one run's workers, in inner steps per second. Kept in memory only."""
 
     def __init__(self, sync: SyncSpec) -> None:
         self._round_s = math.inf if sync.round_s is None else sync.round_s
@@ -43,20 +45,21 @@ class StepRates:
         self._typical = self._nominal  # the lower median of the workers that took part in the last round
 
     def observe(self, seen: Mapping[str, tuple[int, float]], claims: Mapping[str, float | None]) -> None:
-        """Take into account what a round has shown. `seen`: by worker, the steps of its contribution and the seconds
-        from their assignment to its arrival (infinite if unknown). `claims`: the rates that the workers report."""
+        """Record the rates observed in a round. `seen`: by worker, the steps of its contribution and the seconds from
+        their assignment to its arrival (infinite if unknown). `claims`: the rates that the workers report."""
         for worker, (steps, seconds) in seen.items():
-            shown = steps / min(max(seconds, INSTANT_S), LONGEST * self._round_s)
-            self._shown[worker] = max(shown, LASTING * self._shown.get(worker, 0.0))
+            shown = steps / min(max(seconds, INSTANT_S), MAX_TIME_RATIO * self._round_s)
+            self._shown[worker] = max(shown, MIN_KEPT * self._shown.get(worker, 0.0))
         if seen:
             self._typical = median_low(self.believed(worker, claims.get(worker)) for worker in seen)
 
     def believed(self, worker: str, claim: float | None) -> float:
-        """Return the rate by which the worker's steps are assigned. `claim`: the rate it reports; None: nothing yet.
+        """Return the rate by which the worker's steps are assigned. `claim`: the rate it reports; None if it has
+        reported none.
 
-        That is the claim, but at most HIDDEN times the rate the worker has shown. A worker that has shown nothing yet
-        gets at most the median of the last round's workers, or in a run's first round, the nominal rate.
+        The result is the claim, but at most MAX_CLAIM_RATIO times the observed rate. A worker without an observed rate
+        gets at most the median of the last round's workers or, in a run's first round, the nominal rate.
         """
         shown = self._shown.get(worker)
-        most = self._typical if shown is None else HIDDEN * shown
+        most = self._typical if shown is None else MAX_CLAIM_RATIO * shown
         return min(self._nominal if claim is None or claim <= 0 else claim, most)

@@ -1,11 +1,11 @@
-"""The requests that wait for a run to change: long polls and event streams. Wake them from any thread; they wait on the
+"""The requests that wait for a run to change: long polls and event streams. Any thread may wake them; they wait on the
 event loop.
 
 Every wake-up has a topic and reaches only the requests that wait for it, because a thousand workers may wait and every
 contribution to a round is an event. Woken requests are released a few at a time, and other requests are answered in
-between: a thousand answers take a second, and heartbeats must not wait that long. Requests that are not a member's are
-released one by one, with a pause in between, because no training waits for them. Most of those are event streams of
-browsers, each of which then reads everything that has changed.
+between: a thousand answers take a second, and heartbeats must not wait that long. Requests from non-members are
+released one by one, with a pause in between, because no training waits for them. Most of them are browsers' event
+streams, and each of those then reads everything that has changed.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from anyio import CapacityLimiter
 
 EVENTS, ASSIGNMENTS = "events", "assignments"
-# How many long polls read a run at the same time, each on a thread. More would not be faster, because they share one
+# How many long polls read a run at the same time, each on a thread. More would not be faster, because threads share the
 # interpreter lock, and heartbeats would have to wait for all of them.
 READS_AT_ONCE = 2
 RELEASED_AT_ONCE = 2  # woken requests per pass of the event loop
@@ -55,11 +55,11 @@ class Waiters:
         return next(self._polls) * 0.6180339887 % 1
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Use this event loop. Before, wake-ups do nothing."""
+        """Use this event loop. Wake-ups before this call do nothing."""
         self._loop, self.threads = loop, CapacityLimiter(READS_AT_ONCE)
 
     def wake(self, run: str, topic: str | None = None) -> None:
-        """Wake the requests that wait for `topic` of the run; None: for any topic. From any thread."""
+        """Wake the requests that wait for `topic` of the run; None: for any topic. May be called from any thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake, run, topic)
 
@@ -90,8 +90,8 @@ class Waiters:
 
     @contextmanager
     def register(self, run: str, topic: str, *, slowly: bool = False) -> Iterator[asyncio.Event]:
-        """Yield an event for one request, which the next wake-up of `topic` sets. On the event loop. `slowly`: no
-        training waits for the answer; always so for EVENTS."""
+        """Yield an event for one request; the next wake-up of `topic` sets it. Call on the event loop. `slowly`: no
+        training waits for the answer. Always the case for EVENTS."""
         woken = asyncio.Event()
         waiting = self._waiting[run][topic]
         waiting[woken] = slowly or topic == EVENTS
@@ -101,7 +101,8 @@ class Waiters:
             waiting.pop(woken, None)
 
     def wake_count(self, run: str) -> int:
-        """Return how many wake-ups this run has had. What is read from now on is at least as new as the last one."""
+        """Return how many wake-ups this run has had. Values read after this call are at least as new as the last
+        wake-up."""
         return self._wakes[run]
 
     def has_waiters(self, run: str, topic: str) -> bool:
@@ -109,7 +110,7 @@ class Waiters:
         return run in self._waiting and bool(self._waiting[run].get(topic))
 
     def close(self) -> None:
-        """Release all requests and let none wait from now on: the server is stopping. On the event loop."""
+        """Release all requests, because the server is stopping; later ones do not wait. Call on the event loop."""
         self.closed = True
         for run in list(self._waiting):
             self._wake(run, None)

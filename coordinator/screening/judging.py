@@ -1,23 +1,23 @@
 """How much each contribution to a fragment counts: nothing, part of its weight, or all of it. Pure.
 
 Honest pseudo-gradients differ in the work behind them, in their data and in the hardware, but their norms are of the
-same order and they share a direction. Everything here is measured by the coordinator or taken from its own record;
-nothing depends on what a contributor says about itself.
+same order and they share a direction. All evidence is measured by the coordinator or taken from its own record; nothing
+depends on what a contributor reports.
 
-- **Norm.** A norm is compared with the **reference**: the round's median, kept within reach of what was usual in the
-  run's last rounds. One beyond CLIPPED times the reference is shortened to the reference, as in centred clipping
-  (Karimireddy, He, Jaggi 2021). More than LEFT_OUT times is left out, and so is less than LAZY times. Work of missed
-  rounds, by the record, may lengthen a norm to CLIPPED_UNEQUAL times, however many rounds were missed.
+- **Norm.** Each norm is compared with the **reference**: the round's median, within bounds around the median reference
+  of the run's last rounds. A norm above CLIPPED times the reference is shortened to the reference, as in centred
+  clipping (Karimireddy, He, Jaggi 2021). Contributions above LEFT_OUT times or below LAZY times are left out. Work of
+  missed rounds, according to the record, allows a norm of CLIPPED_UNEQUAL times, however many rounds were missed.
 - **Direction.** A worker's *agreement* is the median of its cosines with each other contribution, so a minority that
-  colludes cannot raise its own. If all workers train on the same data, their agreement is similar; a contribution with
-  less than LEAST_AGREEMENT of the usual agreement is left out, the worst one first. That includes noise, and a gradient
-  with every second sign flipped: both have an agreement of about 0. If data differs by worker, only contributions that
-  clearly oppose the others are left out. Late work comes less the means that it missed. With nothing else in common, it
-  opposes each worker in those means by that worker's share. A majority always stays.
+  colludes cannot raise its own. If all workers train on the same data, their agreements are similar; a contribution
+  with less than LEAST_AGREEMENT of the usual agreement is left out, the worst one first. That includes noise, and a
+  gradient with every second sign flipped: both have an agreement of about 0. If data differs by worker, only
+  contributions that clearly oppose the others are left out. Late work comes less the means that it missed, so it may
+  oppose each worker in those means by that worker's share. A majority always stays.
 - **Copies.** If several contributions are the same except for rounding, one of them counts.
 
-If every contribution would be left out, all are shortened instead: a round always has a delta. Of two workers that
-oppose each other, nobody can say which is right.
+If every contribution would be left out, all are shortened instead, because a round always has a delta. If two workers
+oppose each other, the coordinator cannot decide which one is right.
 
 `SimilarityHistory` follows pairs of workers over the rounds, to report those that train on the same data.
 """
@@ -33,33 +33,34 @@ import numpy.typing as npt
 from coordinator.screening.measuring import Measure
 
 CLIPPED = 1.25  # times the reference; equal work on the same data gives norms within 1.2
-CLIPPED_UNEQUAL = 1.5  # for more steps than the others', or late work, relative to that much work
-CLIPPED_OF_OTHER_DATA = 2.0  # for late work times √(1 + its rounds, at most MOST_LATE), as it has nothing in common
+CLIPPED_UNEQUAL = 1.5  # if a worker did more steps than the others, or late work; relative to that amount of work
+# If each worker has its own data. Late work is allowed √(1 + rounds, at most MOST_LATE) times as much.
+CLIPPED_OF_OTHER_DATA = 2.0
 MOST_LATE = 3
-CLIPPED_WITH_FEEDBACK = 1.5  # what a codec left out arrives in later rounds; newcomers have none of it yet
+CLIPPED_WITH_FEEDBACK = 1.5  # error feedback adds what the codec left out before; newcomers have no such residual yet
 LEFT_OUT = 10.0
 LAZY = 0.1
-REACH, REACH_OF_TWO = 20.0, 5.0  # most that the reference may differ from the usual one; with one or two workers
-CHANCE = 4.0  # standard deviations of a cosine between sketches
+REACH, REACH_OF_TWO = 20.0, 5.0  # bounds of the reference, as a factor of the usual one; REACH_OF_TWO: up to 2 workers
+CHANCE = 4.0  # standard deviations of a cosine between sketches that count as chance
 LEAST_AGREEMENT = 0.25  # share of the usual agreement, for workers that train on the same data
 OPPOSED = 0.25  # share of the usual agreement, negated, for workers whose data differs
-CLOSE = 0.9  # share of the usual distance of two directions; honest pairs had 0.88 to 1.1 of it
-FEW = 64  # non-zero values; fewer may be equal by chance
+CLOSE = 0.9  # share of the usual distance between two directions; honest pairs measured 0.88 to 1.1
+FEW = 64  # non-zero values; sketches with fewer may be equal by chance
 MEMORY = 0.8  # weight of the earlier score in SimilarityHistory, per fragment; the rest is the newest distance
 SAME = 0.8  # a pair with a lower score sends nearly the same
-COPIED = 0.9999  # the cosine of two sketches above which, with norms as close, one is a copy; fp16 keeps three digits
+COPIED = 0.9999  # cosine of two sketches, and ratio of their norms, that make one a copy; fp16 keeps three digits
 
 F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the coordinator knows of one contribution.
+    """What the coordinator knows about one contribution.
 
-    weight  its share of the round's weight, before it is judged
-    work    the work units that it weighs, checked against what its worker was assigned
-    late    the number of missed rounds whose work may be in it, by the coordinator's record
-    missed  how much of one other worker's work the means of those rounds contain: its largest share, added up over them
+    weight    its share of the round's weight, before it is judged
+    work      its weight in work units, checked against what its worker was assigned
+    late      the number of missed rounds whose work may be in it, according to the coordinator's record
+    missed    the largest share that one worker has in the mean of a missed round, added up over those rounds
     all_late  True if it contains no work of its own round
     """
 
@@ -73,9 +74,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one contribution: its weight counts `factor` times, 0 if it is left out, with the reason. `ratio`
-    is its norm as a multiple of the reference. `cosine` is its agreement: the median of its cosines with each of the
-    other contributions that are not left out; None if there are none."""
+    """The verdict on one contribution. `factor`: multiplies its weight; 0 if it is left out. `reason`: why the factor
+    is not 1. `ratio`: its norm as a multiple of the reference. `cosine`: its agreement, the median of its cosines with
+    each of the other contributions that are not left out; None if there are none."""
 
     factor: float
     reason: str = ""
@@ -85,7 +86,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdicts by worker, and the reference, by which later rounds know what is usual; None if all norms are zero.
+    """The verdicts by worker, and the reference that later rounds compare theirs with; None if all norms are zero.
     `close`: pairs of workers whose directions are closer than their agreement with the others explains, with their
     distance as a share of the usual one: 0 for the same direction, 1 for the usual distance."""
 
@@ -94,7 +95,7 @@ class Judgement:
     close: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
-# The rules of aggregation (`sync.aggregation`) that act on norms, and on directions. All others only report.
+# The rules of aggregation (`sync.aggregation`) under which norms and directions change a factor. Others only report.
 NORMS, DIRECTIONS = frozenset({"screened", "clipped"}), frozenset({"screened"})
 
 
@@ -110,7 +111,7 @@ def judge(
     """Judge the contributions to one fragment.
 
     usual            the median reference of the run's last rounds; None in its first one
-    plausible        a norm that no first round of one or two workers exceeds
+    plausible        a norm that no honest first round of one or two workers exceeds
     clipped          the longest honest contribution with the run's codec and data, as a multiple of the reference
     least_agreement  share of the usual agreement: LEAST_AGREEMENT if all workers train on the same data, 0 if not
     """
@@ -135,7 +136,7 @@ def judge(
 
 
 def _copies(evidence: Mapping[str, Evidence]) -> dict[str, Verdict]:
-    """Return the verdicts on contributions that repeat that of a worker earlier in the order of names."""
+    """Return the verdicts on copies. The first worker by name counts, the others repeat its contribution."""
     workers = sorted(worker for worker, each in evidence.items() if np.count_nonzero(each.measure.direction) >= FEW)
     products = _products(evidence, workers)
     found: dict[str, Verdict] = {}
@@ -150,7 +151,7 @@ def _copies(evidence: Mapping[str, Evidence]) -> dict[str, Verdict]:
 
 
 def _reference(norms: list[float], usual: float | None, plausible: float) -> float | None:
-    """Return the norm that all are compared with; None if no norm is above 0."""
+    """Return the norm that all norms are compared with; None if none is above 0."""
     positive = sorted(norm for norm in norms if norm > 0)
     if not positive:
         return usual
@@ -165,15 +166,15 @@ def _reference(norms: list[float], usual: float | None, plausible: float) -> flo
 
 
 def _by_norm(each: Evidence, reference: float, work: float, clipped: float, least_agreement: float) -> Verdict:
-    """Judge a contribution by its norm. `work`: the round's median; `clipped`: the largest norm for that much work, as
-    a multiple of the reference."""
+    """Judge a contribution by its norm. `work`: the round's median, in work units. `clipped`: the largest honest norm
+    for that much work, as a multiple of the reference."""
     norm = each.measure.norm
     share = each.work / work if work > 0 else 1.0
     ratio = norm / reference
     compared = f"its norm is {norm:.3g}, {ratio:.3g} times the round's {reference:.3g}"
     if ratio > LEFT_OUT * max(1.0, share):
         return Verdict(0.0, f"{compared}: more than {LEFT_OUT:g} times does not come from training", ratio)
-    # The delta of its round is subtracted from late work, so nothing may remain of it.
+    # The delta of the missed round is subtracted from late work, so its norm may be near 0.
     if norm < LAZY * min(1.0, share) * reference and not each.all_late:
         return Verdict(0.0, f"{compared}: less than {LAZY:g} times contains almost no work", ratio)
     usual = max(1.0, share)
@@ -187,7 +188,7 @@ def _by_norm(each: Evidence, reference: float, work: float, clipped: float, leas
 
 
 def _shortened(verdict: Verdict, each: Evidence, reference: float) -> Verdict:
-    """Return the verdict for a round in which all would be left out: shortened instead."""
+    """Return the verdict of a contribution in a round in which all would be left out: it is shortened instead."""
     if each.measure.norm <= CLIPPED * reference:
         return replace(verdict, factor=1.0, reason="")
     return replace(verdict, factor=reference / each.measure.norm, reason=f"{verdict.reason}; shortened")
@@ -204,9 +205,9 @@ def _by_direction(
     """Set each contribution's agreement with the others, and leave out those with too little, one after the other.
     Return the verdicts, and the pairs that are close.
 
-    The direction of less work is noisier, so less agreement is required: noise averages out with the square root of the
-    steps. From late work the mean that it missed is subtracted, which is common to all that missed it. So every
-    contribution is compared only with those that are in time, and it is left out only if there are two of them.
+    Less agreement is required of less work, because noise averages out with the square root of the steps. Late work has
+    the mean of its missed round subtracted, and all late contributions have that part in common. So contributions are
+    compared only with those that are in time, and one is left out only if at least two others are in time.
     """
     judged = dict(verdicts)
     staying = [worker for worker, verdict in judged.items() if verdict.factor > 0 and evidence[worker].measure.norm > 0]
@@ -240,9 +241,12 @@ def _by_direction(
 
 
 def _close(workers: list[str], cosines: F64, chance: float) -> dict[tuple[str, str], float]:
-    """Return the pairs of workers with less than CLOSE of the distance that is usual for their agreements. Empty with
-    three workers or fewer, among which two close ones would be the usual case, and if all directions are nearly the
-    same, as in a first round of few steps."""
+    """Return the pairs of workers closer than CLOSE times the distance that is usual for their agreements, with that
+    share.
+
+    The result is empty with three workers or fewer, because two of three are often close. It is also empty if all
+    directions are nearly the same, as in a first round of few steps.
+    """
     everybody = range(len(workers))
     peers = [[j for j in everybody if j != i] for i in everybody]
     agreements = np.array(_agreements(cosines, peers)) if len(workers) > 3 else np.zeros(0)
@@ -258,11 +262,15 @@ def _close(workers: list[str], cosines: F64, chance: float) -> dict[tuple[str, s
 
 
 def _least_agreement(each: Evidence, ratio: float, usual: float, work: float, chance: float, least: float) -> float:
-    """Return the agreement below which a contribution is left out. `least`: as a share of the usual one. Less is
-    required of less work, whose direction is noisier; of work that is partly late, as much less as the late part makes
-    it longer, because only the part of its own round agrees; and of work that is late as a whole, from which the mean
-    that it missed is subtracted. If data differs, nothing may be left to agree with, and the work of an earlier round
-    may be repeated: then what was subtracted of a worker's work opposes that worker."""
+    """Return the agreement below which a contribution is left out. `least`: as a share of the usual one.
+
+    Less is required of three kinds of work. Little work has a noisier direction. In partly late work only the part of
+    its own round agrees, so the requirement falls in proportion to the extra length. Entirely late work has the mean of
+    its missed round subtracted, so it is left out only if it opposes the others.
+
+    If data differs by worker, late work may have nothing in common with another worker but what was subtracted with the
+    missed means, and it opposes a worker that repeats its data by that much.
+    """
     if least == 0:
         return -max(chance, OPPOSED * usual) - each.missed / ratio
     if each.all_late:
@@ -292,26 +300,27 @@ def _agreements(cosines: F64, peers: Sequence[Sequence[int]]) -> list[float]:
 
 
 def _upper_median(values: list[float]) -> float:
-    """Return the median; with an even number of values, the higher of the middle two. If one of three workers is
-    hostile, an honest one has only one honest companion."""
+    """Return the median; of an even number of values, the higher of the middle two. With three workers, one of them
+    hostile, an honest worker has only one honest peer."""
     return sorted(values)[len(values) // 2]
 
 
 class SimilarityHistory:
-    """How close the directions of pairs of workers were in the last rounds, to find two that train on the same data.
+    """How close the directions of pairs of workers were in the last rounds, to find two workers that train on the same
+    data.
 
     Dropout, another precision or another GPU change every value a little, so the losses and norms of two such workers
-    differ. Their directions stay closer to each other than to any other worker's, round after round: measured, 0.06 to
-    0.3 of the usual distance with another dropout seed, 0.4 to 0.9 with bf16 beside fp32, 0.88 to 1.1 with separate
-    data. Kept in memory only: after a restart, a few rounds show it again.
+    differ. But their directions stay closer to each other than to any other worker's, round after round. Measured
+    shares of the usual distance: 0.06 to 0.3 with another dropout seed, 0.4 to 0.9 with bf16 and fp32, 0.88 to 1.1 with
+    separate data. Kept in memory only: after a restart, a few rounds are enough to rebuild it.
     """
 
     def __init__(self) -> None:
         self._scores: dict[tuple[str, str], float] = {}
 
     def update(self, distances: Mapping[tuple[str, str], float], present: Collection[str]) -> list[tuple[str, str]]:
-        """Take in the `distances` of pairs among the workers `present`, as shares of the usual one; 1 for pairs that
-        are not named. Return the pairs that send nearly the same, in order."""
+        """Add one fragment's distances. `distances`: of pairs among the workers `present`, as shares of the usual
+        distance; 1 for pairs that are not listed. Return the pairs that send nearly the same, in order."""
         for pair in {*distances, *(pair for pair in self._scores if set(pair) <= set(present))}:
             score = MEMORY * self._scores.get(pair, 1.0) + (1 - MEMORY) * distances.get(pair, 1.0)
             self._scores[pair] = score

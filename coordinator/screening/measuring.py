@@ -1,4 +1,5 @@
-"""What is kept of a contribution to compare it with others long after its bytes have left memory: norm and sketch.
+"""The measure of a contribution: its norm, and a sketch of its direction. It is kept to compare the contribution with
+others when its bytes are no longer in memory.
 
 A sketch folds the n values of a fragment into SKETCHED values, each value with a random sign (Charikar, Chen,
 Farach-Colton 2002, one row; Weinberger et al. 2009, section 2, with positions in place of a hash):
@@ -6,8 +7,8 @@ Farach-Colton 2002, one row; Weinberger et al. 2009, section 2, with positions i
     sketch[j] ← Σ_k sign(k · SKETCHED + j) · Δ[k · SKETCHED + j]
 
 The inner product of two sketches is that of the vectors, with an error of about |a|·|b| / √SKETCHED. The signs come
-from a secret key that differs by round and fragment. Without it nobody can send two different vectors whose sketches
-agree.
+from a secret key that differs by round and fragment. Without it, no worker can construct two different vectors with
+equal sketches.
 """
 
 import math
@@ -35,7 +36,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Found:
+class MeasuredContribution:
     """What the coordinator knows about one contribution: its measure and, from its own record, what work of missed
     rounds may be in it (`Evidence` describes the fields)."""
 
@@ -45,14 +46,14 @@ class Found:
     all_late: bool
 
 
-def find(payload: Payload, key: bytes) -> Measure:
-    """Check a contribution and return its measure, in bounded memory. Use the same `key` for all that are compared.
-    Raises WireError unless all of it decodes to finite values."""
-    return sketched(payload, key).measure()
+def measure_payload(payload: Payload, key: bytes) -> Measure:
+    """Check a contribution and return its measure, in bounded memory. Contributions are comparable only if measured
+    with the same `key`. Raises WireError unless all values are finite."""
+    return sketch_payload(payload, key).measure()
 
 
-def sketched(payload: Payload, key: bytes) -> "Sketcher":
-    """Check and decode the payload chunk by chunk into a sketch."""
+def sketch_payload(payload: Payload, key: bytes) -> "Sketcher":
+    """Check and decode a payload chunk by chunk, into a sketch."""
     memory = np.empty(max(payload.chunks), np.float32)
     sketcher = Sketcher(payload.header.elements, key)
     for index, n in enumerate(payload.chunks):
@@ -64,13 +65,13 @@ def sketched(payload: Payload, key: bytes) -> "Sketcher":
 
 
 def unit(sketch: F32) -> F16:
-    """Return the vector of norm 1 with this direction; zeros for zeros."""
+    """Return the vector of norm 1 with the direction of `sketch`; zeros for zeros."""
     norm = math.sqrt(_squares(sketch))
     return (sketch / np.float32(norm) if norm > 0 else sketch).astype(np.float16)
 
 
 class Sketcher:
-    """Sketches a vector of `elements` values, which arrives in pieces, into `values`. Overwrites the pieces."""
+    """Sketches a vector of `elements` values that arrives in pieces. Overwrites the pieces."""
 
     def __init__(self, elements: int, key: bytes) -> None:
         self._sum_of_squares, self._at = 0.0, 0
@@ -86,7 +87,7 @@ class Sketcher:
         self._at += len(values)
 
     def _fold(self, values: F32) -> None:
-        """Add the values in three parts: the end of the row that is begun, whole rows, and the rest."""
+        """Add the values in three parts: the rest of a row that was begun, whole rows, and the remainder."""
         begun = min(-self._at % SKETCHED, len(values))
         whole = (len(values) - begun) // SKETCHED * SKETCHED
         if begun:
@@ -113,7 +114,7 @@ def _squares(values: F32) -> float:
 
 
 class Signs:
-    """Random signs, one for each position of a vector, the same in whichever pieces it arrives."""
+    """Random signs, one for each position of a vector. They do not depend on how the vector is split into pieces."""
 
     _BITS = 64 * 4  # of one step of Philox's counter
 
@@ -121,7 +122,7 @@ class Signs:
         self._key = int.from_bytes(blake3(key).digest(16), "little")
 
     def flip(self, values: F32, at: int) -> None:
-        """Give the values at positions [at, at + n) their signs."""
+        """Multiply the values of positions [at, at + n) by their signs, in place."""
         steps, before = divmod(at, self._BITS)
         bits = before + len(values)
         words = np.random.Philox(key=self._key, counter=steps).random_raw(-(-bits // self._BITS) * 4)

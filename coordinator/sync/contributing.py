@@ -11,11 +11,11 @@ from sqlalchemy import bindparam, insert, update
 
 from coordinator.run.live_run import Arrival, Change, LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenRound
-from coordinator.screening.measuring import Found
+from coordinator.screening.measuring import MeasuredContribution
 from coordinator.store.payloads import Body
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
 from coordinator.sync import admission
-from coordinator.trust.verdicts import keep_in_memory, measure
+from coordinator.trust.verdicts import keep_in_memory, measure_contribution
 from coordinator.units.ledger import consume_units
 from protocol.errors import Problem
 from protocol.fragments import Layout
@@ -61,9 +61,9 @@ def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int
         if not isinstance(header, ContributionHeader):
             raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
         admission.check_header(run, layout, worker, round_, fragment, header)
-        found = keep_in_memory(run, measure(run, header, payload))  # checks the payload, too
+        measured = keep_in_memory(run, measure_contribution(run, header, payload))  # checks the payload, too
     try:
-        created = _accept(run, header, body, found)
+        created = _accept(run, header, body, measured)
     except Problem as problem:
         if problem.slug == "round-closed":
             admission.record_late(run, worker, round_, fragment)
@@ -71,13 +71,13 @@ def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int
     return ContributionReply(round=round_, fragment=fragment, digest=body.digest.hex(), created=created)
 
 
-def _accept(run: LiveRun, header: ContributionHeader, body: Body, found: Found | None) -> bool:
+def _accept(run: LiveRun, header: ContributionHeader, body: Body, measured: MeasuredContribution | None) -> bool:
     """Make the contribution durable and commit it. Return False if it was accepted before."""
     if not admission.admit(run, header, body.digest):  # before it costs an fsync
         return False
     name = run.names.contribution(header.round, header.fragment, header.worker, body.digest)
     run.blobs.put(name, body.source)  # without the lock: the disk is slow
-    arrival = Arrival(header, name, body.digest, body.size, body.content, found)
+    arrival = Arrival(header, name, body.digest, body.size, body.content, measured)
     run.arrivals.append(arrival)
     _commit(run, arrival)
     if arrival.error is not None:
@@ -131,7 +131,7 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
             header = arrival.header
             fragment = opening.fragments[header.fragment]
             fragment.contributed[header.worker] = AcceptedContribution(
-                header.tokens, arrival.digest, arrival.found, now
+                header.tokens, arrival.digest, arrival.measured, now
             )
             if arrival.content is not None:
                 fragment.contents[header.worker] = arrival.content

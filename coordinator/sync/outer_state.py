@@ -252,7 +252,7 @@ def _accept(
         return row, False
     if run.seeded or run.members.seeder != worker:
         raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
-    run.members.hear_seeder(run.context.clock())
+    run.members.note_seeder_upload(run.context.clock())
     return checkpointing.write_fragment(run, 0, fragment, canonical, state_digest), True
 
 

@@ -1,12 +1,12 @@
-"""How far a worker is believed.
+"""How far the coordinator trusts what workers send and report.
 
 verdicts.py    how much each contribution counts: its weight, and the verdict by what was measured in it
-quarantine.py  reputations: a worker that was left out again and again takes no part for a while
-equal_work.py  reports of workers that send the same
-evaluating.py  which workers measure the held-out loss, and whose measurement is believed
+quarantine.py  reputations: a worker that is left out repeatedly takes no part for a while
+equal_work.py  reports workers that send the same contribution
+evaluating.py  which workers measure the held-out loss, and whose measurement is accepted
 held_out.py    the held-out loss of a state
-guard.py       what happens if the model looks spoilt anyway
+guard.py       what happens if the model looks spoilt nevertheless
 
-`screening/` is the pure part below: it measures contributions and judges them. `sync/admission.py` refuses those that
-claim more work than was assigned; `run/step_rates.py` bounds the speed that a worker reports.
+`screening/` is the pure part below: it measures contributions and judges them. `sync/admission.py` rejects those that
+claim more work than was assigned; `run/step_rates.py` limits the speed that a worker may report.
 """

@@ -1,5 +1,5 @@
-"""Reports of workers that send the same, or nearly: they train on the same data, so the run gets the work of only one
-of them. The pairs and groups that were reported are kept in `runs.equal_work`, and each is reported once."""
+"""Reports workers that send the same contribution, or nearly the same. Such workers train on the same data, so the run
+gets the work of only one of them. Reported groups are kept in `runs.equal_work`, and each is reported once."""
 
 from collections import defaultdict
 
@@ -14,7 +14,7 @@ ADVICE = "a script takes units(), or seeds its own batches by diloco.data_seed"
 
 def report_equal_work(change: Change, round_: int, fragment: int) -> None:
     """Record an event if contributions to the fragment have the same loss and norm, bit for bit. Different hardware
-    rounds differently, so between different boxes nothing is found here."""
+    rounds differently, so this finds only workers on identical hardware."""
     rows = change.session.execute(
         select(ContributionRow.worker, ContributionRow.loss, ContributionRow.norm)
         .where(ContributionRow.run_id == change.run.id)
@@ -35,8 +35,8 @@ def report_equal_work(change: Change, round_: int, fragment: int) -> None:
 
 
 def report_similar_work(change: Change, round_: int, fragment: int, judgement: Judgement) -> None:
-    """Record an event if two workers keep sending nearly the same, as if they trained on the same data with another
-    dropout seed or precision."""
+    """Record an event if two workers keep sending nearly the same, as if they trained on the same data with different
+    dropout seeds or precisions."""
     for pair in change.run.similarity.update(judgement.close, judgement.verdicts):
         one, other = pair
         message = (
@@ -48,7 +48,7 @@ def report_similar_work(change: Change, round_: int, fragment: int, judgement: J
 
 
 def _report(change: Change, round_: int, fragment: int, workers: list[str], message: str) -> None:
-    """Record the event, unless these workers were reported together before."""
+    """Record the event, unless the same group of workers was reported before."""
     row = change.row
     if not any(set(workers) <= set(reported) for reported in row.equal_work):
         row.equal_work = [*row.equal_work, workers]

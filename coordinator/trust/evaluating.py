@@ -1,9 +1,9 @@
-"""Which workers measure the held-out loss of a state, and whose measurement is believed.
+"""Which workers measure the held-out loss of a state, and whose measurement is accepted.
 
-If all workers hold out the same text, two workers of different tokens measure each evaluated state, and the workers
-take turns. So no single worker is believed. If the two differ, nobody can say which one is right: three workers measure
-the next state, and one that then stands alone is not asked for the next NOT_ASKED evaluated states. With private data
-every worker measures its own held-out text, and nothing is compared.
+If all workers hold out the same text, two workers with different tokens measure each evaluated state, and the workers
+take turns. So the run never depends on a single worker's measurement. If the two differ, either may be wrong: then
+three workers measure the next state. A worker that differs from the other two is not asked for the next NOT_ASKED
+evaluated states. With private data every worker measures its own held-out text, and nothing is compared.
 """
 
 import statistics
@@ -20,9 +20,9 @@ from outerstep.common.quantities import natural
 from protocol.errors import Problem
 from protocol.messages import Evaluation, EvaluationReport, RunState
 
-USUAL, IN_DOUBT = 2, 3  # evaluators of a state
+USUAL, IN_DOUBT = 2, 3  # evaluators of a state; the larger number after two have differed
 NOT_ASKED = 16  # evaluated states
-NEAR = 0.05  # nats per token; differences in hardware and precision make a tenth of that
+NEAR = 0.05  # nats per token; differences in hardware and precision cause a tenth of that
 
 
 def is_evaluated(run: LiveRun) -> bool:
@@ -45,7 +45,7 @@ def evaluators(run: LiveRun, session: Session, workers: Sequence[str]) -> set[st
 
 
 def in_turn(workers: Sequence[str], tokens: Mapping[str, str | None], turn: int, count: int) -> list[str]:
-    """Return up to `count` of the workers, starting with number `turn`, no two of them with the same token."""
+    """Return up to `count` workers, no two with the same token. `turn`: the index in `workers` to start from."""
     chosen: dict[str | None, str] = {}
     for k in range(len(workers)):
         worker = workers[(turn + k) % len(workers)]
@@ -61,7 +61,7 @@ def _doubted(run: LiveRun, session: Session, since: int) -> set[str]:
 
 
 def record_evaluation(run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:
-    """Record the held-out loss of state `round_`. The worker's first report counts; a later one changes nothing.
+    """Record the held-out loss of state `round_`. The worker's first report counts; later ones are ignored.
 
     Raises Problem: round-not-open; not-asked, if the worker was not asked to evaluate that state.
     """
@@ -90,15 +90,16 @@ def record_evaluation(run: LiveRun, worker: str, round_: int, report: Evaluation
 
 
 def far_from_majority(losses: Mapping[str, float]) -> set[str] | None:
-    """Return the workers whose loss is further than NEAR from the median; None if no majority is that near. Pure."""
+    """Return the workers whose loss is further than NEAR from the median; None if no majority lies within NEAR of it.
+    Pure."""
     median = statistics.median_low(losses.values())
     far = {worker for worker, loss in losses.items() if abs(loss - median) > NEAR}
     return far if 2 * len(far) < len(losses) else None
 
 
 def _compare(change: Change, round_: int, rows: Mapping[str, EvaluationRow]) -> None:
-    """Set `confirmed` on each measurement of the state. Record an event if the measurements differ, or one of three
-    stands alone."""
+    """Set `confirmed` on each measurement of the state. Record an event if the measurements differ, and which one of
+    three stands alone."""
     far = far_from_majority({worker: row.loss for worker, row in rows.items()})
     enough = len(rows) >= min(_asked(change, round_), USUAL)
     for worker, row in rows.items():

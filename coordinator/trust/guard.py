@@ -1,12 +1,12 @@
 """The guard: what happens when a run's model looks spoilt, according to `guard` in its spec.
 
-Contributions are judged one by one before they are averaged (`screening/judging.py`). What passes anyway, such as a
-bias within the bounds or a majority that is wrong, shows in the values of the state and in the held-out loss. Then the
-guard records the event `spoilt` and, in the same transaction, pauses the run. It may also order a roll-back to a
-checkpoint, without the workers that stand out. The order waits for jobs that are under way, so a later tick carries it
-out (`upkeep/rolling_back.py`).
+Contributions are judged one by one before they are averaged (`screening/judging.py`). Harm that passes this, such as a
+bias within the bounds or a wrong majority, shows in the values of the state and in the held-out loss. Then the guard
+records the event `spoilt` and pauses the run in the same transaction. It may also order a rollback to a checkpoint and
+exclude the workers that stand out. The rollback must wait for running jobs, so a later tick executes it
+(`upkeep/rolling_back.py`).
 
-What the guard has decided is durable in `runs.guard` (`GuardRecord`). Events only report it, and may be deleted.
+The guard's decisions are durable in `runs.guard` (`GuardRecord`). Events only report them, and may be deleted.
 """
 
 import statistics
@@ -24,22 +24,23 @@ from protocol.messages import Evaluation, RunState
 
 GUARD = "the guard"
 
-STANDS_OUT = 0.25  # share of the median cosine of the others below which a worker is left out after a roll-back
-SUSPECTED = 0.5  # the same, below which a worker is only named once the loss no longer falls
+STANDS_OUT = 0.25  # a worker below this share of the others' median cosine is excluded with a rollback
+SUSPECTED = 0.5  # a worker below this share of it is only reported, and only once the loss no longer falls
 FLAT = 4  # states in a row without a new lowest loss
 LEAST_ROUNDS = 2  # rounds that a worker must have contributed to before it can stand out
-BOUND = 65_504.0  # largest value of θ and u: the fp16 copy of a larger one is infinite
+BOUND = 65_504.0  # largest value of θ and u: fp16 cannot represent larger ones
 
 F32 = npt.NDArray[np.float32]
 
 
-# --- pure: does the model look spoilt, and which workers stand out? ---------------------------------------------------
+# --- pure: whether the model looks spoilt, and which workers stand out ------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Rise:
-    """A held-out loss that is too high, of state `round` and of the state evaluated before it. `good` is the last state
-    before these whose loss was not too high."""
+    """A held-out loss that is too high in two evaluated states in a row. `round` and `loss` are those of the later
+    state, `good` is the last state before them whose loss was not too high, and `lowest` is the lowest loss so far, in
+    nats per token."""
 
     round: int
     loss: float
@@ -48,16 +49,17 @@ class Rise:
 
 
 @dataclass(frozen=True)
-class Part:
-    """How much of one worker's contribution to one fragment counted: `factor` times its weight, with this cosine."""
+class CountedContribution:
+    """How one worker's contribution to one fragment counted: with `factor` times its weight, and with this median
+    cosine."""
 
     factor: float
     cosine: float | None
 
 
 def risen(losses: Sequence[tuple[int, float]], most: float) -> Rise | None:
-    """Return the rise by more than `most` above the lowest of all `losses`, (state, nats per token), oldest first. None
-    unless the newest two are both that high: a single one may be a wrong measurement."""
+    """Return the rise if the newest two losses both exceed the lowest of all by more than `most`; otherwise None. A
+    single high loss may be a wrong measurement. `losses`: (state, nats per token), oldest first."""
     if len(losses) < 3:
         return None
     lowest = min(loss for _, loss in losses)
@@ -72,8 +74,8 @@ def _is_above(loss: float, bound: float) -> bool:
 
 
 def stopped_falling(losses: Sequence[tuple[int, float]]) -> tuple[int, float] | None:
-    """Return the state with the lowest loss, and that loss, if none of the newest FLAT states is lower than all before.
-    `losses`: (state, nats per token), oldest first. None also if there are too few."""
+    """Return the lowest (state, loss) before the newest FLAT states, if none of those has a lower loss; otherwise, or
+    with too few losses, None. `losses`: (state, nats per token), oldest first."""
     before, newest = losses[:-FLAT], losses[-FLAT:]
     if not before:
         return None
@@ -81,9 +83,9 @@ def stopped_falling(losses: Sequence[tuple[int, float]]) -> tuple[int, float] | 
     return None if any(loss < lowest[1] for _, loss in newest) else lowest
 
 
-def suspects(parts: Mapping[str, Sequence[Part]], share: float = STANDS_OUT) -> list[str]:
-    """Return the workers that stand out: those that were mostly shortened or left out, and those whose mean cosine was
-    less than `share` of the others' median. Empty if half of the workers or more stand out."""
+def suspects(parts: Mapping[str, Sequence[CountedContribution]], share: float = STANDS_OUT) -> list[str]:
+    """Return the workers that stand out: most of their contributions were shortened or left out, or their mean cosine
+    was less than `share` of the others' median. Empty if half of the workers or more stand out."""
     known = {worker: each for worker, each in parts.items() if len(each) >= LEAST_ROUNDS}
     cosines = {
         worker: statistics.fmean(part.cosine for part in each if part.cosine is not None)
@@ -113,7 +115,7 @@ class MaxMagnitude:
     largest: float = 0.0
 
     def watch(self, chunks: Iterator[tuple[F32, F32]]) -> Iterator[tuple[F32, F32]]:
-        """Yield the chunks (θ, u) unchanged, and note their largest magnitude."""
+        """Yield the chunks (θ, u) unchanged, and record their largest magnitude."""
         for chunk in chunks:
             for values in chunk:
                 self.largest = float(np.maximum(self.largest, np.maximum(values.max(), -values.min())))
@@ -124,18 +126,18 @@ class MaxMagnitude:
         return self.largest <= BOUND
 
 
-# --- what follows -----------------------------------------------------------------------------------------------------
+# --- what the guard then does -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class GuardRecord:
     """What the guard has decided about a run, as `runs.guard` stores it.
 
-    judged     the state of its last report; losses up to it are not judged again. -1: none since the last roll-back
+    judged     the state of its last report; losses up to it are not judged again. -1: none since the last rollback
     good       the last state that looked sound in that report
     paused     True if the guard has paused the run and no operator has changed the run's state since
-    to         the checkpoint of a roll-back that is ordered but not done; None if none is
-    without    the workers to ban with it
+    to         the checkpoint of a rollback that is ordered but not executed; None if there is none
+    without    the workers to ban with that rollback
     went_back  the checkpoints to which the guard has rolled the run back
     """
 
@@ -163,8 +165,8 @@ def check_values(change: Change, found: MaxMagnitude, state: int, fragment: int)
 
 
 def check_loss(change: Change) -> None:
-    """After an evaluation: report a held-out loss that has risen, and pause the run unless `guard.action` is "tell". If
-    it has only stopped falling, report the workers that stand out since."""
+    """After an evaluation: if the held-out loss has risen, report it and pause the run, unless `guard.action` is
+    "tell". If it has only stopped falling, report the workers that have stood out since."""
     guard = change.run.spec.guard
     change.session.flush()
     losses = _losses(change)
@@ -180,7 +182,7 @@ def check_loss(change: Change) -> None:
 
 
 def _check_flat_loss(change: Change, losses: Sequence[tuple[int, float]]) -> None:
-    """Report the workers that stand out since the held-out loss has stopped falling, each worker once per run."""
+    """Report the workers that have stood out since the held-out loss stopped falling, each worker once per run."""
     lowest = stopped_falling(losses)
     if lowest is None:
         return
@@ -188,7 +190,7 @@ def _check_flat_loss(change: Change, losses: Sequence[tuple[int, float]]) -> Non
     known = set(
         change.session.scalars(select(WorkerRow.name).where(WorkerRow.run_id == change.run.id, WorkerRow.suspected))
     )
-    workers = [worker for worker in suspects(_parts(change, state), SUSPECTED) if worker not in known]
+    workers = [worker for worker in suspects(_counted_since(change, state), SUSPECTED) if worker not in known]
     if workers:
         for worker in workers:
             change.worker_row(worker).suspected = True
@@ -206,18 +208,18 @@ def has_paused(run: LiveRun, row: RunRow) -> bool:
 
 
 def note_operator(change: Change) -> None:
-    """Drop the guard's pause and a roll-back it has ordered: an operator has changed the run's state."""
+    """Drop the guard's pause and any rollback it has ordered, because an operator has changed the run's state."""
     _set(change, replace(record_of(change.row), paused=False, to=None, without=()))
 
 
 def note_roll_back(change: Change, to: int, *, by_guard: bool) -> None:
-    """Judge all later states anew: the run was rolled back to state `to`."""
+    """Judge all later states again, because the run was rolled back to state `to`."""
     went_back = [*record_of(change.row).went_back, *([to] if by_guard else [])]
     _set(change, GuardRecord(went_back=went_back))
 
 
 def drop_order(change: Change, why: str) -> None:
-    """Drop the roll-back that was ordered, because it is not possible, and report why. The run stays paused."""
+    """Drop the ordered rollback because it is not possible, and report why. The run stays paused."""
     record = record_of(change.row)
     message = f"the run cannot be rolled back to state {record.to}: {why}; it stays paused"
     change.record("spoilt", message, state=record.judged, good=record.good, to=None, without=list(record.without))
@@ -225,7 +227,7 @@ def drop_order(change: Change, why: str) -> None:
 
 
 def _spoilt(change: Change, message: str, state: int, *, good: int, pauses: bool) -> None:
-    """Report that the model is spoilt after state `good`, and pause the run or order a roll-back."""
+    """Report that the model is spoilt after state `good`, and pause the run or order a rollback."""
     run, record = change.run, record_of(change.row)
     to, without = None, list[str]()
     if pauses and not run.ended:
@@ -234,7 +236,7 @@ def _spoilt(change: Change, message: str, state: int, *, good: int, pauses: bool
             if to is None:
                 message = f"{message}. {why}"
             else:
-                without = suspects(_parts(change, to))
+                without = suspects(_counted_since(change, to))
                 banned = ", ".join(without) or "nobody"
                 message = f"{message}. The run goes back to state {to}; banned: {banned}"
         else:
@@ -247,7 +249,7 @@ def _spoilt(change: Change, message: str, state: int, *, good: int, pauses: bool
 
 
 def _target(change: Change, record: GuardRecord, good: int) -> tuple[int | None, str]:
-    """Return the checkpoint to go back to; or None, and why there is none."""
+    """Return the checkpoint to roll back to; or None, and the reason why there is none."""
     run, session = change.run, change.session
     to = session.scalars(
         select(CheckpointRow.round)
@@ -262,15 +264,15 @@ def _target(change: Change, record: GuardRecord, good: int) -> tuple[int | None,
     return to, ""
 
 
-def _parts(change: Change, since: int) -> dict[str, Sequence[Part]]:
-    """Return how much of each worker's contributions counted in each delta from round `since` on."""
+def _counted_since(change: Change, since: int) -> dict[str, Sequence[CountedContribution]]:
+    """Return how each worker's contributions counted in the deltas from round `since` on."""
     rows = change.session.scalars(
         select(FragmentRow.verdicts).where(FragmentRow.run_id == change.run.id, FragmentRow.round >= since)
     )
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[CountedContribution]] = {}
     for verdicts in rows:
         for worker, verdict in verdicts.items():
-            parts.setdefault(worker, []).append(Part(verdict["factor"], verdict["cosine"]))
+            parts.setdefault(worker, []).append(CountedContribution(verdict["factor"], verdict["cosine"]))
     return dict(parts)
 
 

@@ -9,7 +9,7 @@ from sqlalchemy.orm import Session
 from coordinator.store.tables import EvaluationRow
 from protocol.messages import Evaluation
 
-ALL = ""  # the worker of a row that holds the mean of several
+ALL = ""  # worker name of a row with the mean of several workers
 
 
 def evaluations(session: Session, run_id: int, round_: int) -> dict[str, Evaluation]:
@@ -38,7 +38,7 @@ def evaluation(row: EvaluationRow) -> Evaluation:
 
 def mean(measured: Collection[Evaluation]) -> Evaluation | None:
     """Return the mean of the confirmed measurements, weighted by tokens; None if nothing was measured. If none is
-    confirmed, return the largest: the model must not look better than the worse of two that differ."""
+    confirmed, return the largest: the model must not look better than the worse of two measurements that differ."""
     confirmed = [each for each in measured if each.confirmed]
     if not confirmed:
         return max(measured, key=lambda each: each.loss, default=None)

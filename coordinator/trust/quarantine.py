@@ -1,9 +1,9 @@
-"""Quarantine: a worker whose contributions were left out again and again takes no part for a while, then tries again.
+"""Quarantine: a worker whose contributions were left out repeatedly takes no part for a while, then tries again.
 
-Each worker has a reputation, a score between 0 and 1 of how much of its contributions has counted lately. In quarantine
-it keeps its lease and follows the run. No worker is kept out if fewer than `min_workers` others contribute: each
+Each worker has a reputation: a score between 0 and 1 of how much of its recent contributions has counted. In quarantine
+a worker keeps its lease and follows the run. No worker is kept out unless `min_workers` others contribute: each
 contribution is judged anyway, and a run that stands still is worse. A member counts as one of those others if it takes
-part in the open or next round and has contributed before. Heartbeats alone keep a lease, but replace nobody.
+part in the open or next round and has contributed before. A member that only sends heartbeats does not count.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,15 +17,15 @@ from coordinator.run.live_run import Change, LiveRun
 from coordinator.store.tables import WorkerRow
 
 MEMORY = 0.8  # weight of the earlier score; the rest is the new round's
-QUARANTINED = 0.35  # quarantine below this score, which takes five rounds in a row that count nothing
-BACK = 0.6  # score after the quarantine, from which three such rounds are enough
+QUARANTINED = 0.35  # quarantine below this score; five rounds left out in a row lead there
+BACK = 0.6  # score after a quarantine; from there three rounds left out in a row lead to the next
 FIRST_ROUNDS, MOST_ROUNDS = 10, 320  # length of a quarantine; doubles each time
 
 
 @dataclass(frozen=True)
 class Reputation:
-    """score  0 to 1: how much of the worker's contributions has counted, recent rounds weighing most
-    times  how often it was in quarantine
+    """score  0 to 1: how much of the worker's contributions has counted; recent rounds weigh most
+    times  number of quarantines so far
     until  the round from which it takes part again; 0 if it never was in quarantine"""
 
     score: float = 1.0
@@ -69,7 +69,7 @@ def reputation_of(row: WorkerRow) -> Reputation:
 
 
 def restore(session: Session, run: LiveRun) -> None:
-    """Restore from the database, after a start, which workers are in quarantine."""
+    """Restore from the database which workers are in quarantine, after a start."""
     rows = session.execute(select(WorkerRow.name, WorkerRow.reputation).where(WorkerRow.run_id == run.id))
     for name, reputation in rows:
         run.members.quarantine(name, Reputation(**reputation).until)
@@ -100,7 +100,7 @@ def readmit(change: Change, row: WorkerRow) -> bool:
 
 
 def inherit_score(change: Change, row: WorkerRow) -> None:
-    """Give a new name the lowest score among its token's other names, so that a new name does not escape a bad one."""
+    """Give a new name the lowest score among its token's other names: a new name must not wipe out a bad score."""
     if row.token is not None:
         others = select(WorkerRow).where(WorkerRow.run_id == row.run_id, WorkerRow.token == row.token)
         scores = [reputation_of(other).score for other in change.session.scalars(others) if other.name != row.name]

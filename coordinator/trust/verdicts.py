@@ -2,12 +2,12 @@
 is averaged.
 
 **Weights.** A contribution weighs the tokens of its work, at most one assigned round (`sync/admission.py`). If each
-worker has its own H, a worker that was assigned far more than the others could still be nearly the whole mean; and a
-worker that answers at once looks like a fast machine. So a weight is at most MOST times the median of the others'.
+worker has its own H, a worker that was assigned far more than the others could still dominate the mean; and a worker
+that answers at once looks like a fast machine. So a weight is at most MOST times the median of the others'.
 
-**Verdicts.** The judging itself is pure (`screening/judging.py`). This module collects the evidence: what was measured
-in each contribution when it arrived, or again from its blob after a restart, and what was usual in earlier rounds. It
-also applies the consequences: units of workers that were left out are trained again, and reputations change.
+**Verdicts.** The judging itself is pure (`screening/judging.py`). This module collects the evidence: the measure of
+each contribution, taken when it arrived or from its blob after a restart, and the norms of earlier rounds. It also
+applies the consequences: units of workers that were left out are trained again, and reputations change.
 """
 
 import logging
@@ -31,7 +31,7 @@ from coordinator.screening.judging import (
     Judgement,
     judge,
 )
-from coordinator.screening.measuring import Found, find
+from coordinator.screening.measuring import MeasuredContribution, measure_payload
 from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import FragmentRow
 from coordinator.trust.quarantine import update_reputations
@@ -42,8 +42,8 @@ from protocol.digest import digest
 from protocol.spec.sections import SyncSpec
 from protocol.wire import ContributionHeader, Payload
 
-MOST = 4  # one contribution of three is then at most two thirds of the mean, of nine a third
-FEW = 2  # with two contributions nobody can say which one is usual
+MOST = 4  # so one of three contributions has at most two thirds of the total weight, and one of nine a third
+FEW = 2  # two contributions do not show which weight is usual
 EARLIER_ROUNDS = 16
 PLAUSIBLE = 2.0  # times the norm of θ
 
@@ -51,7 +51,8 @@ logger = logging.getLogger(__name__)
 
 
 def weights(tokens: Mapping[str, int], sync: SyncSpec) -> dict[str, int]:
-    """Return the weight of each worker's contribution, in tokens. `tokens`: of the work in it. Pure."""
+    """Return the weight of each worker's contribution, in tokens. `tokens`: the tokens of the work in it, by worker.
+    Pure."""
     if sync.inner_steps != "auto" or len(tokens) <= FEW:
         return dict(tokens)
     ascending = sorted(tokens.values())
@@ -59,29 +60,30 @@ def weights(tokens: Mapping[str, int], sync: SyncSpec) -> dict[str, int]:
 
 
 def _most(ascending: Sequence[int], own: int) -> int:
-    """Return MOST times the median of all of `ascending` but `own`. Whole work units in, whole work units out."""
+    """Return MOST times the median of `ascending` without one element `own`. Multiples of a work unit give a multiple
+    of it."""
     place, others = bisect_left(ascending, own), len(ascending) - 1
     low, high = (each + (each >= place) for each in ((others - 1) // 2, others // 2))
     return MOST * (ascending[low] + ascending[high]) // 2
 
 
-def measure(run: LiveRun, header: ContributionHeader, payload: Payload) -> Found:
-    """Measure a contribution and return what it will be judged by. Raises WireError if a value is not finite, and
-    Problem if the contribution claims to carry work that it cannot have."""
+def measure_contribution(run: LiveRun, header: ContributionHeader, payload: Payload) -> MeasuredContribution:
+    """Measure a contribution, as evidence for its verdict. Raises WireError if a value is not finite, and Problem if
+    the contribution claims to carry work that it cannot have."""
     late, missed, all_late = late_work(run, header)
     key = digest(run.context.secret + f"{run.name}/{header.round}/{header.fragment}".encode())
-    return Found(find(payload, key), late, missed, all_late)
+    return MeasuredContribution(measure_payload(payload, key), late, missed, all_late)
 
 
-def keep_in_memory(run: LiveRun, found: Found) -> Found | None:
-    """Return `found` in memory that counts towards the budget for payloads; None if the budget does not allow it: then
-    the blob is measured again when needed."""
-    memory = run.context.memory.take(found.measure.direction.nbytes)
+def keep_in_memory(run: LiveRun, measured: MeasuredContribution) -> MeasuredContribution | None:
+    """Return a copy of `measured` whose memory counts towards the budget for payloads. Return None if the budget has no
+    room; then the blob is measured again when needed."""
+    memory = run.context.memory.take(measured.measure.direction.nbytes)
     if memory is None:
         return None
     direction = np.frombuffer(memory, np.float16)
-    direction[:] = found.measure.direction
-    return replace(found, measure=replace(found.measure, direction=direction))
+    direction[:] = measured.measure.direction
+    return replace(measured, measure=replace(measured.measure, direction=direction))
 
 
 def judge_fragment(
@@ -96,7 +98,8 @@ def judge_fragment(
     Raises OSError, WireError, ValueError or LookupError if a blob that is read again is not what was acknowledged.
     """
     found = {
-        worker: each.found or _measure_blob(run, round_, fragment, worker, each) for worker, each in contributed.items()
+        worker: each.measured or _measure_blob(run, round_, fragment, worker, each)
+        for worker, each in contributed.items()
     }
     reference = _median_reference(run, round_, fragment)
     total = sum(each.tokens for each in contributed.values())
@@ -112,7 +115,7 @@ def judge_fragment(
         for worker, each in sorted(contributed.items())
     }
     spec = run.spec
-    noisy = spec.privacy is not None and spec.privacy.noise > 0  # longer than any model, in a random direction
+    noisy = spec.privacy is not None and spec.privacy.noise > 0  # noise outweighs the update, in a random direction
     first_of_few = reference is None and len(contributed) <= 2 and not noisy
     return judge(
         evidence,
@@ -120,22 +123,24 @@ def judge_fragment(
         _plausible_norm(theta_norm()) if first_of_few else math.inf,
         rule=spec.sync.aggregation,
         clipped=clip_limit(run),
-        least_agreement=LEAST_AGREEMENT if run.trains_on_the_same else 0.0,
+        least_agreement=LEAST_AGREEMENT if run.shares_data else 0.0,
     )
 
 
 def clip_limit(run: LiveRun) -> float:
-    """Return the norm that honest contributions of this run stay below, as a multiple of the reference."""
-    if not run.trains_on_the_same:
+    """Return the largest norm of honest contributions to this run, as a multiple of the reference."""
+    if not run.shares_data:
         return CLIPPED_OF_OTHER_DATA
     return CLIPPED_WITH_FEEDBACK if CODECS[run.spec.sync.upload_codec].error_feedback else CLIPPED
 
 
-def _measure_blob(run: LiveRun, round_: int, fragment: int, worker: str, each: AcceptedContribution) -> Found:
+def _measure_blob(
+    run: LiveRun, round_: int, fragment: int, worker: str, each: AcceptedContribution
+) -> MeasuredContribution:
     name = run.names.contribution(round_, fragment, worker, each.digest)
     with StoredPayload(run.blobs.open(name)) as payload:
         assert isinstance(payload.header, ContributionHeader)
-        return measure(run, payload.header, payload)
+        return measure_contribution(run, payload.header, payload)
 
 
 def _median_reference(run: LiveRun, round_: int, fragment: int) -> float | None:
@@ -152,13 +157,13 @@ def _median_reference(run: LiveRun, round_: int, fragment: int) -> float | None:
 
 
 def _plausible_norm(theta_norm: float) -> float:
-    """Return a norm that no honest first round exceeds. Unlimited for a θ of zeros, which says nothing about norms."""
+    """Return a norm that no honest first round exceeds: infinite if θ is all zeros, because that shows no scale."""
     return PLAUSIBLE * theta_norm if theta_norm > 0 else math.inf
 
 
 def report_verdicts(change: Change, round_: int, fragment: int, judgement: Judgement) -> None:
-    """Record an event for each worker that is left out or shortened, unless an earlier fragment of the round had one.
-    Call it before the fragment's verdicts are stored."""
+    """Record an event for each worker that is left out or shortened, unless an earlier fragment of the round already
+    had one. Call it before the fragment's verdicts are stored."""
     reported = _reported(change, round_) if any(each.reason for each in judgement.verdicts.values()) else set()
     for worker, verdict in judgement.verdicts.items():
         if verdict.reason and worker not in reported:

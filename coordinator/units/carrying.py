@@ -1,8 +1,8 @@
-"""What a worker may carry from rounds that it missed, by the coordinator's own record.
+"""What a worker may carry from rounds that it missed, according to the coordinator's own record.
 
 A worker may carry the work of a round that it was assigned and that closed without it, if it has not contributed since.
-Every look-up in the record goes back LOOKED_BACK rounds at most. Older rounds, and rounds that retention has deleted,
-are unknown: work of them is neither refused nor allowed for.
+The record is searched at most LOOKED_BACK rounds back. Older rounds and rounds deleted by retention are unknown: a
+contribution that carries them is not rejected, but they do not raise its limits either.
 """
 
 import math
@@ -22,7 +22,7 @@ MOST_ADDED = 64  # rounds whose contributors are read for one contribution
 
 
 def last_contribution(session: Session, run: LiveRun, worker: str, fragment: int, rounds: range) -> int | None:
-    """Return the last of `rounds` in which the worker contributed to the fragment; None if there is none."""
+    """Return the last of `rounds` in which the worker contributed to the fragment; None if it did in none."""
     return session.scalar(
         select(func.max(ContributionRow.round)).where(
             ContributionRow.run_id == run.id,
@@ -57,7 +57,7 @@ def weighed_tokens(session: Session, run: LiveRun, worker: str, fragment: int, r
 
 
 def known_rounds(session: Session, run: LiveRun, rounds: Iterable[int], before: int) -> list[int]:
-    """Return those of `rounds` whose rows are kept and that are at most LOOKED_BACK rounds before `before`."""
+    """Return those of `rounds` that are still recorded, and at most LOOKED_BACK rounds before `before`."""
     forgotten = session.scalar(
         select(func.max(RoundRow.round)).where(RoundRow.run_id == run.id, RoundRow.tokens.is_not(None))
     )
@@ -66,8 +66,9 @@ def known_rounds(session: Session, run: LiveRun, rounds: Iterable[int], before: 
 
 
 def carriable_units(session: Session, run: LiveRun, worker: str) -> int:
-    """Return the most units of earlier rounds that the worker may still have work on: those it was assigned since its
-    last contribution. If fragments are sent during training, units of that contribution's round may be among them."""
+    """Return the largest number of units of earlier rounds that the worker may still have work on: those it was
+    assigned since its last contribution. If fragments are sent during training, the units of that contribution's round
+    are included."""
     rounds = range(run.round)
     last = last_contribution(session, run, worker, 0, rounds)
     since = 0 if last is None else last + (not run.spec.sync.streams)
@@ -76,8 +77,8 @@ def carriable_units(session: Session, run: LiveRun, worker: str) -> int:
 
 def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, float, bool]:
     """Return, from the coordinator's own record, how many missed rounds' work the contribution may contain, how much of
-    one other worker's work their means contain (`largest_shares`), and whether the contribution contains no work of its
-    own round. Raises Problem `units-not-held` if `carried` names a round that the record contradicts."""
+    one other worker's work their means contain (`largest_shares`), and whether it contains no work of its own round.
+    Raises Problem `units-not-held` if `carried` names a round that contradicts the record."""
     if not header.carried:
         return 0, 0.0, False
     worker, since = header.worker, range(header.carried[0], header.round)
@@ -107,7 +108,8 @@ def largest_shares(session: Session, run: LiveRun, fragment: int, rounds: Sequen
             FragmentRow.run_id == run.id, FragmentRow.round.in_(rounds), FragmentRow.fragment == fragment
         )
     )
-    return sum(max(tokens.values()) / sum(tokens.values()) for tokens in contributors if tokens)
+    shares = [max(tokens.values()) / sum(tokens.values()) for tokens in contributors if tokens]
+    return float(sum(shares))
 
 
 def _recent(rounds: range) -> range:

@@ -1,7 +1,7 @@
-"""The epochs of the training set: how far each is, and the check that every unit was trained on exactly once.
+"""The epochs of the training set: the progress of each, and the check that every unit was trained on exactly once.
 
-The check compares two independent records: the ranges of units, which must cover the epoch without gap or overlap, and
-the token count of the run (with private data, of the worker), which grows with every unit that a contribution consumes.
+The check compares two independent records. The ranges of units must cover the epoch without gap or overlap. The token
+count of the run (with private data, of the worker) grows with every unit that a contribution consumes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,11 @@ from protocol.messages import EpochInfo, Page, UnitRangeInfo
 
 
 def epochs(run: LiveRun, limit: int, before: int | None) -> Page[EpochInfo]:
-    """Return the epochs that have begun, newest first; with private data worker by worker, the last to join first.
+    """Return the epochs that have begun, newest first. With private data they are grouped by worker, the last to join
+    first.
 
-    An epoch's place in this order is the first unit of its pool plus its number; those below `before` are returned.
+    Pages are numbered by place: the first unit of the epoch's pool plus the epoch's number. Only places below `before`
+    are returned.
     """
     with run.lock:
         pass  # wait until a change in progress is in the database
@@ -30,7 +32,7 @@ def epochs(run: LiveRun, limit: int, before: int | None) -> Page[EpochInfo]:
 
 
 def unit_ranges(run: LiveRun, limit: int, after: int) -> Page[UnitRangeInfo]:
-    """Return the ranges that end after unit `after`, by their first unit."""
+    """Return the ranges that end after unit `after`, ordered by their first unit."""
     with run.lock:
         pass
     with run.context.database.read() as session:
@@ -90,7 +92,7 @@ def _bounds(pool: Pool, units: int, epoch: int) -> tuple[int, int]:
 
 
 def check_epochs(change: Change) -> None:
-    """Check each epoch whose units are all consumed and that was not checked yet; record the result as an event."""
+    """Check each epoch whose units are all consumed and that was not checked before; record the result as an event."""
     for pool in all_pools(change.session, change.run):
         while pool.units is not None and pool.row.next_unit >= (pool.row.checked_epochs + 1) * pool.units:
             if not _check_epoch(change, pool, pool.units, pool.row.checked_epochs):

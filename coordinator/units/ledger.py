@@ -1,8 +1,8 @@
-"""Work units: which are assigned to which worker, which were consumed, and which have returned to their pool.
+"""Work units: which ones are assigned to which worker, which were consumed, and which have returned to their pool.
 
-A unit is one inner step's batch. Units are numbered without end through the epochs of the training set (unit g belongs
-to epoch g // units_per_epoch); each is consumed by exactly one accepted contribution. Ranges are half-open. `epochs.py`
-counts and checks them.
+A unit is one inner step's batch. The numbers of units continue from epoch to epoch of the training set: unit g belongs
+to epoch g // units_per_epoch. Each unit is consumed by exactly one accepted contribution. Ranges are half-open.
+`epochs.py` counts and checks them.
 """
 
 from bisect import bisect_left, bisect_right
@@ -37,7 +37,7 @@ def assign_units(session: Session, pool: Pool, worker: str, round_: int, count: 
 def deal_units(
     session: Session, pools: Mapping[str, Pool], round_: int, counts: Mapping[str, int]
 ) -> dict[str, list[Range]]:
-    """Assign to each worker its count of units of its pool for `round_`, one worker after the other."""
+    """Assign units for `round_` to each worker in turn, from the worker's own pool. `counts`: units per worker."""
     free = _free_units(session, pools)
     dealt: dict[str, list[Range]] = {}
     for worker, count in counts.items():
@@ -63,7 +63,7 @@ def deal_units(
 
 
 def _free_units(session: Session, pools: Mapping[str, Pool]) -> dict[int, deque[UnitRangeRow]]:
-    """Return the ranges that have returned to `pools`, in order, by the first unit of their pool."""
+    """Return the free ranges of `pools`, in order. The keys are the pools' first units."""
     ends = {pool.first: pool.next for pool in pools.values()}
     firsts, free = sorted(ends), defaultdict[int, deque[UnitRangeRow]](deque)
     rows = session.scalars(
@@ -78,7 +78,7 @@ def _free_units(session: Session, pools: Mapping[str, Pool]) -> dict[int, deque[
     )
     for row in rows:
         first = firsts[bisect_right(firsts, row.start) - 1]
-        if row.start < ends[first]:  # otherwise it belongs to a pool in between, of a worker not among these
+        if row.start < ends[first]:  # otherwise it belongs to a pool in between that is not one of `pools`
             free[first].append(row)
     return free
 
@@ -104,11 +104,11 @@ def return_units(session: Session, run_id: int, worker: str) -> None:
 
 
 def reclaim_units(session: Session, pool: Pool, worker: str, round_: int, carried: Sequence[Sequence[int]]) -> None:
-    """Assign the units `carried` to `worker` again: it still has its work on them from rounds before `round_`.
+    """Assign the units `carried` to `worker` again, because it still has work on them from rounds before `round_`.
 
-    Units that returned to the pool because its lease ended are in no contribution, so they can be assigned again.
-    Raises Problem `units-not-held` if one of the units is assigned to another worker, is in a contribution to an
-    earlier round, is listed twice, belongs to another pool, or was dealt to `worker` anew for `round_`.
+    Units that returned to the pool when its lease ended are in no contribution, so they can be assigned again. Raises
+    Problem `units-not-held` if one of the units is assigned to another worker, is in a contribution to an earlier
+    round, is listed twice, belongs to another pool, or was dealt to `worker` anew for `round_`.
     """
     listed = sorted((start, stop) for start, stop in carried)
     if any(stop > start for (_, stop), (start, _) in pairwise(listed)):
@@ -144,8 +144,8 @@ def return_forgotten_units(
 ) -> None:
     """Return to the pool the units of rounds before `round_` that `worker` holds without having work on them.
 
-    A worker that is slow or away is assigned units of rounds in which it never takes part. As long as it is live, no
-    other worker would train on them.
+    A slow or absent worker is assigned units of rounds in which it never takes part. While it is live, no other worker
+    would train on them.
     """
     earlier = (
         select(UnitRangeRow)
@@ -165,11 +165,11 @@ def return_forgotten_units(
 
 
 def consume_units(session: Session, run_id: int, worker: str, round_: int, units: Sequence[Sequence[int]]) -> int:
-    """Mark `units` as consumed by this worker's contribution to `round_`; return how many of them are newly consumed.
+    """Mark `units` as consumed by this worker's contribution to `round_`. Return how many of them are newly consumed.
 
-    Each unit must be listed once and be assigned to the worker. A worker that leaves in the middle of a round may name
-    only the first units of a range; the others stay assigned. The fragments of one contribution name the same units, so
-    units that this round has already consumed are accepted. Raises Problem `units-not-held` otherwise.
+    Each unit must be listed once and be assigned to the worker; otherwise raises Problem `units-not-held`. A worker
+    that leaves in the middle of a round may name only the first units of a range; the others stay assigned. The
+    fragments of one contribution name the same units, so units that this round has already consumed are accepted.
     """
     held = {row.start: row for row in _contributable(session, run_id, worker, round_)}
     consumed = 0
@@ -234,8 +234,8 @@ def unconsume_units(session: Session, run_id: int, worker: str, round_: int, *, 
 
 
 def return_since(session: Session, run_id: int, round_: int) -> list[Range]:
-    """Return to the pools all assigned units, and those that `round_` and later rounds have consumed. The result is the
-    ranges of the latter."""
+    """Return to the pools all assigned units, and the units consumed by `round_` or later rounds. The function's result
+    lists the ranges that had been consumed."""
     since = or_(UnitRangeRow.state == "assigned", UnitRangeRow.consumed_round >= round_)
     rows = session.scalars(select(UnitRangeRow).where(UnitRangeRow.run_id == run_id, since)).all()
     consumed = [(row.start, row.stop) for row in rows if row.state == "consumed"]
@@ -245,11 +245,12 @@ def return_since(session: Session, run_id: int, round_: int) -> list[Range]:
 
 
 def merge_adjacent(session: Session, run_id: int, round_: int, settled: int | None = None) -> None:
-    """Merge rows of adjacent ranges: free ones; those consumed by the same round before `round_`; and those consumed by
-    any rounds before `settled` (None: `round_`), to which the run cannot be rolled back.
+    """Merge rows of adjacent ranges, so that the table does not grow with the number of workers nor, for long, of
+    rounds.
 
-    So the table does not grow with the workers nor, for long, with the rounds. No worker will name a unit again that a
-    past round has consumed; which worker trained on it is in the history of contributions.
+    Free ranges are merged, and ranges consumed by the same round before `round_`. Ranges consumed by different rounds
+    are merged if all are before `settled` (None: `round_`), because the run cannot be rolled back that far. Consumed
+    rows lose their worker: no contribution can name these units again, and the history of contributions has the worker.
     """
     settled = round_ if settled is None else settled
     rows = session.scalars(
@@ -273,14 +274,15 @@ def merge_adjacent(session: Session, run_id: int, round_: int, settled: int | No
 
 
 def _mergeable(a: UnitRangeRow, b: UnitRangeRow, settled: int) -> bool:
-    """Return True if any roll-back would return both ranges, or neither."""
+    """Return True if every possible rollback returns both ranges or neither."""
     if a.consumed_round is None or b.consumed_round is None:
         return True
     return a.consumed_round == b.consumed_round or max(a.consumed_round, b.consumed_round) < settled
 
 
 def _split(session: Session, row: UnitRangeRow, stop: int) -> UnitRangeRow | None:
-    """End `row` at `stop`. If units remain after it, put them into a new row of the same kind and return it."""
+    """End `row` at `stop`. Put the units after it, if there are any, into a new row of the same kind and return that
+    row."""
     if stop >= row.stop:
         return None
     rest = UnitRangeRow(

@@ -1,7 +1,7 @@
 """The pools of work units: one for the run or, with private data, one for each worker's own training set.
 
-Within a pool, units are dealt, returned and consumed in the same way (`ledger.py`). With private data each pool has its
-own range of unit numbers, so a number never means two units.
+Units are dealt, returned and consumed in the same way in every pool (`ledger.py`). With private data each pool has a
+separate range of unit numbers, so a number never means two units.
 """
 
 from collections.abc import Collection
@@ -17,8 +17,8 @@ from protocol.spec.run import UNITS_PER_WORKER
 
 @dataclass(frozen=True)
 class Pool:
-    """The work units of one training set. `row` counts the units that were ever assigned, and the tokens trained on;
-    `units` is the length of an epoch, None if unknown."""
+    """The work units of one training set. `row` counts the units assigned so far and the tokens trained on; `units` is
+    the number of units per epoch, None if unknown."""
 
     row: RunRow | WorkerRow
     units: int | None = None
@@ -29,7 +29,7 @@ class Pool:
 
     @property
     def worker(self) -> str | None:
-        """The worker that the training set belongs to; None: it is the run's."""
+        """The worker that owns the training set; None if all workers share it."""
         return None if isinstance(self.row, RunRow) else self.row.name
 
     @property

@@ -58,7 +58,7 @@ def _restore_workers(run: LiveRun) -> None:
         )
         run.members.end_round(set(previous))
     for name, token in owners:
-        run.members.own(name, token)
+        run.members.record_owner(name, token)
     for row in rows:
         assert row.token_hash is not None, "a live worker holds a lease"
         metrics = Metrics.model_validate(row.metrics)

@@ -1,1 +1,1 @@
-"""What workers ask for and report: joining, leases, assignments, and what a round has cost them."""
+"""The requests of workers: joining, leases, assignments, and reports of what a round has cost them."""

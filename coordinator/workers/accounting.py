@@ -1,7 +1,8 @@
-"""What rounds cost: bytes and seconds, which workers report with every request for the next assignment.
+"""What rounds cost, in bytes and seconds. Workers report it with every request for the next assignment.
 
 A report is stored per round, worker and epoch, and added to the accounts of its round, its worker and its run. These
-three are therefore always complete, and the reports can be deleted with the rest of the history (`sync/retention.py`).
+three sums are therefore always complete, and the reports can be deleted with the rest of the history
+(`sync/retention.py`).
 """
 
 from typing import Any
@@ -17,22 +18,22 @@ Key = tuple[str, int, int]  # worker, round, epoch
 
 
 def book_report(run: LiveRun, worker: str, report: RoundReport) -> None:
-    """Book the report. Booking it again changes nothing. A report of a round that the run has not reached is dropped:
-    it belongs to a history that was lost when the database was restored from a backup."""
+    """Add the report to the accounts. Adding it again changes nothing. A report of a round that the run has not reached
+    is dropped: it belongs to a history that was lost when the database was restored from a backup."""
     queue_report(run, worker, report)
     book_queued(run)
 
 
 def queue_report(run: LiveRun, worker: str, report: RoundReport) -> QueuedReport:
-    """Queue the report for the next `book_queued`. Takes no lock and does no I/O: all workers report at once after a
-    round, and the first thread that gets the lock books for all."""
+    """Queue the report for the next `book_queued`. Takes no lock and does no I/O: all workers report at the same time
+    after a round, and the first thread that gets the lock adds all their reports."""
     queued = QueuedReport(worker, report)
     run.reports.append(queued)
     return queued
 
 
 def book_queued(run: LiveRun) -> None:
-    """Book all queued reports in one transaction; if it fails, they are queued again."""
+    """Add all queued reports to the accounts in one transaction. If it fails, they are queued again."""
     with run.lock:
         queued: list[QueuedReport] = []
         while run.reports:
@@ -53,7 +54,7 @@ def book_queued(run: LiveRun) -> None:
 
 
 def _not_booked(run: LiveRun, reports: dict[Key, RoundReport]) -> dict[Key, RoundReport]:
-    """Return those of `reports` that are not in the database yet and belong to rounds that it has."""
+    """Return those of `reports` that are not in the database yet and whose round is."""
     with run.context.database.read() as session:
         booked = {
             (worker, round_, epoch)
@@ -69,7 +70,7 @@ def _not_booked(run: LiveRun, reports: dict[Key, RoundReport]) -> dict[Key, Roun
 
 
 def _book(change: Change, reports: dict[Key, RoundReport]) -> None:
-    """Add the reports to the database. A thousand reports need as few statements as one."""
+    """Add the reports to the database. The number of statements does not grow with the number of reports."""
     run, session = change.run, change.session
     names, rounds = {worker for worker, _, _ in reports}, {round_ for _, round_, _ in reports}
     run_row = change.row
@@ -101,7 +102,7 @@ def added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_worker(session: Session, run_id: int, round_: int) -> dict[str, Account]:
-    """Return what each worker has reported about one round."""
+    """Return each worker's reported account of one round."""
     rows = session.scalars(
         select(ReportRow).where(ReportRow.run_id == run_id, ReportRow.round == round_).order_by(ReportRow.worker)
     )

@@ -1,4 +1,5 @@
-"""Assignments: what each worker does next. A worker that arrives late joins the open round, with the next units."""
+"""Assignments: what each worker does next. A worker that arrives late joins the open round and gets the next free
+units."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,10 +25,11 @@ from protocol.messages import Action, Assignment, RunState
 def assign(
     run: LiveRun, worker: str, state_round: int | None, carried: Sequence[Sequence[int]] | None = None
 ) -> Assignment:
-    """Return what `worker`, which holds the state `state_round` (None: no state), does next. Idempotent.
+    """Return what `worker` does next. Idempotent.
 
-    `carried`: the units of earlier rounds whose work it still has; None if it does not report them. Raises Problem
-    `units-not-held` if that work must not be contributed any more.
+    `state_round`: the state that it holds; None if it holds none. `carried`: the units of earlier rounds whose work it
+    still has; None if it does not report them. Raises Problem `units-not-held` if that work must not be contributed any
+    more.
     """
     with run.lock:
         if run.state is RunState.STOPPED:
@@ -49,15 +51,15 @@ def assign(
 
         if (run.open is None or worker not in run.open.assignments) and kept_out(run, [worker]):
             return _answer(run, Action.WAIT, f"{worker} is in quarantine: its contributions were left out too often")
-        if carried or run.open is None:  # a crowd of requests for an open round needs no change
-            with run.change() as change:  # opens the round, if only this worker was missing
+        if carried or run.open is None:  # with an open round, most requests need no change
+            with run.change() as change:  # opens the round if only this worker was missing
                 if carried:
                     _check_carried(change, worker, carried)
                     pool = pools_of(change.session, run, [worker])[worker]
                     reclaim_units(change.session, pool, worker, run.round, carried)
                     if run.open is not None:
                         change.after_commit(partial(run.open.without_earlier_units.discard, worker))
-                change.after_commit(partial(run.members.get_ready, worker))
+                change.after_commit(partial(run.members.mark_ready, worker))
         opening = run.open
         if opening is None:
             return _answer(run, Action.WAIT, status(run))
@@ -79,9 +81,9 @@ def _check_carried(change: Change, worker: str, carried: Sequence[Sequence[int]]
 def assign_from_memory(
     run: LiveRun, worker: str, state_round: int | None, carried: Sequence[Sequence[int]] | None
 ) -> Assignment | None:
-    """Return what `assign` would return to a live worker of the open round, if memory alone is enough; otherwise None.
+    """Return the result of `assign` if memory alone is enough: a live worker of the open round asks. Otherwise None.
 
-    Takes no lock: what it reads belongs to the moment at which it found the round open.
+    Takes no lock. The answer is the one that was right at the moment when the open round was read.
     """
     opening = run.open
     if opening is None or opening.number != state_round:
@@ -125,7 +127,7 @@ def _training(run: LiveRun, opening: OpenRound, worker: str, assignment: RoundAs
 def _ensure_assignment(
     run: LiveRun, opening: OpenRound, worker: str, carried: Sequence[Sequence[int]] | None
 ) -> RoundAssignment:
-    """Return the worker's assignment for the open round, from the database; create it if there is none."""
+    """Return the worker's assignment for the open round from the database. Create it if there is none."""
     with run.change() as change:
         row = _take_part(change, worker)
         if carried is not None:
@@ -140,7 +142,7 @@ def _ensure_assignment(
 
 
 def _take_part(change: Change, worker: str) -> AssignmentRow:
-    """Return the worker's row for the open round; create it if there is none. The first worker of a round evaluates;
+    """Return the worker's row for the open round. Create it if there is none. The first worker of a round evaluates;
     with private data every worker does."""
     run, session = change.run, change.session
     row = session.get(AssignmentRow, (run.id, run.round, worker))
@@ -156,7 +158,8 @@ def _take_part(change: Change, worker: str) -> AssignmentRow:
 
 
 def _is_seeder(run: LiveRun, worker: str) -> bool:
-    """Return True if `worker` must upload state 0: the first one that asks. A successor starts from the beginning."""
+    """Return True if `worker` must upload state 0. The first worker that asks becomes the seeder; if it is replaced,
+    the next one uploads all fragments again."""
     now = run.context.clock()
     if run.members.seeder is None and run.members.may_seed(worker, now):
         with run.change() as change:
@@ -167,8 +170,8 @@ def _is_seeder(run: LiveRun, worker: str) -> bool:
 
 
 def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
-    """Return True if `worker` should evaluate the final state: the first worker that asks, and the next one of another
-    token. With private data, every worker that has not done it yet."""
+    """Return True if `worker` should evaluate the final state: the first worker that asks, and the next one with
+    another token. With private data, every worker that has not done so yet."""
     with run.context.database.read() as session:
         done = held_out.evaluations(session, run.id, run.round)
         if worker in done or (held_out.ALL in done):

@@ -1,5 +1,7 @@
-"""Leases. A worker is live exactly while it holds one: heartbeats renew it, and it ends when the worker leaves, is
-evicted or banned, or at a tick: when it runs out, its token is no longer good, or the worker stays after a run is over.
+"""Leases. A worker is live exactly while it holds a lease. Heartbeats renew it.
+
+A lease ends at once when the worker leaves, is evicted or is banned. A tick ends it when it has run out, when the
+worker's token is no longer good, or when the worker stays after the run is over.
 """
 
 from collections.abc import Callable
@@ -22,9 +24,9 @@ DIRECTIVES = {
 
 
 def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
-    """Renew the lease of a live worker: a heartbeat. Problem `unauthorized` if the lease has ended.
+    """Renew the lease of a live worker: a heartbeat. Raises Problem `unauthorized` if the lease has ended.
 
-    Takes no lock and does not touch the database.
+    Takes no lock and does not use the database.
     """
     if not run.members.renew(worker, run.context.clock(), metrics):
         raise _ended(worker)
@@ -43,7 +45,7 @@ def _ended(worker: str) -> Problem:
 
 
 def leave(run: LiveRun, worker: str, request: LeaveRequest, operator: Actor | None = None) -> None:
-    """End the worker's lease because it leaves, or because `operator` makes it leave. Its unused units return to the
+    """End the worker's lease because it leaves, or because `operator` removes it. Its unused units return to the
     pool."""
     with run.lock:
         if operator is not None and worker not in run.members:
@@ -58,8 +60,8 @@ def leave(run: LiveRun, worker: str, request: LeaveRequest, operator: Actor | No
 
 
 def end_lease(change: Change, worker: str, state: WorkerState, what: str, request: LeaveRequest | None = None) -> None:
-    """End the worker's lease and return its unused units. `what`: the event's text after the name. `request`: what the
-    worker sent as it left."""
+    """End the worker's lease and return its unused units. `what`: the rest of the event's message, after the worker's
+    name. `request`: the worker's own message on leaving, if there is one."""
     run, row = change.run, change.worker_row(worker)
     row.token_hash, row.state = None, state
     metrics = run.members.metrics(worker)
@@ -86,7 +88,7 @@ def end_lease(change: Change, worker: str, state: WorkerState, what: str, reques
 
 
 def expire(run: LiveRun) -> None:
-    """End the leases that ran out."""
+    """End the leases that have run out."""
     members, clock = run.members, run.context.clock
     with run.lock:
         for worker in members.expired(clock()):
@@ -98,7 +100,7 @@ def expire(run: LiveRun) -> None:
 
 
 def replace_silent_seeder(run: LiveRun) -> None:
-    """Let another worker upload state 0 if the seeder has uploaded nothing for SEEDER_S."""
+    """Let another worker upload state 0 if the seeder has uploaded nothing for SEEDER_S seconds."""
     with run.lock:
         members, now = run.members, run.context.clock()
         if run.seeded or not members.seeder_is_silent(now):
@@ -111,10 +113,10 @@ def replace_silent_seeder(run: LiveRun) -> None:
 
 
 def end_lingering(run: LiveRun) -> None:
-    """Evict the members that still hold a lease LINGER_S after the run ended, or was drained."""
+    """Evict the members that still hold a lease LINGER_S seconds after the run has ended or was drained."""
     with run.lock:
         must_leave = run.ended or (run.state is RunState.DRAINING and run.open is None)
-        if run.members.linger(run.context.clock(), must_leave=must_leave):
+        if run.members.are_lingering(run.context.clock(), must_leave=must_leave):
             with run.change() as change:
                 for worker in sorted(run.members.live()):
                     message = f"was evicted: the run is {run.state}, and it has not left for {LINGER_S:.0f} s"
@@ -122,9 +124,9 @@ def end_lingering(run: LiveRun) -> None:
 
 
 def end_without_token(run: LiveRun, is_good: Callable[[str], bool]) -> None:
-    """End the leases of the workers whose token was revoked or has expired. `is_good`: of the id of a token."""
+    """End the leases of workers whose token was revoked or has expired. `is_good` takes the id of a token."""
     with run.lock:
-        ended = run.members.joined_without(is_good)
+        ended = run.members.with_invalid_token(is_good)
         if ended:
             with run.change() as change:
                 for worker in ended:

@@ -1,6 +1,6 @@
-"""Joining a run, and what an operator does to a worker. `leases.py` says how a membership goes on and ends.
+"""Joining a run, and what an operator can do to a worker. `leases.py` covers how a membership continues and ends.
 
-A name belongs to the token that first joined with it, also after the lease has ended, until an operator releases it.
+A name belongs to the token that first joined with it, even after the lease has ended, until an operator releases it.
 """
 
 import secrets
@@ -29,7 +29,7 @@ from protocol.messages import (
 from protocol.spec.run import PRIVATE_WORKERS
 from protocol.spec.sections import check_pin
 
-DRAINING_S = 5.0  # until a newcomer retries
+DRAINING_S = 5.0  # a worker that cannot join a draining run retries after this time
 
 
 def join(
@@ -41,7 +41,7 @@ def join(
     is_good: Callable[[str], bool],
 ) -> JoinReply:
     """Let `worker` join with the token of `by`. The first worker fixes layout, frozen parameters and training set. A
-    worker with different ones is refused; with private data the training set may differ.
+    worker with different ones is rejected, except that the training set may differ with private data.
 
     `is_good` returns whether the token with that id is still good: it may have been revoked since authentication.
     Raises Problem: run-ended, run-draining, banned, worker-name-taken, worker-name-owned, forbidden, unauthorized,
@@ -64,7 +64,7 @@ def join(
         if not row.epoch:
             inherit_score(change, row)
         old_hash = row.token_hash
-        repeated = _is_secret_of(request.member_token, old_hash)  # the answer was lost, so it retries
+        repeated = _is_secret_of(request.member_token, old_hash)  # a retry: the answer was lost
         same_worker = repeated or _is_secret_of(request.previous, old_hash)
         remaining_s = members.remaining_s(worker, run.context.clock())
         if remaining_s is not None and not same_worker:
@@ -74,7 +74,7 @@ def join(
                 f"if that worker is dead, its lease ends in {remaining_s:.0f} s",
                 retry_after_s=remaining_s,
             )
-        if remaining_s is None and steering.turns_away(run, worker):
+        if remaining_s is None and steering.refuses_join(run, worker):
             raise Problem(
                 "run-draining",
                 f"the run {run.name} is draining and takes no newcomers: its workers finish the open round and leave; "
@@ -82,7 +82,7 @@ def join(
                 retry_after_s=DRAINING_S,
             )
         secret = request.member_token or new_secret()[0]
-        hashed = secret_hash(secret)  # another worker may have it: the database refuses that (`VIOLATIONS`)
+        hashed = secret_hash(secret)  # the database rejects a secret that another worker has (`VIOLATIONS`)
         session.add(row)
         if run.spec.data.private:
             _bring_own_data(row, request.data)
@@ -109,8 +109,8 @@ def _is_secret_of(secret: str | None, hashed: bytes | None) -> bool:
 
 
 def _next_place(change: Change) -> int:
-    """Return how many workers have ever joined the run. Raises Problem if no unit numbers are left for another worker's
-    private data."""
+    """Return how many workers have ever joined the run. Raises Problem if the unit numbers are used up, so that another
+    worker's private data would have none."""
     place = change.session.scalars(select(func.count()).where(WorkerRow.run_id == change.run.id)).one()
     if change.run.spec.data.private and place >= PRIVATE_WORKERS:
         raise Problem(
@@ -122,8 +122,8 @@ def _next_place(change: Change) -> int:
 
 
 def _bring_own_data(row: WorkerRow, data: DataSummary | None) -> None:
-    """Record the length of the worker's own training set. Raises Problem if it was different before, because the same
-    units would be other rows."""
+    """Record the length of the worker's own training set. Raises Problem if it was different before: the same units
+    would then mean other rows."""
     units = None if data is None else data.units
     if row.epoch and row.units != units:
         raise Problem(
@@ -135,8 +135,8 @@ def _bring_own_data(row: WorkerRow, data: DataSummary | None) -> None:
 
 
 def check_rows(run: LiveRun, worker: str, rows: int) -> None:
-    """Raise Problem `data-mismatch` if another live worker draws the run's units from a data set of another length. The
-    same unit would be different rows, so some rows would be trained on twice and some never."""
+    """Raise Problem `data-mismatch` if another live worker draws the run's units from a data set of another length. A
+    unit would then mean different rows, so some rows would be trained on twice and some never."""
     if run.spec.data.private:
         return
     if (other := run.members.agree_on_rows(worker, rows)) is not None:
@@ -154,7 +154,7 @@ def _units(count: int | None) -> str:
 
 
 def _model(change: Change, request: JoinRequest) -> Model:
-    """Return the run's model, which the first worker fixes. Raises Problem if this worker's model or training set
+    """Return the run's model; the first worker fixes it. Raises Problem if this worker's model or training set
     differs."""
     run, model, private = change.run, change.run.model, change.run.spec.data.private
     if request.data is not None and (request.data.digest is None) != private:
@@ -193,7 +193,7 @@ def _model(change: Change, request: JoinRequest) -> Model:
 
 
 def change_worker(run: LiveRun, worker: str, request: WorkerChange, by: Actor) -> None:
-    """Evict a worker, ban it, readmit it or release its name, as the operator asks."""
+    """Evict, ban or readmit a worker, or release its name, as the operator asks."""
     with run.change() as change:
         row = change.session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)
@@ -223,15 +223,15 @@ def change_worker(run: LiveRun, worker: str, request: WorkerChange, by: Actor) -
 
 
 def check_name_free(session: Session, run: LiveRun, worker: str) -> None:
-    """Raise Problem `worker-name-owned` if the name belongs to any token."""
+    """Raise Problem `worker-name-owned` if any token owns the name."""
     row = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name == worker)).one_or_none()
     if row is not None and row.token is not None:
         raise _owned(run, worker)
 
 
 def _claim_name(change: Change, row: WorkerRow, by: Identity, actor: Actor) -> None:
-    """Give the name to the token `by`. Raises Problem: worker-name-owned, if it belongs to another token; forbidden, if
-    the token may not join under this name, or has used up its number of names."""
+    """Give the name to the token `by`. Raises Problem: worker-name-owned, if another token owns it; forbidden, if the
+    token may not join under this name or has used up its number of names."""
     run = change.run
     if row.token is not None and row.token != by.token:
         raise _owned(run, row.name)

@@ -72,7 +72,7 @@ def test_a_run_settles_by_itself_after_every_change(shared: InThread, run: str) 
     live: LiveRun = shared.live(run)
     assert live.open is None
     with live.change() as change:
-        change.after_commit(lambda: live.members.get_ready("a"))
+        change.after_commit(lambda: live.members.mark_ready("a"))
     assert live.open is not None
     with live.change() as change:
         change.set_state(RunState.STOPPED)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.trust.guard import BOUND, SUSPECTED, Part, Rise, risen, stopped_falling, suspects
+from coordinator.trust.guard import BOUND, SUSPECTED, CountedContribution, Rise, risen, stopped_falling, suspects
 from coordinator.upkeep import rolling_back
 from harness.coordinator import InThread
 from harness.member import Member, spec_toml
@@ -53,16 +53,20 @@ def test_without_a_new_lowest_loss_it_has_stopped_falling(losses: list[float], e
     assert stopped_falling(list(enumerate(losses))) == expected
 
 
-def parts(*cosines: float | None, factor: float = 1.0) -> list[Part]:
-    return [Part(factor, cosine) for cosine in cosines]
+def parts(*cosines: float | None, factor: float = 1.0) -> list[CountedContribution]:
+    return [CountedContribution(factor, cosine) for cosine in cosines]
 
 
 def test_who_was_shortened_most_of_the_time_stands_out():
     honest = {name: parts(0.5, 0.5, 0.5) for name in "abc"}
     assert suspects(honest) == []
-    assert suspects({**honest, "d": [Part(0.4, 0.5), Part(0.4, 0.5), Part(1.0, 0.5)]}) == ["d"]
-    assert suspects({**honest, "d": [Part(0.4, 0.5), Part(1.0, 0.5)]}) == [], "half of the time is not most of it"
-    assert suspects({**honest, "d": [Part(0.0, None)]}) == [], "of one contribution nobody can tell"
+    assert suspects(
+        {**honest, "d": [CountedContribution(0.4, 0.5), CountedContribution(0.4, 0.5), CountedContribution(1.0, 0.5)]}
+    ) == ["d"]
+    assert suspects({**honest, "d": [CountedContribution(0.4, 0.5), CountedContribution(1.0, 0.5)]}) == [], (
+        "half of the time is not most of it"
+    )
+    assert suspects({**honest, "d": [CountedContribution(0.0, None)]}) == [], "of one contribution nobody can tell"
 
 
 def test_whose_direction_was_hardly_that_of_the_others_stands_out():

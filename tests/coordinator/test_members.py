@@ -53,7 +53,7 @@ def test_whatever_is_known_of_a_member_ends_with_its_lease() -> None:
     members = Members(lease_s=10)
     members.join("w", b"first", now=0)
     assert members.renew("w", now=1, metrics=Metrics(loss=2.5))
-    members.get_ready("w")
+    members.mark_ready("w")
     members.end_round({"w"})
     members.appoint_seeder("w", now=0)
     members.evaluators.add("w")
@@ -72,11 +72,11 @@ def test_a_round_opens_with_those_of_the_last_and_those_that_got_ready_since() -
     members = Members(lease_s=10)
     for worker in ("a", "b", "c"):
         members.join(worker, worker.encode(), now=0)
-    members.get_ready("a")
+    members.mark_ready("a")
     members.begin_round()
     assert members.candidates() == set()
     members.end_round({"a", "dead"})
-    members.get_ready("b")
+    members.mark_ready("b")
     assert members.candidates() == {"a", "b"}
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.run.decide import TRANSITIONS, Close, Silence, Wait, advance, decide, grace_s, has_quorum
+from coordinator.run.decide import TRANSITIONS, Close, OverdueHeartbeat, Wait, advance, decide, grace_s, has_quorum
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 
@@ -81,7 +81,7 @@ def test_the_table_of_decisions(
 
 def test_a_worker_that_is_silent_is_named_before_all_else_and_still_waited_for() -> None:
     """It was waited for like any other until its lease ended, without a word of it."""
-    silent = {"w1": Silence(46.0, 14.0), "w0": Silence(50.0, 10.0)}
+    silent = {"w1": OverdueHeartbeat(46.0, 14.0), "w0": OverdueHeartbeat(50.0, 10.0)}
 
     def decided(expected: set, contributed: set) -> Wait | Close:
         return decide(expected, contributed, POLICY, opened_at=0, quorum_at=None, now=60, silent=silent)

@@ -19,7 +19,7 @@ from coordinator.screening.judging import (
     Verdict,
     judge,
 )
-from coordinator.screening.measuring import SKETCHED, Measure, Signs, Sketcher, find, unit
+from coordinator.screening.measuring import SKETCHED, Measure, Signs, Sketcher, measure_payload, unit
 from protocol.codecs import CODECS
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, pack_frames, pack_header
 
@@ -131,7 +131,7 @@ def test_a_payload_is_measured_as_it_decodes(codec: str, n: int) -> None:
     payload = Payload.from_bytes(b"".join([pack_header(header), *map(bytes, frames)]))
     decoded = np.empty(n, np.float32)
     payload.decode(decoded)
-    expected, found = sketched(decoded), find(payload, KEY)
+    expected, found = sketched(decoded), measure_payload(payload, KEY)
     assert found.norm == pytest.approx(expected.norm)
     np.testing.assert_allclose(found.direction, expected.direction, atol=1e-5)
 
