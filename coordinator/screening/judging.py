@@ -12,7 +12,8 @@ depends on what a contributor reports.
   colludes cannot raise its own. If all workers train on the same data, their agreements are similar; a contribution
   with less than LEAST_AGREEMENT of the usual agreement is left out, the worst one first. That includes noise, and a
   gradient with every second sign flipped: both have an agreement of about 0. If data differs by worker, only
-  contributions that clearly oppose the others are left out. A majority always stays.
+  contributions that clearly oppose the others are left out. Late work comes less the means that it missed, so it may
+  oppose each worker in those means by that worker's share. A majority always stays.
 - **Copies.** If several contributions are the same except for rounding, one of them counts.
 
 If every contribution would be left out, all are shortened instead, because a round always has a delta. If two workers
@@ -59,6 +60,7 @@ class Evidence:
     weight    its share of the round's weight, before it is judged
     work      its weight in work units, checked against what its worker was assigned
     late      the number of missed rounds whose work may be in it, according to the coordinator's record
+    missed    the largest share that one worker has in the mean of a missed round, added up over those rounds
     all_late  True if it contains no work of its own round
     """
 
@@ -66,6 +68,7 @@ class Evidence:
     weight: float
     work: float
     late: int = 0
+    missed: float = 0.0
     all_late: bool = False
 
 
@@ -264,8 +267,13 @@ def _least_agreement(each: Evidence, ratio: float, usual: float, work: float, ch
     Less is required of three kinds of work. Little work has a noisier direction. In partly late work only the part of
     its own round agrees, so the requirement falls in proportion to the extra length. Entirely late work has the mean of
     its missed round subtracted, so it is left out only if it opposes the others.
+
+    If data differs by worker, late work may have nothing in common with another worker but what was subtracted with the
+    missed means, and it opposes a worker that repeats its data by that much.
     """
-    if least == 0 or each.all_late:
+    if least == 0:
+        return -max(chance, OPPOSED * usual) - each.missed / ratio
+    if each.all_late:
         return -max(chance, OPPOSED * usual)
     share = math.sqrt(min(1.0, each.work / work)) if work > 0 else 1.0
     late = max(1.0, ratio) if each.late else 1.0

@@ -37,11 +37,12 @@ class Measure:
 
 @dataclass(frozen=True)
 class MeasuredContribution:
-    """What the coordinator knows about one contribution: its measure and, from its own record, the number of missed
-    rounds whose work may be in it. `all_late`: it contains no work of its own round."""
+    """What the coordinator knows about one contribution: its measure and, from its own record, what work of missed
+    rounds may be in it (`Evidence` describes the fields)."""
 
     measure: Measure
     late: int
+    missed: float
     all_late: bool
 
 

@@ -70,9 +70,9 @@ def _most(ascending: Sequence[int], own: int) -> int:
 def measure_contribution(run: LiveRun, header: ContributionHeader, payload: Payload) -> MeasuredContribution:
     """Measure a contribution, as evidence for its verdict. Raises WireError if a value is not finite, and Problem if
     the contribution claims to carry work that it cannot have."""
-    late, all_late = late_work(run, header)
+    late, missed, all_late = late_work(run, header)
     key = digest(run.context.secret + f"{run.name}/{header.round}/{header.fragment}".encode())
-    return MeasuredContribution(measure_payload(payload, key), late, all_late)
+    return MeasuredContribution(measure_payload(payload, key), late, missed, all_late)
 
 
 def keep_in_memory(run: LiveRun, measured: MeasuredContribution) -> MeasuredContribution | None:
@@ -109,6 +109,7 @@ def judge_fragment(
             weight=each.tokens / total,
             work=each.tokens / run.spec.unit_tokens,
             late=found[worker].late,
+            missed=found[worker].missed,
             all_late=found[worker].all_late,
         )
         for worker, each in sorted(contributed.items())

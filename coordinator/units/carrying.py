@@ -5,18 +5,20 @@ The record is searched at most LOOKED_BACK rounds back. Older rounds and rounds 
 contribution that carries them is not rejected, but they do not raise its limits either.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.run.live_run import LiveRun
-from coordinator.store.tables import AssignmentRow, ContributionRow, RoundRow
+from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow
 from coordinator.units.ledger import count_by_round
 from protocol.errors import Problem
 from protocol.wire import ContributionHeader
 
 LOOKED_BACK = 1000  # rounds; each is one look-up by primary key
+MOST_ADDED = 64  # rounds whose contributors are read for one contribution
 
 
 def last_contribution(session: Session, run: LiveRun, worker: str, fragment: int, rounds: range) -> int | None:
@@ -73,18 +75,19 @@ def carriable_units(session: Session, run: LiveRun, worker: str) -> int:
     return sum(assigned_steps(session, run, worker, range(since, run.round)).values())
 
 
-def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, bool]:
-    """Return, from the coordinator's own record, how many missed rounds' work the contribution may contain, and whether
-    it contains no work of its own round. Raises Problem `units-not-held` if `carried` names a round that contradicts
-    the record."""
+def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, float, bool]:
+    """Return, from the coordinator's own record, how many missed rounds' work the contribution may contain, how much of
+    one other worker's work their means contain (`largest_shares`), and whether it contains no work of its own round.
+    Raises Problem `units-not-held` if `carried` names a round that contradicts the record."""
     if not header.carried:
-        return 0, False
+        return 0, 0.0, False
     worker, since = header.worker, range(header.carried[0], header.round)
     with run.context.database.read() as session:
         contributed = last_contribution(session, run, worker, header.fragment, since)
         assigned = assigned_steps(session, run, worker, since)
         known = known_rounds(session, run, header.carried, header.round)
         own = count_by_round(session, run.id, worker, header.round, header.units)[header.round]
+        missed = largest_shares(session, run, header.fragment, known)
     refused = f"header field carried is {header.carried[:5]}: fragment {header.fragment} cannot carry work of round"
     if contributed is not None:
         detail = f"{refused} {since.start}, as {worker} has contributed to round {contributed} since"
@@ -92,7 +95,21 @@ def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, bool]:
     for round_ in known:
         if round_ not in assigned:
             raise Problem("units-not-held", f"{refused} {round_}, in which {worker} had no assignment; drop that work")
-    return len(known), own == 0
+    return len(known), missed, own == 0
+
+
+def largest_shares(session: Session, run: LiveRun, fragment: int, rounds: Sequence[int]) -> float:
+    """Return the largest share that one worker has in the mean of the fragment, added up over `rounds`; infinity for
+    more than MOST_ADDED rounds."""
+    if len(rounds) > MOST_ADDED:
+        return math.inf
+    contributors = session.scalars(
+        select(FragmentRow.contributors).where(
+            FragmentRow.run_id == run.id, FragmentRow.round.in_(rounds), FragmentRow.fragment == fragment
+        )
+    )
+    shares = [max(tokens.values()) / sum(tokens.values()) for tokens in contributors if tokens]
+    return float(sum(shares))
 
 
 def _recent(rounds: range) -> range:

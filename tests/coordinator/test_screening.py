@@ -346,6 +346,20 @@ def test_late_work_may_hide_the_agreement_of_its_own_round() -> None:
     assert factors(judge(evidence))[3] == 0.0
 
 
+def test_where_data_differs_late_work_opposes_the_work_in_the_means_that_it_missed() -> None:
+    """One that had missed three rounds of two workers was left out: they repeated their data in the next round."""
+    own, *vectors = honest(4, 0.0)
+    late = own - (vectors[0] + vectors[1]) * np.float32(0.5)
+    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate([*vectors[:2], vectors[0]])}
+    evidence["w2"] = Evidence(sketched(vectors[0] + vectors[2] * np.float32(0.3)), 0.25, 1.0)
+    evidence["w3"] = Evidence(sketched(late), 0.25, 1.0, late=1)
+    assert factors(judge(evidence, clipped=CLIPPED_OF_OTHER_DATA, least_agreement=0.0)) == [1.0, 1.0, 1.0, 0.0]
+    evidence["w3"] = replace(evidence["w3"], missed=0.5)
+    assert factors(judge(evidence, clipped=CLIPPED_OF_OTHER_DATA, least_agreement=0.0)) == [1.0] * 4
+    evidence["w3"] = Evidence(sketched(-vectors[0]), 0.25, 1.0, late=1, missed=0.5)
+    assert factors(judge(evidence, clipped=CLIPPED_OF_OTHER_DATA, least_agreement=0.0)) == [1.0, 1.0, 1.0, 0.0]
+
+
 def test_nobody_is_compared_with_late_work() -> None:
     """Two that had missed the same round came less its mean, which was the third one's: they agreed that it opposed them."""
     in_time, *late = honest(3, 0.05)

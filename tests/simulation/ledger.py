@@ -315,7 +315,7 @@ class Ledger:
         demand(
             named == [(worker, weights[worker]) for worker in sorted(kept)],
             "I2",
-            f"{where}: the delta names {named}",
+            f"{where}: the delta names {named}; accepted were {weights}, and the kept {sorted(kept)}",
         )
         factors = {each.worker: each.factor for each in header.contributors}  # type: ignore[union-attr]
         feeds_back = any(CODECS[each.payload.header.codec].error_feedback for each in kept.values())
