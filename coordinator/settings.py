@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class Settings(BaseSettings):
-    """The coordinator's settings. Those of a run are in its run spec."""
+    """The coordinator's settings. The settings of a run are in its run spec."""
 
     model_config = SettingsConfigDict(env_prefix="OUTERSTEP_COORDINATOR_", extra="forbid")
 
@@ -171,7 +171,8 @@ class Settings(BaseSettings):
 
 
 def _read(secret: SecretStr) -> str:
-    """Return a secret that is given literally, or as @FILE that contains it. Raises ValueError."""
+    """Return a secret that is given either literally, or as @FILE with the path of a file that contains it. Raises
+    ValueError."""
     text = secret.get_secret_value().strip()
     if not text.startswith("@"):
         return text

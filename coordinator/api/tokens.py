@@ -1,4 +1,4 @@
-"""Tokens: create, list, rotate, revoke, and show what a token allows; and the audit log.
+"""Tokens: create, list, rotate, revoke, and show what a token allows. Also the audit log.
 
 An admin of one run manages only the tokens for that run.
 """

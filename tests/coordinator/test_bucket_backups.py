@@ -218,7 +218,7 @@ def test_a_lock_is_renewed_while_it_is_held(
 
 def test_a_renewal_of_which_the_answer_is_lost_is_one(s3: S3Server, url: str, prefix: str) -> None:
     time = Time(1000.0)
-    held = lease.Lease(objects.Objects(url), time)
+    held = lease.BucketLock(objects.Objects(url), time)
     with held.held():
         s3.after = lambda request: (503, "SlowDown") if request.method == "PUT" else None
         time.now = 1100.0
@@ -232,7 +232,7 @@ def test_a_renewal_of_which_the_answer_is_lost_is_one(s3: S3Server, url: str, pr
 
 
 def test_a_lock_that_somebody_removed_is_lost(s3: S3Server, url: str, prefix: str) -> None:
-    held = lease.Lease(objects.Objects(url), Time(1000.0))
+    held = lease.BucketLock(objects.Objects(url), Time(1000.0))
     with held.held():
         s3.client().delete_object(Bucket=BUCKET, Key=f"{prefix}/lock")
         with pytest.raises(OuterstepError, match=f"another backup has taken the lock {url}/lock"):
