@@ -130,7 +130,7 @@ def _repair_state(run: LiveRun, fragment: int) -> bool:
             except OuterstepError as error:
                 with run.change() as change:
                     change.record("corrupt", str(error), round=state.round, fragment=fragment)
-                    change.after_commit(partial(run.outer.stop, str(error)))
+                    change.after_commit(partial(run.outer.block, str(error)))
         return True
 
 
