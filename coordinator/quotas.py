@@ -29,7 +29,7 @@ def lineage_of(identity: Identity) -> Hashable:
 
 
 def caller_of(identity: Identity) -> Hashable:
-    """Return the caller for a request: a member is a caller alone; for others it is `lineage_of`."""
+    """Return the caller for a request. A member is a separate caller; for other tokens it is `lineage_of`."""
     return lineage_of(identity) if identity.member is None else identity.secret_hash
 
 
