@@ -59,7 +59,7 @@ def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = N
         telemetry=TELEMETRY,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # they would use the Host header, which the client controls
+        redirect_slashes=False,  # redirects would use the Host header, which the client controls
     )
     app.state.coordinator, app.state.connections = coordinator, connections
     app.state.caches = Caches(lambda: coordinator.clock())
@@ -69,7 +69,7 @@ def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = N
     for group in (runs, workers, rounds, checkpoints, events, tokens, server):
         app.include_router(group.router)
     app.router.routes += [*openapi.page_routes(app), *dashboard.routes()]
-    # The last one added is the first that a request passes.
+    # A request passes the last one added first.
     if tracing.is_on():
         app.add_middleware(TraceAttributes)
     app.add_middleware(Authenticate)
@@ -91,6 +91,6 @@ async def _notify(coordinator: Coordinator) -> None:
     while coordinator.sender is not None:
         try:
             await coordinator.sender.deliver_due()
-        except Exception:  # this task must go on; the notification stays in the outbox
+        except Exception:  # the task must continue; the notification stays in the outbox
             logger.exception("the delivery of notifications failed")
         await asyncio.sleep(SEND_S)

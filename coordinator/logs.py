@@ -1,7 +1,7 @@
-"""The log: as text, or as one JSON object per line with the request, run, worker and round that a line is about.
+"""The log: as text, or as one JSON object per line with the request, run, worker and round that the line is about.
 
-A line that is logged during a request gets the request's id, and the run, worker and round in its path. A logging call
-can name run, worker and round itself, by `extra`.
+A line that is logged during a request gets the request's id, and the run, worker and round in its path. Any logging
+call can set run, worker and round itself with `extra`.
 """
 
 import json
@@ -18,7 +18,7 @@ from protocol.text import PrintableFormatter, printable, printable_json
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 RECENT = 50  # different warnings and errors to keep
-MAX_CHARACTERS = 1000  # of one of them
+MAX_CHARACTERS = 1000  # per message
 _HIDDEN = "…"
 _SECRETS = [
     (re.compile(r"\b(ostj?_|whsec_)[A-Za-z0-9+/=_-]+"), rf"\1{_HIDDEN}"),
@@ -26,15 +26,15 @@ _SECRETS = [
     (re.compile(r"://[^/\s@]+@"), f"://{_HIDDEN}@"),
     (re.compile(r"(?i)\b([a-z_-]*(?:token|secret|password|signature|credential|key))=[^&\s]+"), rf"\1={_HIDDEN}"),
 ]
-SUBJECT = ("run", "worker", "round")  # keys of `extra`; if it has a run, the path is ignored
+SUBJECT = ("run", "worker", "round")  # keys of `extra`; the path is ignored if `extra` has a run
 
 _request: ContextVar[tuple[str, Mapping[str, Any]] | None] = ContextVar("request", default=None)
 
 
 @contextmanager
 def about_request(request_id: str, scope: Mapping[str, Any]) -> Iterator[None]:
-    """Attribute lines that are logged within the block, also on threads that it waits for, to this request. `scope`
-    gets the path's parameters once the route is found."""
+    """Attribute the lines logged within the block to this request, also those of threads that the block waits for.
+    `scope` has the path's parameters once the route is found."""
     before = _request.set((request_id, scope))
     try:
         yield
@@ -44,7 +44,7 @@ def about_request(request_id: str, scope: Mapping[str, Any]) -> Iterator[None]:
 
 class JsonFormatter(logging.Formatter):
     """Formats a record as one line of JSON: time, level, logger, message; also request_id, run, worker, round and
-    exception, as far as there are any."""
+    exception, where the record has them."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -68,7 +68,7 @@ def _about(record: logging.LogRecord) -> dict[str, Any]:
 
 def _in_path(scope: Mapping[str, Any]) -> dict[str, Any]:
     values = scope.get("path_params", {})
-    number = str(values.get("number", ""))  # of a round or a checkpoint; may be a word, such as "latest"
+    number = str(values.get("number", ""))  # a round or a checkpoint; it may be a word, such as "latest"
     return {**values, "round": int(number) if number.isascii() and number.isdigit() else None}
 
 
@@ -88,8 +88,9 @@ def scrubbed(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 @dataclass(frozen=True)
-class Logged:
-    """A warning or an error, as last logged at `at`. `count`: how often since the start."""
+class LoggedError:
+    """A warning or an error. `at`: when it was last logged, in seconds since 1970. `count`: how often since the
+    start."""
 
     at: float
     level: str
@@ -99,15 +100,15 @@ class Logged:
 
 
 class RecentErrors(logging.Handler):
-    """Keeps the last RECENT different warnings and errors, without secrets. Records of the same statement are the same
-    error."""
+    """Keeps the last RECENT different warnings and errors, without secrets. Records of the same logging statement count
+    as the same error."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._kept: dict[tuple[str, int, str], Logged] = {}
+        self._kept: dict[tuple[str, int, str], LoggedError] = {}
 
     @property
-    def newest_first(self) -> list[Logged]:
+    def newest_first(self) -> list[LoggedError]:
         with _held(self):
             return list(reversed(self._kept.values()))
 
@@ -119,7 +120,7 @@ class RecentErrors(logging.Handler):
         key = record.pathname, record.lineno, record.levelname
         earlier = self._kept.pop(key, None)
         count = 1 if earlier is None else earlier.count + 1
-        self._kept[key] = Logged(record.created, record.levelname.lower(), record.name, shown, count)
+        self._kept[key] = LoggedError(record.created, record.levelname.lower(), record.name, shown, count)
         if len(self._kept) > RECENT:
             del self._kept[next(iter(self._kept))]
 

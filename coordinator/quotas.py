@@ -1,10 +1,10 @@
-"""Quotas: what one caller may use of the coordinator. Requests per second; and at the same time streams of events, long
-polls, line checks, and bytes of messages and uploads.
+"""Quotas: limits on what one caller may use. They count requests per second, and what is in use at the same time: event
+streams, long polls, line checks, and bytes of messages and uploads.
 
-All tokens that were exchanged for one join token are one caller, as its holder can make as many of them as the join
-token has uses. A member is a separate caller for what training needs: heartbeats, assignments, contributions and
-deltas. Its listings and streams count with its token. A request above the quota is rejected with `too-many-requests`
-and Retry-After. Use all of this on the event loop.
+All tokens that were exchanged for one join token are one caller, because the join token's holder can make as many of
+them as the join token has uses. A member is a separate caller for what training needs: heartbeats, assignments,
+contributions and deltas. Its listings and streams count towards its token. A request above the quota is rejected with
+`too-many-requests` and Retry-After. Use this module on the event loop only.
 """
 
 from collections import Counter
@@ -16,9 +16,9 @@ from coordinator.store.identity import Identity
 from protocol.errors import Problem
 
 BURST_S = 5.0  # a caller may send the requests of 5 s at once
-SWEEP_AT = 4096  # callers that are kept before those with a full bucket are dropped
+SWEEP_AT = 4096  # with this many callers, those with a full bucket are dropped
 ALL_TOKENS = 4  # limit for all tokens together, as a multiple of the limit per token
-LINE_CHECKS = 4  # at once, of all callers together; one caller has one
+LINE_CHECKS = 4  # at once, for all callers together; each caller may have one
 SHARED = "which it shares with all tokens exchanged for the same join token"
 RETRY_S = 5.0  # a guess at when the caller's stream or message will have ended
 
@@ -29,7 +29,7 @@ def lineage_of(identity: Identity) -> Hashable:
 
 
 def caller_of(identity: Identity) -> Hashable:
-    """Return the caller for a request: a member by itself, otherwise `lineage_of`."""
+    """Return the caller for a request. A member is a separate caller; for other tokens it is `lineage_of`."""
     return lineage_of(identity) if identity.member is None else identity.secret_hash
 
 
@@ -38,16 +38,17 @@ class RateLimiter:
 
     def __init__(self, per_s: float, clock: Callable[[], float]) -> None:
         self._per_s, self._size, self._clock = per_s, max(1.0, per_s * BURST_S), clock
-        self._buckets: dict[Hashable, tuple[float, float]] = {}  # requests left, and when that was
+        self._buckets: dict[Hashable, tuple[float, float]] = {}  # requests left, and the time of that count
 
     def __len__(self) -> int:
         """Return the number of callers with a bucket."""
         return len(self._buckets)
 
     def take(self, caller: Hashable, cost: float = 1.0) -> None:
-        """Count a request. Raises Problem `too-many-requests` if less than one is left.
+        """Count a request. Raises Problem `too-many-requests` if less than one request is left.
 
-        A caller with one request left may take a request that costs more; the next one then waits longer.
+        A caller with at least one request left may make a request that costs more; then the next one has to wait
+        longer.
         """
         now = self._clock()
         left = self._left_at(now, *self._buckets.get(caller, (self._size, now)))
@@ -68,7 +69,7 @@ class RateLimiter:
 
 
 class Quotas:
-    """What each caller uses at the moment, and the limits on it."""
+    """What each caller uses at the moment, and its limits."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
         self._settings = settings
@@ -86,7 +87,7 @@ class Quotas:
 
     @property
     def polls(self) -> int:
-        """The number of long polls, without those of admins."""
+        """The number of long polls; those of admins do not count."""
         return self._polls.total()
 
     @contextmanager

@@ -1,4 +1,5 @@
-"""What the REST interface shows of runs, workers, checkpoints and events: from the database and the run in memory."""
+"""What the REST interface shows of runs, workers, checkpoints and events. It comes from the database and the run in
+memory."""
 
 from itertools import pairwise
 from typing import Any
@@ -9,7 +10,7 @@ from sqlalchemy.orm import Session
 from coordinator.round_reports import held_out_fields, held_up_by, reason_of
 from coordinator.run.live_run import LiveRun
 from coordinator.run.schedule import expected_rounds
-from coordinator.store.blobs import KINDS, Stored
+from coordinator.store.blobs import KINDS, StoredBlob
 from coordinator.store.tables import (
     CheckpointFragmentRow,
     CheckpointRow,
@@ -42,16 +43,16 @@ from protocol.messages import (
 )
 
 CHECKPOINTS_NAMED = 5
-VERIFIED_S = 5.0  # until a client retries a file that was found missing
+VERIFIED_S = 5.0  # until a client retries to read a missing file, which is verified meanwhile
 
 
 def state_of(run: LiveRun) -> RunState:
-    """Return the state to show: a running run is seeding until state 0 is complete."""
+    """Return the state to show. A running run is shown as seeding until state 0 is complete."""
     return RunState.SEEDING if run.state is RunState.RUNNING and not run.seeded else run.state
 
 
 def run_info(run: LiveRun) -> RunInfo:
-    """Return the run as a list of runs shows it."""
+    """Return the run as it is shown in a list of runs."""
     return RunInfo(**_run_fields(run))
 
 
@@ -61,7 +62,7 @@ def run_detail(run: LiveRun) -> RunDetail:
 
 
 def spec_toml(run: LiveRun) -> str:
-    """Return the run's spec as it was given."""
+    """Return the run's spec as it was uploaded."""
     with run.context.database.read() as session:
         return session.get_one(RunRow, run.id).spec_toml
 
@@ -118,8 +119,8 @@ def _run_fields(run: LiveRun) -> dict[str, Any]:
 
 
 def _eta_s(session: Session, run_id: int, state: RunState, left: int, now: float) -> float | None:
-    """Return the seconds from `now` that the run's `left` rounds will take, estimated from its last rounds. 0 once the
-    run is over; None if unknown, because no round was published yet or no other one opens."""
+    """Return how many seconds, from `now`, the run's `left` rounds will take, estimated from its last rounds. 0 once
+    the run is over. None if unknown: no round was published yet, or no more rounds open."""
     if state in (RunState.FINISHED, RunState.STOPPED):
         return 0.0
     if state is not RunState.RUNNING:
@@ -130,13 +131,13 @@ def _eta_s(session: Session, run_id: int, state: RunState, left: int, now: float
     rows = session.execute(closed.order_by(RoundRow.round.desc()).limit(PACE_ROUNDS)).all()
     if not rows:
         return None
-    # From one end to the next, to include the time between rounds.
+    # From the end of one round to the end of the next, which includes the time between them.
     ends = [rows[-1].opened_at, *(row.closed_at for row in reversed(rows))]
     return remaining_s([max(end - start, 0.0) for start, end in pairwise(ends)], left, max(now - ends[-1], 0.0))
 
 
 def workers(run: LiveRun, limit: int, after: str | None) -> Page[WorkerInfo]:
-    """Return the workers whose name follows `after` (None: all), by name."""
+    """Return the workers with a name after `after` (None: all), by name."""
     with run.briefly_locked():
         pass  # wait until a change in progress is in the database
     with run.context.database.read() as session:
@@ -149,7 +150,7 @@ def workers(run: LiveRun, limit: int, after: str | None) -> Page[WorkerInfo]:
 
 
 def worker(run: LiveRun, name: str) -> WorkerInfo:
-    """Return a worker of the run, live or not. Problem `not-found` if it never joined."""
+    """Return a worker of the run, live or not. Raises Problem `not-found` if it never joined."""
     with run.briefly_locked():
         pass
     with run.context.database.read() as session:
@@ -217,16 +218,16 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
         )
 
 
-def stored_checkpoint(run: LiveRun, round_: int, fragment: int) -> Stored:
+def stored_checkpoint(run: LiveRun, round_: int, fragment: int) -> StoredBlob:
     """Return the blob of a fragment of the checkpoint of `round_`. Raises Problem: not-found, gone, file-lost."""
     with run.context.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, round_, fragment))
         if row is None or round_ in run.outer.damaged_checkpoints:
             raise _no_checkpoint(run, session, round_)
-        return Stored(run.names.checkpoint(round_, fragment, row.digest), row.digest, row.size)
+        return StoredBlob(run.names.checkpoint(round_, fragment, row.digest), row.digest, row.size)
 
 
-def stored_delta(run: LiveRun, round_: int, fragment: int, digest: bytes) -> Stored:
+def stored_delta(run: LiveRun, round_: int, fragment: int, digest: bytes) -> StoredBlob:
     """Return the blob of a published delta."""
     with run.context.database.read() as session:
         size = session.scalar(
@@ -234,12 +235,12 @@ def stored_delta(run: LiveRun, round_: int, fragment: int, digest: bytes) -> Sto
                 FragmentRow.run_id == run.id, FragmentRow.round == round_, FragmentRow.fragment == fragment
             )
         )
-    return Stored(run.names.delta(round_, fragment, digest), digest, size)
+    return StoredBlob(run.names.delta(round_, fragment, digest), digest, size)
 
 
 def missing_checkpoint(run: LiveRun, round_: int, fragment: int) -> Problem:
-    """Return the Problem for a checkpoint fragment whose blob is missing or damaged; a verification rebuilds it if
-    possible. Raises Problem if the retention rule has just deleted it."""
+    """Return the Problem for a checkpoint fragment whose blob is missing or damaged. It requests a verification, which
+    rebuilds the blob if possible. Raises Problem if the retention rule has just deleted the checkpoint."""
     stored_checkpoint(run, round_, fragment)
     run.outer.request_verification()
     return _being_verified(f"fragment {fragment} of checkpoint {round_}")
@@ -263,7 +264,7 @@ def _being_verified(what: str) -> Problem:
 
 def _no_checkpoint(run: LiveRun, session: Session, round_: int | None) -> Problem:
     """Return the Problem for a checkpoint of `round_` (None: the latest) that does not exist: `file-lost` if the disk
-    has lost it, `gone` if the retention rule has deleted checkpoints that early, otherwise `not-found`."""
+    has lost it, `gone` if the retention rule has deleted checkpoints of that time, otherwise `not-found`."""
     found = sorted(session.scalars(select(CheckpointRow.round).where(CheckpointRow.run_id == run.id)))
     sound = [each for each in found if each not in run.outer.damaged_checkpoints]
     if (round_ is None and found and not sound) or round_ in run.outer.damaged_checkpoints:
@@ -297,7 +298,7 @@ def _checkpoint_fields(run: LiveRun, session: Session, row: CheckpointRow) -> di
 
 
 def events(run: LiveRun, limit: int, after: int) -> Page[Event]:
-    """Return the events whose id is greater than `after`, oldest first."""
+    """Return the events with an id greater than `after`, oldest first."""
     with run.context.database.read() as session:
         query = select(EventRow).where(EventRow.run_id == run.id, EventRow.id > after).order_by(EventRow.id)
         rows = session.scalars(query.limit(limit + 1)).all()

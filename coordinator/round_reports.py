@@ -1,8 +1,8 @@
 """What the REST interface shows of rounds, and what a run waits for.
 
 Replies are built from the database and, for the open round, from the run in memory. Memory is read first, so a client
-that was woken by a change sees it. The run's lock is not held while the database is read; a round that opens or closes
-meanwhile is shown as it is in the database.
+that was woken by a change sees it. The run's lock is not held while the database is read. If a round opens or closes
+meanwhile, it is shown as in the database.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ def reason_of(run: LiveRun) -> str:
 
 
 def held_up_by(run: LiveRun) -> Cause | None:
-    """Return the most serious cause that holds the run up; None if nothing is wrong."""
+    """Return the most serious cause that holds up the run; None if nothing is wrong."""
     if (fault := fault_of(run)) is not None:
         return fault.cause
     if run.open is not None:
@@ -59,12 +59,12 @@ def held_up_by(run: LiveRun) -> Cause | None:
 
 
 def _least_advanced(opening: OpenRound) -> OpenFragment:
-    """Return the fragment whose state and reason stand for the open round."""
+    """Return the least advanced fragment, whose state and reason are shown for the open round."""
     return min(opening.fragments, key=lambda each: ADVANCEMENT.index(each.state))
 
 
 def _fragment_reason(run: LiveRun, fragment: OpenFragment) -> str:
-    """Return what a fragment of the open round waits for; after a stop, that the round was given up."""
+    """Return what a fragment of the open round waits for; after a stop, that the round was abandoned."""
     given_up = run.state is RunState.STOPPED and fragment.state is not FragmentState.PUBLISHED
     return "given up: the run was stopped" if given_up else waits_for(run, fragment)
 
@@ -89,7 +89,8 @@ def rounds(run: LiveRun, limit: int, before: int | None) -> Page[RoundInfo]:
 
 
 def round_detail(run: LiveRun, number: int | None) -> RoundDetail:
-    """Return a round and its fragments; None: the open or next round. Problem `not-found` if it was not opened."""
+    """Return a round and its fragments; None: the open or next round. Raises Problem `not-found` if it was not
+    opened."""
     opening = _open_round(run)
     number = run.round if number is None else number
     with run.context.database.read() as session:
@@ -128,7 +129,7 @@ def _open_round(run: LiveRun) -> OpenRound | None:
 def _round_fields(
     run: LiveRun, session: Session, rows: Sequence[RoundRow], opening: OpenRound | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield what is shown of each round. A thousand rounds need as few queries as one."""
+    """Yield the fields shown of each round. The number of queries does not grow with the number of rounds."""
     numbers = [row.round for row in rows]
     measured = held_out.evaluations_of(session, run.id, numbers)
     not_summed_up = [row.round for row in rows if row.tokens is None]

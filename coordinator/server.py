@@ -23,7 +23,7 @@ from coordinator.http.connections import Connection
 from coordinator.logs import FORMATS
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
-from coordinator.store.blobs import Store
+from coordinator.store.blobs import OpenStore
 from coordinator.store.directory_blobs import DirectoryBlobs
 from outerstep.common import tracing
 from outerstep.common.connections import set_congestion_control
@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            # In one write: a reader that waits for the first line may stop reading after it.
+            # Printed in one write, because a reader that waits for the first line may stop reading after it.
             print("\n".join(banner(self._address, self.coordinator.settings.data_dir)), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -64,10 +64,10 @@ def make_server(
     *,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
-    store: Store = DirectoryBlobs,
+    store: OpenStore = DirectoryBlobs,
 ) -> tuple[Server, socket.socket]:
     """Return a server and its bound socket. Raises OSError if the address is in use, and OuterstepError if the data
-    directory is."""
+    directory is in use."""
     connections = connection_limit(settings)
     listening = _listen(settings.host, settings.port)
     logger.info("TCP congestion control: %s", set_congestion_control(listening))
@@ -121,8 +121,8 @@ def _tls(settings: Settings) -> ssl.SSLContext | None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bind the address. A host name resolves to its IPv4 address if it has one; `::` accepts IPv4 too if the system
-    can."""
+    """Bind the address. A host name resolves to its IPv4 address if it has one; `::` also accepts IPv4 if the system
+    supports that."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, address = min(found, key=lambda each: each[0] is not socket.AF_INET)
     both = host == "::" and socket.has_dualstack_ipv6()
@@ -135,7 +135,7 @@ def netloc(host: str, port: int) -> str:
 
 
 def allow_open_files() -> None:
-    """Raise the limit on open files as far as the system allows: every transfer needs a socket, and averaging a
+    """Raise the limit on open files as far as the system allows. Every transfer needs a socket, and averaging a
     fragment keeps every contributor's file open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -147,9 +147,10 @@ def allow_open_files() -> None:
 def shorten_pauses() -> None:
     """Keep the event loop responsive (heartbeats) while threads compute and the garbage collector runs.
 
-    A thread releases the interpreter lock after 1 ms instead of 5: the event loop needs it several times per response.
-    A full garbage collection stops everything, for 0.2 s with a thousand workers. So it skips all objects that exist
-    now, which stay anyway, and runs a tenth as often; only reference cycles depend on it.
+    A thread releases the interpreter lock after 1 ms instead of 5, because the event loop needs it several times per
+    response. A full garbage collection stops the whole process, for 0.2 s with a thousand workers. So the collector
+    skips all objects that exist now, which will not be freed anyway, and runs a tenth as often; only reference cycles
+    need it.
     """
     sys.setswitchinterval(0.001)
     gc.collect()
@@ -192,12 +193,12 @@ NEVER = (1 << 31) - 1
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep the memory that this process frees, for the next thread that allocates.
+    """Make the C library keep the memory that this process frees, for the next thread that allocates.
 
-    By default glibc returns large blocks to the system when they are freed and maps new ones for the next chunk or
-    fragment, which costs several times what writing to them does: their pages are cleared one page fault at a time.
-    Threads then share two heaps instead of eight per core, none of which could use what another has free. Other C
-    libraries have no such options.
+    By default glibc returns large blocks to the system when they are freed, and maps new ones for the next chunk or
+    fragment. Mapping costs several times as much as writing to the memory, because each page is cleared by a page
+    fault. With these options, threads also share two heaps instead of eight per core, so a thread can use memory that
+    another has freed. Other C libraries have no such options.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:

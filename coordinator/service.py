@@ -17,8 +17,8 @@ from sqlalchemy import URL, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.backup import locations
-from coordinator.backup.create import Source
-from coordinator.backup.scheduled import Schedule, Scheduled
+from coordinator.backup.create import BackupSource
+from coordinator.backup.scheduled import Schedule, ScheduledBackups
 from coordinator.logs import RecentErrors
 from coordinator.notifications.alerts import Alerts
 from coordinator.notifications.formats import new_id
@@ -30,7 +30,7 @@ from coordinator.run.waiters import READS_AT_ONCE, Waiters
 from coordinator.settings import Settings
 from coordinator.settling import settle
 from coordinator.store import audit
-from coordinator.store.blobs import Store
+from coordinator.store.blobs import OpenStore
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, url_of
 from coordinator.store.directory_blobs import DirectoryBlobs
@@ -53,7 +53,8 @@ logger = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """All runs of one database and its data directory. Methods may be called from any thread; each run has a lock."""
+    """All runs of one database and its data directory. Methods may be called from any thread; each run has its own
+    lock."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Coordinator:
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
-        store: Store = DirectoryBlobs,
+        store: OpenStore = DirectoryBlobs,
         secret: bytes | None = None,
     ) -> None:
         self.settings, self.clock, self.now = settings, clock, now
@@ -82,7 +83,7 @@ class Coordinator:
         self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
         self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
         self.verify_at: dict[int, float] = {}
-        self._tick_faults: dict[str, tuple[str, float]] = {}  # the last one of each kind, and when it was logged
+        self._tick_faults: dict[str, tuple[str, float]] = {}  # by kind: the last fault, and when it was logged
         self._closing = threading.Event()
         self.storage = Storage(self.data, self.database, clock)
         webhook = webhook_of(settings.notify_url, settings.notify_format, settings.notify_secret)
@@ -112,7 +113,7 @@ class Coordinator:
         self._creating = threading.Lock()
         with self.database.read() as session:
             rows = session.scalars(select(RunRow)).all()
-        # SQLite would reuse the id of a removed run, which something may still refer to.
+        # SQLite would reuse the id of a removed run, but other objects may still refer to that id.
         self._ids = itertools.count(1 + max((row.id for row in rows), default=0))
         removing.finish(self._context, {row.name for row in rows})
         for row in rows:
@@ -122,13 +123,15 @@ class Coordinator:
         self.data.clear_restored()
         self.backups = self._scheduled(url)
 
-    def _scheduled(self, url: URL) -> Scheduled | None:
+    def _scheduled(self, url: URL) -> ScheduledBackups | None:
         """Return the scheduled backups; None if the settings have no `backup_dir`."""
         if (location := self.settings.backup_dir) is None:
             return None
         schedule = Schedule(location, self.settings.backup_every_s, self.settings.backup_keep)
         context = self._context
-        return Scheduled(schedule, Source(url, context.blobs.open), self._closing, context.clock, context.now)
+        return ScheduledBackups(
+            schedule, BackupSource(url, context.blobs.open), self._closing, context.clock, context.now
+        )
 
     @property
     def last_backup_at(self) -> float | None:
@@ -163,7 +166,7 @@ class Coordinator:
 
     def _tick_tokens(self) -> None:
         if self.tokens.drop_expired():
-            self._ring_all()
+            self._wake_all()
         self.tokens.write_last_uses()
 
     def _tick_run(self, run: LiveRun) -> None:
@@ -181,7 +184,7 @@ class Coordinator:
 
     def _guarded(self, what: str, act: Callable[[], object]) -> None:
         """Do a part of a tick. If it fails, the other parts still run, and the next tick tries again. A new failure is
-        logged, and then every REMIND_S; `Storage` logs those of the disk and the database."""
+        logged, and then every REMIND_S seconds; `Storage` logs faults of the disk and the database."""
         try:
             act()
         except Exception as error:
@@ -200,39 +203,40 @@ class Coordinator:
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def new_token(self, request: TokenRequest, by: Actor) -> NewToken:
-        """Create a token; its secret is only in this reply. Raises Problem `not-found` if its run does not exist."""
+        """Create a token. Only this reply has its secret. Raises Problem `not-found` if its run does not exist."""
         if request.run is not None:
             self.run(request.run)
         return self.tokens.create(request, by)
 
     def rotate_token(self, token_id: str, by: Actor, of_run: str | None = None) -> NewToken:
-        """Give a token a new secret, and end the streams and long polls that use the old one. Raises Problem."""
+        """Give a token a new secret, and end the streams and long polls that use the old one. Raises Problem like
+        `Tokens.rotate`."""
         made = self.tokens.rotate(token_id, by, of_run)
-        self._ring_all()
+        self._wake_all()
         return made
 
     def revoke_token(self, token_id: str, by: Actor, of_run: str | None = None) -> None:
-        """Delete a token, and end its memberships, streams and long polls. Raises Problem."""
+        """Delete a token, and end its memberships, streams and long polls. Raises Problem like `Tokens.revoke`."""
         self.tokens.revoke(token_id, by, of_run)
         for run in self.runs():
             leases.end_without_token(run, self.tokens.is_good)
-        self._ring_all()
+        self._wake_all()
 
     def exchange_token(
         self, run: LiveRun, worker: str, secret: str, by: Identity, actor: Actor
     ) -> tuple[TokenInfo, bool]:
-        """Create the worker token `secret` for one use of the join token `by`; return it, and True if it is new. Raises
-        Problem."""
+        """Create the worker token `secret` for one use of the join token `by`. Return it, and True if it is new. Raises
+        Problem like `Tokens.exchange`."""
         membership.check_joinable(run)
         check = partial(membership.check_name_free, run=run, worker=worker)
         return self.tokens.exchange(by, run.name, worker, secret, actor, check)
 
     def audit(self, run: str | None, limit: int, before: int | None) -> Page[AuditEntry]:
-        """Return the audit's entries before number `before` (None: all), newest first; only those of `run` unless it is
-        None."""
+        """Return the audit log's entries with numbers below `before` (None: all), newest first. `run`: only entries of
+        this run; None: all."""
         return audit.entries(self.database, run, limit, before)
 
-    def _ring_all(self) -> None:
+    def _wake_all(self) -> None:
         """Wake all long polls and streams; each checks its token again."""
         for run in self.runs():
             self.waiters.wake(run.name, None)
@@ -249,7 +253,7 @@ class Coordinator:
             try:
                 probe.write_bytes(b"ready?")
             finally:
-                probe.unlink(missing_ok=True)  # on a read-only file system it fails like the write
+                probe.unlink(missing_ok=True)  # on a read-only file system this fails like the write
         except OSError as error:
             raise Problem("not-ready", f"{self.settings.data_dir}: {error}", retry_after_s=5) from error
 
@@ -270,7 +274,7 @@ class Coordinator:
         if identity is not None:
             return identity
         for run in list(self._runs.values()):
-            worker = run.members.by_token.get(hashed)
+            worker = run.members.by_token_hash.get(hashed)
             if worker is not None:
                 token = run.members.token(worker)
                 lineage = None if token is None else self.tokens.lineage(token)
@@ -289,9 +293,9 @@ class Coordinator:
         return sorted(self._runs.values(), key=lambda run: run.name)
 
     def create_run(self, spec_toml: str, by: Actor) -> tuple[LiveRun, bool]:
-        """Create a run from its spec; return it, and True if it is new. The same spec again returns the same run.
+        """Create a run from its spec. Return it, and True if it is new. The same spec again returns the same run.
 
-        Raises Problem: invalid-spec, run-exists (with another spec).
+        Raises Problem: invalid-spec; run-exists, if the run has a different spec.
         """
         try:
             spec = parse_spec(spec_toml)
@@ -335,7 +339,7 @@ class Coordinator:
         return run, True
 
     def roll_back(self, run: LiveRun, order: RollBack, by: Actor) -> None:
-        """Roll the run back to a checkpoint for an operator. Raises Problem as `rolling_back.roll_back` does."""
+        """Roll the run back to a checkpoint for an operator. Raises Problem like `rolling_back.roll_back`."""
         rolling_back.roll_back(run, order, by, verifying=partial(self._is_verifying, run))
 
     def _is_verifying(self, run: LiveRun) -> bool:

@@ -13,7 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
 class Settings(BaseSettings):
-    """The coordinator's settings. Those of a run are in its run spec."""
+    """The coordinator's settings. The settings of a run are in its run spec."""
 
     model_config = SettingsConfigDict(env_prefix="OUTERSTEP_COORDINATOR_", extra="forbid")
 
@@ -83,10 +83,10 @@ class Settings(BaseSettings):
     max_head_lines: int = Field(100, ge=10, description="number of headers of a request")
     head_s: float = Field(20.0, gt=0, description="seconds that a request's line and headers may take to arrive")
     upload_idle_s: float = Field(
-        60.0, gt=0, description="a body that sends nothing for this long, or a response that is not read, is given up"
+        60.0, gt=0, description="a body that sends nothing for this long, or a response that is not read, is dropped"
     )
     min_body_bytes_per_s: float = Field(
-        512.0, ge=0, description="a body that sends fewer bytes per second, over upload_idle_s, is given up"
+        512.0, ge=0, description="a body that sends fewer bytes per second, over upload_idle_s, is dropped"
     )
 
     # Limits for the holder of one token. All tokens exchanged for one join token count as one.
@@ -98,7 +98,7 @@ class Settings(BaseSettings):
     )
     streams_per_token: int = Field(16, ge=1, description="event streams of one token at once")
     polls_per_token: int = Field(
-        16, ge=1, description="long polls of one token at once; for a member, per thing that it waits for"
+        16, ge=1, description="long polls of one token at once; for a member, per assignment or delta that it waits for"
     )
     message_bytes_per_token: int = Field(
         32 << 20,
@@ -171,7 +171,8 @@ class Settings(BaseSettings):
 
 
 def _read(secret: SecretStr) -> str:
-    """Return a secret that is given literally, or as @FILE that contains it. Raises ValueError."""
+    """Return a secret that is given either literally, or as @FILE with the path of a file that contains it. Raises
+    ValueError."""
     text = secret.get_secret_value().strip()
     if not text.startswith("@"):
         return text

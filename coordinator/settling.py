@@ -9,8 +9,8 @@ from coordinator.sync import publishing
 
 
 def settle(run: LiveRun) -> None:
-    """Close the fragments that are due, open the next round, pause a drained run; then publish what is closed. The
-    caller holds the run's lock."""
+    """Close the fragments that are due, open the next round, and pause a drained run. Then publish closed fragments.
+    The caller holds the run's lock."""
     while closing.close_due(run) or opening.open_next(run) or steering.pause_if_drained(run):
         pass
     publishing.start_due(run)

@@ -1,1 +1,1 @@
-"""Alembic migrations of the database. An upgraded one equals `coordinator/store/tables.py` (tested)."""
+"""Alembic migrations of the database. A test checks that a migrated database equals `coordinator/store/tables.py`."""

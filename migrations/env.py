@@ -1,4 +1,4 @@
-"""Run by alembic. The coordinator passes its connection and its tables; nothing is read from an ini file."""
+"""Alembic runs this module. The coordinator passes its connection and its tables; nothing is read from an ini file."""
 
 from alembic import context
 

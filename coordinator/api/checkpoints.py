@@ -64,7 +64,7 @@ async def seed(
 def _accept(
     run: LiveRun, layout: Layout, worker: str, fragment: int, upload: ReceivedUpload
 ) -> tuple[CheckpointFragment | PartReply, bool]:
-    leases.check_lease(run, worker)  # it may have ended while the body arrived
+    leases.check_lease(run, worker)  # the lease may have ended while the body arrived
     found = upload.complete()
     if isinstance(found, PartReply):
         return found, False

@@ -44,14 +44,14 @@ async def get_events(
     if "text/event-stream" in http.headers.get("accept", ""):
         charge(http, 1)
         check_still = partial(service.check_still, caller)
-        headers = {"Cache-Control": "private, no-store"}  # instead of the library's
+        headers = {"Cache-Control": "private, no-store"}  # replaces the library's value
         events = _stream(run, service, http.app.state.caches, max(after, last_event_id), check_still)
         return _CountedStream(events, headers=headers)
     return await cached_response(http, reports.events, run, limit, after)
 
 
 class _CountedStream(EventSourceResponse):
-    """A stream that counts towards its caller's quota. Problem `too-many-requests` above it."""
+    """A stream that counts towards its caller's quota. Raises Problem `too-many-requests` above the quota."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service: Coordinator = scope["app"].state.coordinator
@@ -62,7 +62,7 @@ class _CountedStream(EventSourceResponse):
 async def _stream(
     run: LiveRun, service: Coordinator, caches: Caches, after: int, check_still: Callable[[], None]
 ) -> AsyncIterator[ServerSentEvent]:
-    """Yield the events after `after`, until `check_still` raises Problem because the token is no longer valid."""
+    """Yield the events after `after`. Ends when `check_still` raises Problem because the token is no longer valid."""
     waiters = service.waiters
     while not waiters.closed:
         with waiters.register(run.name, EVENTS) as woken:
@@ -71,7 +71,7 @@ async def _stream(
             except Problem as problem:
                 logger.info("%s: a stream of events ended: %s", run.name, problem.detail)
                 return
-            # Streams that were woken together share a read.
+            # Streams that were woken together share one read.
             key = (run, after, waiters.wake_count(run.name))
             report = partial(reports.events, run, STREAM_PAGE, after)
             page, _ = await caches.events.read(key, math.inf, partial(on_read_thread, service, report))

@@ -127,7 +127,7 @@ async def contribute(
 def _accept(
     run: LiveRun, layout: Layout, worker: str, number: int, fragment: int, upload: ReceivedUpload
 ) -> ContributionReply | PartReply:
-    leases.check_lease(run, worker)  # it may have ended while the body arrived
+    leases.check_lease(run, worker)  # the lease may have ended while the body arrived
     found = upload.complete()
     if isinstance(found, PartReply):
         assert upload.part is not None
@@ -161,7 +161,7 @@ async def get_delta(
     found = await poll(service, caller, run.name, delta_of(fragment), wait_s, from_memory, under_lock)
     if isinstance(found, str):
         raise Problem("not-published", found, retry_after_s=1)
-    # The last round's deltas only: an older one may still be in memory although the retention rule has deleted it.
+    # Only the last round's deltas: an older one may still be in memory although the retention rule has deleted it.
     recent = run.context.memory.delta(found) if (number, fragment) in run.outer.deltas else None
     if recent is not None:
         return memory_response(http, recent, found)

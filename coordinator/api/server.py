@@ -46,7 +46,7 @@ from protocol.messages import (
 
 router = APIRouter(route_class=LimitedRoute)
 
-METRICS_MAX_AGE_S = 1.0  # of the metrics that callers other than admins get
+METRICS_MAX_AGE_S = 1.0  # for callers that are not admins
 _MEDIA_TYPE = "application/octet-stream"
 _BYTES: Document = {_MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 _RANDOM: Responses = {"200": {"description": "As many random bytes as requested.", "content": _BYTES}}
@@ -87,7 +87,8 @@ async def line_check_up(request: Request, service: Service, caller: LineChecker)
 
 
 class _CountedDownload(StreamingResponse):
-    """A line check that counts towards its caller's quota. Problem `too-many-requests` if one is running."""
+    """A line check that counts towards its caller's quota. Raises Problem `too-many-requests` if one is already
+    running."""
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
         if not int(self.headers["content-length"]):
@@ -105,7 +106,7 @@ async def _noise(count: int) -> AsyncIterator[bytes]:
 
 @cache
 def _random_chunk() -> bytes:
-    """Return random bytes, which no proxy can compress."""
+    """Return random bytes, because no proxy can compress them."""
     return os.urandom(CHUNK_BYTES)
 
 
@@ -175,7 +176,7 @@ def _status(service: Coordinator, connections: int) -> ServerStatus:
 def _findings(
     conditions: Mapping[Key, str], database: DatabaseInfo, notifications: NotificationsInfo | None
 ) -> Iterator[Finding]:
-    """Yield what is wrong and its remedy: first the server's findings, then those of runs."""
+    """Yield each problem with its remedy: first those of the server, then those of runs."""
     if database.fault:
         yield _finding("database", None, database.fault)
     for (about, run), message in conditions.items():

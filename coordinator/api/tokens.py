@@ -1,4 +1,4 @@
-"""Tokens: create, list, rotate, revoke, and show what a token allows; and the audit log.
+"""Tokens: create, list, rotate, revoke, and show what a token allows. Also the audit log.
 
 An admin of one run manages only the tokens for that run.
 """
@@ -64,5 +64,5 @@ def list_audit(
     limit: Limit = 100,
     after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None,
 ) -> Page[AuditEntry]:
-    """List what was done with tokens, or to them, newest first."""
+    """List the actions done with tokens or on them, newest first."""
     return service.audit(admin.run, limit, after)

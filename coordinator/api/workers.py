@@ -53,7 +53,7 @@ from protocol.wire import MAX_UNIT_RANGES
 
 router = APIRouter(prefix="/v1/runs/{run}/workers", tags=["workers"], route_class=LimitedRoute)
 
-JOIN_VALUES = 6 * MAX_TENSORS  # per tensor its name and mostly no more than four dimensions
+JOIN_VALUES = 6 * MAX_TENSORS  # per tensor a name and usually up to four dimensions
 ASSIGNMENT_VALUES = 3 * MAX_UNIT_RANGES
 
 _REPEATED: Responses = {"200": {"model": TokenInfo, "description": "It was already exchanged."}}
@@ -153,7 +153,7 @@ async def get_assignment(
     def under_lock() -> tuple[bool, Assignment]:
         with run.lock:
             accounting.book_queued(run)
-            leases.check_lease(run, worker)  # it may have ended during the wait, and an ended lease gets no units
+            leases.check_lease(run, worker)  # the lease may have ended during the wait; then the worker gets no units
             assignment = assigning.assign(run, worker, request.state_round, request.carried)
         return assignment.action is not Action.WAIT, assignment
 

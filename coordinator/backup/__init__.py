@@ -1,2 +1,2 @@
-"""Backups: copies of the database and of the blobs that its rows need, made while the coordinator runs, and restoring
-them."""
+"""Backups: copies of the database and of the blobs that its rows need. They are made while the coordinator runs, and
+can be restored."""

@@ -1,13 +1,13 @@
 """Creating a backup, whether the coordinator is running or not.
 
-First the database is copied, as of one moment, and then every blob that the copy's rows need, unless an earlier backup
-has stored it: blobs never change. A running coordinator continues meanwhile and deletes blobs that newer checkpoints
-replace, their rows first. So if a blob is gone, the database is copied again, and the newer copy does not need that
-blob; what was copied stays. If it does need the blob, the coordinator itself has lost it, and the manifest lists it as
-lost.
+First the database is copied, as of one moment. Then every blob that the copy's rows need is copied, unless an earlier
+backup has stored it: blobs never change. Meanwhile a running coordinator may delete a blob that a newer checkpoint
+replaces; it deletes the row before the blob. So if a blob is gone, the database is copied again, and blobs that were
+already copied are kept. Usually the newer copy does not need the blob. If it does, the coordinator itself has lost the
+blob, and the manifest lists it as lost.
 
-The coordinator holds nothing back for a backup, so a backup that is killed leaves nothing to release. A backup ends if
-blobs are copied faster than the run produces those that are kept: each pass finds fewer new ones.
+The coordinator holds nothing back for a backup, so a backup that is killed leaves nothing to release. Copying
+terminates as long as blobs are copied faster than the run produces them: each pass finds fewer new ones.
 """
 
 import time
@@ -20,7 +20,7 @@ from sqlalchemy import URL, Connection, create_engine, select
 from sqlalchemy.exc import DBAPIError
 
 from coordinator.backup.manifest import Blob, Manifest, RunSummary
-from coordinator.backup.store import BackupStore, Damaged, content_of, never_interrupt
+from coordinator.backup.store import BackupStore, DamagedBackup, content_of, never_interrupt
 from coordinator.store import database
 from coordinator.store.blobs import FileReader, Reader, RunNames
 from coordinator.store.database import disk_is_full
@@ -35,16 +35,17 @@ ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
-class Source:
-    """What to back up: a database, and `open_blob`, which raises FileNotFoundError if the blob is gone."""
+class BackupSource:
+    """What to back up. `database`: its URL. `open_blob`: opens a blob, or raises FileNotFoundError if it is gone."""
 
     database: URL
     open_blob: Callable[[str], Reader]
 
 
 @dataclass(frozen=True)
-class Created:
-    """A new backup, how much of it was not stored before, and the numbers of the backups that were removed after it."""
+class CreatedBackup:
+    """A new backup, how much of it was not stored before, and the numbers of the older backups that were then
+    removed."""
 
     manifest: Manifest
     copied_blobs: int
@@ -58,19 +59,20 @@ def files_of(data_dir: Path) -> Callable[[str], Reader]:
 
 
 def create(
-    source: Source,
+    source: BackupSource,
     backups: BackupStore,
     keep: int,
     now: Callable[[], float] = time.time,
     interrupt: Callable[[], object] = never_interrupt,
-) -> Created:
-    """Create a backup, durable when this returns, then remove all but the newest `keep`.
+) -> CreatedBackup:
+    """Create a backup, which is durable when this returns. Then remove all but the newest `keep`.
 
-    `interrupt` is called now and then; what it raises ends the backup. Raises OuterstepError, with what to do.
+    `interrupt` is called now and then; an exception that it raises ends the backup. Raises OuterstepError with a
+    remedy.
     """
     with os_errors_explained(backups.disk, backups), backups.locked():
-        copying = _Copying(source, backups, interrupt)
-        copied = copying.until_nothing_is_gone(now)
+        copying = _Copier(source, backups, interrupt)
+        copied = copying.until_complete(now)
         manifest = Manifest(
             number=max(backups.numbers(), default=0) + 1,
             made_at=copied.made_at,
@@ -81,13 +83,13 @@ def create(
             lost=sorted(copied.lost),
         )
         backups.add(manifest, copied.database, interrupt)
-        return Created(manifest, copying.blobs, copying.bytes, prune(backups, keep))
+        return CreatedBackup(manifest, copying.blobs, copying.bytes, prune(backups, keep))
 
 
 @contextmanager
 def os_errors_explained(disk: Path, kept: object) -> Iterator[None]:
-    """Turn an OSError of the block into an OuterstepError that says what to do. The block writes below `disk`; `kept`
-    names what it leaves as it was."""
+    """Turn an OSError of the block into an OuterstepError with a remedy. `disk`: the directory that the block writes
+    to. `kept`: names the place that keeps its earlier contents."""
     try:
         yield
     except OSError as error:
@@ -102,8 +104,9 @@ def os_errors_explained(disk: Path, kept: object) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Copied:
-    """A copy of the database, when it was made, and the blobs that it needs: all are stored except the `lost` ones."""
+class _DatabaseCopy:
+    """A copy of the database, when it was made, and the blobs that it needs. All of them are stored except the `lost`
+    ones."""
 
     made_at: float
     database: Path
@@ -112,14 +115,14 @@ class _Copied:
     lost: set[str]
 
 
-class _Copying:
+class _Copier:
     """Copies one backup, and counts the blobs and bytes that were not stored before."""
 
-    def __init__(self, source: Source, backups: BackupStore, interrupt: Callable[[], object]) -> None:
+    def __init__(self, source: BackupSource, backups: BackupStore, interrupt: Callable[[], object]) -> None:
         self._source, self._backups, self._interrupt = source, backups, interrupt
         self.blobs = self.bytes = 0
 
-    def until_nothing_is_gone(self, now: Callable[[], float]) -> _Copied:
+    def until_complete(self, now: Callable[[], float]) -> _DatabaseCopy:
         gone: set[str] = set()
         for _ in range(ATTEMPTS):
             made_at, copied = now(), self._backups.scratch()
@@ -127,7 +130,7 @@ class _Copying:
             runs, blobs = required_blobs(copied)
             missing = {blob.name for blob in blobs if not self._store(blob)}
             if missing <= gone:
-                return _Copied(made_at, copied, runs, blobs, missing)
+                return _DatabaseCopy(made_at, copied, runs, blobs, missing)
             gone |= missing
             copied.unlink()
         raise OuterstepError(
@@ -155,13 +158,13 @@ class _Copying:
 
 
 def required_blobs(copied: Path) -> tuple[list[RunSummary], list[Blob]]:
-    """Return the runs of a copied database, and the blobs that a backup of it needs, those first that are deleted
-    soonest.
+    """Return the runs of a copied database, and the blobs that a backup of it needs, starting with those that will be
+    deleted soonest.
 
     These are the checkpoints, every delta from the oldest of them on, and the contributions that are in no delta yet.
-    Contributions that are in one are left out, although the coordinator keeps them until the next checkpoint: they make
-    up most of all bytes, and only serve to rebuild a delta that the disk has damaged. A backup finds damage by the
-    digest. Raises OuterstepError if this is not a coordinator's database.
+    Contributions that are in a delta are left out, although the coordinator keeps them until the next checkpoint. They
+    are most of all bytes, and only serve to rebuild a damaged delta; in a backup, damage is found by the digest. Raises
+    OuterstepError if this is not a coordinator's database.
     """
     engine = create_engine(URL.create("sqlite", database=str(copied)))
     try:
@@ -198,8 +201,8 @@ def _contributions(connection: Connection, run_id: int, names: RunNames) -> list
 
 
 def _deltas(connection: Connection, run_id: int, names: RunNames) -> list[Blob]:
-    # Every complete checkpoint that has a row counts, even one that is about to be deleted: rows are deleted first, so
-    # at the moment of the copy its blobs were there, and so were the deltas after it.
+    # Every complete checkpoint with a row counts, even one that is about to be deleted. Rows are deleted before blobs,
+    # so its blobs and the deltas after it still existed when the database was copied.
     kept = list(
         connection.scalars(
             select(CheckpointRow.round).where(CheckpointRow.run_id == run_id).order_by(CheckpointRow.round.desc())
@@ -241,14 +244,14 @@ def superseded(numbers: list[int], keep: int) -> list[int]:
 
 def prune(backups: BackupStore, keep: int) -> list[int]:
     """Remove all but the newest `keep` backups, and the blobs that no backup needs. Return the numbers of the removed
-    ones. Call it within `locked`, once the newest backup is durable."""
+    backups. Call it within `locked`, once the newest backup is durable."""
     readable, unreadable = _manifests(backups)
     removed = superseded(list(readable), keep)
     for number in removed:
         backups.remove(number)
         del readable[number]
     backups.remove_databases_but(list(readable.values()), unreadable)
-    if not unreadable:  # such a backup may need any blob: it may be a later version's, or one that an operator repairs
+    if not unreadable:  # an unreadable backup may need any blob; a later version may read it, or an operator repair it
         needed = {blob.digest for manifest in readable.values() for blob in manifest.blobs}
         backups.remove_blobs([digest for digest in backups.digests() if digest not in needed])
     return removed
@@ -261,6 +264,6 @@ def _manifests(backups: BackupStore) -> tuple[dict[int, Manifest], set[int]]:
     for number in backups.numbers():
         try:
             readable[number] = backups.manifest(number)
-        except Damaged:
+        except DamagedBackup:
             unreadable.add(number)
     return readable, unreadable

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from coordinator.backup.manifest import Content, Manifest, encode
-from coordinator.backup.store import Damaged, copy_whole, manifest_of
+from coordinator.backup.store import DamagedBackup, copy_whole, manifest_of
 from coordinator.store.blobs import FileReader, Reader
 from outerstep.common.connections import error_text
 from outerstep.common.files import fsync, open_locked, write_new
@@ -45,7 +45,7 @@ class BackupDirectory:
         try:
             content = self._manifest(number).read_bytes()
         except OSError as error:
-            raise Damaged(error_text(error)) from error
+            raise DamagedBackup(error_text(error)) from error
         return manifest_of(content, number)
 
     def database_name(self, manifest: Manifest) -> str:
@@ -68,7 +68,7 @@ class BackupDirectory:
             raise OuterstepError(f"{self.root} has other files than backups: give a new or an empty directory")
         for folder in (self.root, self._manifests, self._blobs, self._incoming):
             if not folder.is_dir():
-                folder.mkdir(mode=0o700)  # not its parents: if a disk is not mounted, this would fill another one
+                folder.mkdir(mode=0o700)  # not its parents: with a disk unmounted, this would fill another disk
                 fsync(folder.parent)
         with open_locked(self.root / "lock", f"another backup is being made in {self.root}; wait until it is done"):
             shutil.rmtree(self._incoming)
@@ -88,7 +88,7 @@ class BackupDirectory:
         file = self.scratch()
         if not copy_whole(reader, file, digest, interrupt):
             return False
-        file.replace(self._blob(digest))  # `add` makes the name durable
+        file.replace(self._blob(digest))  # `add` makes the new name durable
         return True
 
     def add(self, manifest: Manifest, database: Path, interrupt: Callable[[], object]) -> None:
@@ -140,7 +140,7 @@ def existing(root: Path) -> BackupDirectory:
 
 
 def check_apart(root: Path, data_dir: Path) -> None:
-    """Raise OuterstepError if one directory contains the other: a failing disk would take both."""
+    """Raise OuterstepError if one directory contains the other, because a failing disk would take both."""
     backups, data = root.resolve(), data_dir.resolve()
     if backups.is_relative_to(data) or data.is_relative_to(backups):
         detail = f"the directory of backups {root} and the data directory {data_dir} overlap"

@@ -24,8 +24,8 @@ def parse_location(text: str) -> Location:
 
 
 def open_store(location: Location, now: Callable[[], float] = time.time) -> BackupStore:
-    """Return the store at a location, which need not exist yet. Raises OuterstepError if it needs a library that is not
-    installed."""
+    """Return the store at a location, which need not exist yet. Raises OuterstepError if that needs a library that is
+    not installed."""
     if isinstance(location, Path):
         return directory.BackupDirectory(location)
     store: BackupStore = _bucket(location).BackupBucket(location, now)
@@ -41,7 +41,8 @@ def open_existing(location: Location) -> BackupStore:
 
 
 def check(location: Location, data_dir: Path) -> None:
-    """Raise OuterstepError if backups of this data directory cannot be stored there, as far as can be seen locally."""
+    """Raise OuterstepError if backups of this data directory cannot be stored there, as far as this machine can
+    determine."""
     if isinstance(location, Path):
         directory.check_apart(location, data_dir)
     else:

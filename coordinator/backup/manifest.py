@@ -1,6 +1,6 @@
 """The manifest of a backup: what the backup contains, with the digest of each file. Pure.
 
-A manifest is one line with the BLAKE3 digest of the rest, followed by a JSON object. So with a manifest that decodes,
+A manifest is one line with the BLAKE3 digest of the rest, followed by a JSON object. So if a manifest can be decoded,
 every byte of the backup can be verified.
 """
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from protocol.digest import digest
 
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-# As `RunNames` makes them. No part begins with a dot, so a name cannot lead out of `runs/`.
+# Names as `RunNames` makes them. No part begins with a dot, so a name cannot point outside of `runs/`.
 BlobName = Annotated[str, StringConstraints(pattern=r"^runs(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$")]
 
 
@@ -22,7 +22,7 @@ class Frozen(BaseModel):
 
 
 class Content(Frozen):
-    """Bytes, by their BLAKE3 digest."""
+    """The digest and size of some bytes."""
 
     digest: Digest
     size: int = Field(ge=0)  # bytes
@@ -43,7 +43,7 @@ class RunSummary(Frozen):
 
 
 class Manifest(Frozen):
-    """A backup. `lost` are blobs that rows name, but that the coordinator itself no longer had, or had damaged."""
+    """A backup. `lost`: blobs that rows name, but that were missing or damaged in the coordinator's own store."""
 
     format: Literal[1] = 1
     number: int = Field(ge=1)
@@ -67,7 +67,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(content: bytes) -> Manifest:
-    """Return the manifest that `encode` was given. Raises ValueError, with what is wrong."""
+    """Return the manifest that was encoded. Raises ValueError with the reason."""
     expected, _, body = content.partition(b"\n")
     if digest(body).hex().encode() != expected:
         raise ValueError("its manifest is not what was written")

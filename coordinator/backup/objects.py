@@ -1,8 +1,8 @@
-"""The objects below a prefix of a bucket, by way of obstore: its errors become messages for people, and large objects
+"""The objects below a prefix of a bucket, through obstore. Errors are translated for the operator, and large objects
 are uploaded in parts.
 
-Backups rely on what object stores promise: an object exists completely or not at all, a read after a write sees it, and
-of several concurrent attempts to create an object, or to replace the same version of it, only one succeeds.
+Backups rely on three guarantees of object stores. An object exists completely or not at all. A read after a write sees
+it. Of several concurrent attempts to create an object, or to replace the same version of it, only one succeeds.
 """
 
 import errno
@@ -27,27 +27,28 @@ SCHEMES = {
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
 
-PART_BYTES = 8 << 20  # of one request, up and down; PARTS_AT_ONCE of an upload are in memory
+PART_BYTES = 8 << 20  # per request, up and down; PARTS_AT_ONCE of an upload are in memory
 PARTS_AT_ONCE = 4
-_PARTS = 9_000  # of one object at most: S3 allows 10,000
+_PARTS = 9_000  # most parts of one object; S3 allows 10,000
 RETRIES: dict[str, Any] = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
-# For parts, over the slowest usable line, and for everything small. A removal ends, in success or failure, long before
-# the lock that allowed it can pass to another backup (`lease.MARGIN_S`).
+# The first is for parts over the slowest usable network, the second for small requests. A removal ends, in success or
+# failure, long before the lock that allowed it can pass to another backup (`bucket_lock.MARGIN_S`).
 _PART_TIMEOUT, _TIMEOUT = timedelta(minutes=10), timedelta(seconds=30)
 
-Version = dict[str, str]  # of an object, as obstore returns and accepts it
+Version = dict[str, str]  # an object's version, as obstore returns and accepts it
 
 _BUSY = ("408", "409", "429")  # worth a retry, as is 5xx
 _STATUS = re.compile(r"status code: (\d+)")
 _UNANSWERED = re.compile(r"Error performing [A-Z]+ (\w+://[^/\s]+).* HTTP error: (.*)")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
-# Found in errors without credentials: obstore then asks the cloud's metadata service, which other machines do not have.
+# These texts are in the errors when there are no credentials: obstore then asks the cloud's metadata service, which
+# machines outside the cloud do not have.
 _NO_CREDENTIALS = ("/latest/api/token", "/computeMetadata/", "/metadata/identity/", "Account must be specified")
 _ANOTHER_REGION = ("redirect without LOCATION", "AuthorizationHeaderMalformed")  # S3's answers
 
 
 class Objects:
-    """The objects below a URL, which is its `str`. Thread-safe.
+    """The objects below a URL; `str(objects)` is the URL. Thread-safe.
 
     Methods raise Transient for errors worth a retry, and OuterstepError for others.
     """
@@ -70,7 +71,7 @@ class Objects:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def within(self, folder: str) -> Iterator[tuple[str, int]]:
-        """Yield the name within `folder` and the size of each object below it."""
+        """Yield (name within `folder`, size in bytes) of each object below it."""
         with self._explained("list"):
             for batch in obstore.list(self._small, folder):
                 for each in batch:
@@ -104,12 +105,13 @@ class Objects:
     # --- writing --------------------------------------------------------------------------------------------------
 
     def create(self, path: str, content: bytes) -> Version | None:
-        """Create a small object and return its version; None if it exists. It may be this very object, if the answer to
-        an earlier attempt was lost."""
+        """Create a small object and return its version; None if it exists. If the answer to an earlier attempt was
+        lost, the existing object may be the one that this call has created."""
         return self._put_if(path, content, "create")
 
     def replace(self, path: str, content: bytes, version: Version) -> Version | None:
-        """Replace a small object of this version and return the new version; None if that version is gone."""
+        """Replace version `version` of a small object, and return the new version; None if the object no longer has
+        that version."""
         return self._put_if(path, content, version)
 
     def upload(self, path: str, size: int, pieces: Iterable[bytes | bytearray]) -> None:
@@ -121,7 +123,7 @@ class Objects:
                     return
                 part_bytes = max(PART_BYTES, -(-size // _PARTS))
                 obstore.put(self._large, path, iter(pieces), chunk_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
-        except FileNotFoundError as error:  # by a lifecycle rule of the bucket, or by an operator
+        except FileNotFoundError as error:  # a lifecycle rule of the bucket or an operator has removed the parts
             raise Transient(f"the parts of {self.name(path)} were removed before the upload was complete") from error
 
     def delete(self, paths: list[str]) -> None:
@@ -130,19 +132,19 @@ class Objects:
             with self._explained("remove", paths[0]):
                 obstore.delete(self._small, paths)
         except FileNotFoundError:
-            pass  # some stores report it
+            pass  # some stores report missing objects
 
     def _put_if(self, path: str, content: bytes, mode: Any) -> Version | None:
         try:
             with self._explained("write", path):
                 return _version(obstore.put(self._small, path, content, mode=mode, use_multipart=False))
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError, FileNotFoundError):
-            return None  # the last: the object was removed
+            return None  # FileNotFoundError: the object was removed
 
     def _opened(self, timeout: timedelta) -> Any:
         options = {"connect_timeout": timedelta(seconds=10), "timeout": timeout, "allow_http": True}  # AWS_ENDPOINT_URL
         try:
-            from_url: Any = store.from_url  # its annotations name particular stores
+            from_url: Any = store.from_url  # Any, because its annotations only allow particular stores
             return from_url(self._url, client_options=options, retry_config=RETRIES)
         except (exceptions.BaseError, ValueError) as error:
             if any(each in str(error) for each in _NO_CREDENTIALS):
@@ -151,7 +153,8 @@ class Objects:
 
     @contextmanager
     def _explained(self, action: str, path: str = "") -> Iterator[None]:
-        """Raise the store's errors with a message for people; FileNotFoundError for an object that does not exist."""
+        """Raise the store's errors with a message for the operator. For an object that does not exist, raise
+        FileNotFoundError."""
         try:
             yield
         except FileNotFoundError as error:
@@ -163,20 +166,20 @@ class Objects:
         except exceptions.BaseError as error:
             raise self._explain(str(error), action, self.name(path)) from error
 
-    def _explain(self, said: str, action: str, name: str) -> OuterstepError:
-        """Return an error with a message for people, from the text of the store's error."""
-        status, code = _STATUS.search(said), _CODE.search(said)
+    def _explain(self, text: str, action: str, name: str) -> OuterstepError:
+        """Return an error with a message for the operator. `text`: the text of the store's error."""
+        status, code = _STATUS.search(text), _CODE.search(text)
         answer = f"{status[1]}{f' {code[1]}' if code else ''}" if status else ""
-        if "NoSuchBucket" in said or "ContainerNotFound" in said:
+        if "NoSuchBucket" in text or "ContainerNotFound" in text:
             return self._no_bucket()
-        if any(each in said for each in _NO_CREDENTIALS):
+        if any(each in text for each in _NO_CREDENTIALS):
             return self._no_credentials()
         if status and status[1] in ("401", "403"):
             return OuterstepError(
                 f"this machine may not {action} {name} ({answer}): check that the key in {self._credentials} is right "
                 "and may list, read, write and remove objects there"
             )
-        if any(each in said for each in _ANOTHER_REGION):
+        if any(each in text for each in _ANOTHER_REGION):
             return OuterstepError(
                 f"the bucket of {name} is in another region than the request: set AWS_REGION to the bucket's"
             )
@@ -184,10 +187,10 @@ class Objects:
             return OuterstepError(f"cannot {action} {name}: the store answers {answer}")
         if status:
             return Transient(f"cannot {action} {name}: the store answers {answer}")
-        if unanswered := _UNANSWERED.search(_first_line(said)):
+        if unanswered := _UNANSWERED.search(_first_line(text)):
             reached = f"nothing answers at {unanswered[1]} ({unanswered[2]}): check that it can be reached from here"
             return Transient(f"cannot {action} {name}: {reached}")
-        return Transient(f"cannot {action} {name}: {_first_line(said)}")
+        return Transient(f"cannot {action} {name}: {_first_line(text)}")
 
     def _no_credentials(self) -> OuterstepError:
         return OuterstepError(f"there are no credentials for {self}: set {self._credentials} (docs/deployment.md)")
@@ -197,7 +200,7 @@ class Objects:
 
 
 class ObjectReader:
-    """An object that is open for reading; PART_BYTES of it are in memory."""
+    """An object that is open for reading. It keeps PART_BYTES in memory."""
 
     def __init__(self, objects: Objects, path: str, size: int) -> None:
         self.size = size
@@ -215,7 +218,7 @@ class ObjectReader:
         return wanted
 
     def _from(self, at: int) -> memoryview:
-        """Return one or more bytes from offset `at`."""
+        """Return at least one byte from offset `at` on."""
         if not self._at <= at < self._at + len(self._held):
             self._held = memoryview(self._objects.read(self._path, at, min(at + PART_BYTES, self.size)))
             self._at = at
@@ -237,6 +240,6 @@ def _version(meta: Any) -> Version:
     return {key: meta[key] for key in ("e_tag", "version") if meta.get(key) is not None}
 
 
-def _first_line(said: str) -> str:
-    """Return the first line of an error's text; the rest is for the store's developers."""
-    return said.partition("\n")[0].partition(": <")[0]
+def _first_line(text: str) -> str:
+    """Return the first line of an error's text; the other lines are for the store's developers."""
+    return text.partition("\n")[0].partition(": <")[0]

@@ -1,9 +1,9 @@
 """Checking backups, and restoring one into a new data directory.
 
-A restore writes the blobs first and the database last, because nothing starts without a database. The file `restored`
-is there from the beginning. Without a database it marks a restore that did not finish: no coordinator starts there, and
-the next restore begins again. Beside a database it makes the coordinator end all leases (`upkeep/rolling_back.py`),
-because workers may be ahead of the backup.
+A restore writes the blobs first and the database last, because a coordinator does not start without a database. The
+file `restored` is written at the beginning. Without a database it marks a restore that did not finish: no coordinator
+starts there, and the next restore begins again. With a database it makes the coordinator end all leases
+(`upkeep/rolling_back.py`), because workers may be ahead of the backup.
 """
 
 import shutil
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from coordinator.backup.create import os_errors_explained
 from coordinator.backup.manifest import Content, Frozen, Manifest, RunSummary
-from coordinator.backup.store import BackupStore, Damaged, copy_whole, is_whole
+from coordinator.backup.store import BackupStore, DamagedBackup, copy_whole, is_whole
 from coordinator.store import sqlite
 from coordinator.store.blobs import Reader
 from coordinator.store.data_directory import RESTORED, DataDirectory
@@ -26,7 +26,8 @@ from outerstep.common.connections import error_text
 from outerstep.common.files import fsync, write_new
 from protocol.errors import OuterstepError
 
-# What may be in a directory that counts as empty: what a restore that was killed at once leaves, and a disk's root.
+# Entries that a directory may have and still count as empty. A restore that was killed at once leaves the first two;
+# the last one is in a disk's root.
 _IGNORED = {"lock", "incoming", "lost+found"}
 
 
@@ -34,11 +35,11 @@ _IGNORED = {"lock", "incoming", "lost+found"}
 
 
 class BackupInfo(Frozen):
-    """A backup as it is listed. `damage` says what is wrong with it, and is empty for a whole one. `lost` counts the
-    blobs that the coordinator itself had lost when the backup was made."""
+    """A backup as it is listed. `damage`: what is wrong with it; empty for a whole one. `lost`: the number of blobs
+    that the coordinator itself had lost when the backup was made."""
 
     number: int
-    made_at: float | None  # seconds since 1970; with the next two unknown if the manifest cannot be read
+    made_at: float | None  # seconds since 1970; this and the next two are None if the manifest cannot be read
     runs: list[RunSummary]
     bytes: int | None
     blobs: int
@@ -46,7 +47,7 @@ class BackupInfo(Frozen):
     damage: str
 
 
-class Checker:
+class BackupChecker:
     """Checks the backups of a store by reading every byte. Blobs that several backups share are read once."""
 
     def __init__(self, backups: BackupStore) -> None:
@@ -57,7 +58,7 @@ class Checker:
         """Check one backup."""
         try:
             manifest = self._backups.manifest(number)
-        except Damaged as damage:
+        except DamagedBackup as damage:
             return BackupInfo(number=number, made_at=None, runs=[], bytes=None, blobs=0, lost=0, damage=str(damage))
         return BackupInfo(
             number=number,
@@ -70,7 +71,7 @@ class Checker:
         )
 
     def infos(self) -> list[BackupInfo]:
-        """Check all backups, newest first, without those that are removed in the meantime."""
+        """Check all backups, newest first. Backups that are removed in the meantime are left out."""
         found = [self.info(number) for number in self._backups.numbers()]
         remaining = set(self._backups.numbers())
         return [info for info in found if info.number in remaining]
@@ -96,8 +97,8 @@ class Checker:
 def restore(
     backups: BackupStore, number: int | None, data_dir: Path, warn: Callable[[str], object] = lambda _: None
 ) -> Manifest:
-    """Restore a backup (None: the newest whole one) into `data_dir`. Return its manifest once every byte has been
-    compared with its digest and is durable. `warn` is called with a message for each newer backup that is damaged.
+    """Restore a backup (None: the newest whole one) into `data_dir`. Return its manifest, once every byte is durable
+    and has been compared with its digest. `warn` is called with a message for each newer backup that is damaged.
 
     Raises OuterstepError if there is no such backup, none is whole, or `data_dir` is not empty.
     """
@@ -110,7 +111,7 @@ def restore(
         for each in found if number is None else [number]:
             try:
                 return _restore(backups, each, data_dir)
-            except Damaged as damage:
+            except DamagedBackup as damage:
                 if number is not None:
                     raise
                 warn(f"backup {each} is damaged, trying an older one: {damage}")
@@ -118,8 +119,8 @@ def restore(
 
 
 def new_admin_token(data_dir: Path, now: Callable[[], float] = time.time) -> Path:
-    """Create an admin token in a restored data directory, and return the file that contains it. Needed if the earlier
-    tokens were lost with the disk. Migrates the database to the newest schema."""
+    """Create an admin token in a restored data directory, and return the path of the file with the token. Needed if the
+    earlier tokens were lost with the disk. Migrates the database to the newest schema."""
     database, file = Database(sqlite.url_in(data_dir)), data_dir / "admin.token"
     try:
         Tokens(database, now).write_admin(file, "made at a restore")
@@ -142,7 +143,7 @@ def _restore(backups: BackupStore, number: int, data_dir: Path) -> Manifest:
     data = DataDirectory(data_dir)
     try:
         _mark(data, manifest)
-        shutil.rmtree(data.root / "runs", ignore_errors=True)  # of a restore that was killed, or of a damaged backup
+        shutil.rmtree(data.root / "runs", ignore_errors=True)  # left by a killed restore, or one of a damaged backup
         blobs = DirectoryBlobs(data)
         for blob in manifest.blobs:
             file = _copied(partial(backups.open_blob, blob.digest), backups.blob_name(blob.digest), blob, data)
@@ -167,13 +168,13 @@ def _mark(data: DataDirectory, manifest: Manifest) -> None:
 
 
 def _copied(opened: Callable[[], Reader], name: str, content: Content, data: DataDirectory) -> Path:
-    """Return a durable file with this content. Raises Damaged if the source does not have it."""
+    """Return a durable file with this content. Raises DamagedBackup if the backup does not have the content."""
     file = data.scratch()
     try:
         reader = opened()
     except OSError as error:
-        raise Damaged(error_text(error)) from error
+        raise DamagedBackup(error_text(error)) from error
     with reader:
         if not copy_whole(reader, file, content.digest):
-            raise Damaged(f"{name} is damaged")
+            raise DamagedBackup(f"{name} is damaged")
     return file

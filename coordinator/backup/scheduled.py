@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from coordinator.backup.create import Source, create
+from coordinator.backup.create import BackupSource, create
 from coordinator.backup.locations import Location, open_store
-from coordinator.backup.store import BackupStore, Damaged, Interrupted
+from coordinator.backup.store import BackupInterrupted, BackupStore, DamagedBackup
 from coordinator.run.live_run import LiveRun
 from protocol.errors import OuterstepError
 
@@ -29,11 +29,11 @@ class Schedule:
     keep: int
 
 
-class Scheduled:
+class ScheduledBackups:
     """Makes the backups of one schedule. `tick` is called a few times per second, from any thread.
 
-    last_at    when the last good backup was made, by whatever process, in seconds since 1970; None before the first
-    fault      why the last attempt failed; empty if it did not
+    last_at    when the last good backup was made, by any process, in seconds since 1970; None before the first
+    fault      why the last attempt failed; empty if it succeeded
     failed_at  when it failed, in seconds since 1970
     due        when the next attempt starts, by `clock`; infinite while one is running
     """
@@ -41,7 +41,7 @@ class Scheduled:
     def __init__(
         self,
         schedule: Schedule,
-        source: Source,
+        source: BackupSource,
         closing: threading.Event,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -52,9 +52,9 @@ class Scheduled:
         self.schedule, self.source = schedule, source
         self._closing, self._clock, self._now = closing, clock, now
         self._lock = threading.Lock()
-        self.due = -math.inf  # at once: the first tick looks at what is there
+        self.due = -math.inf  # at once: the first tick finds out when the newest backup was made
         self._made: float | None = None  # when the last one was made, by `clock`; None if another process made it
-        self._failure_recorded: set[int] = set()  # runs whose latest event about backups says that one failed
+        self._failure_recorded: set[int] = set()  # runs whose latest event about backups reports a failure
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="backup")
 
     def tick(self) -> None:
@@ -66,7 +66,7 @@ class Scheduled:
         self._thread.submit(self._work)
 
     def record(self, run: LiveRun) -> None:
-        """Record as events of the run that backups fail, and that they succeed again; each once."""
+        """Record as events of the run that backups fail, and that they succeed again. Each is recorded once."""
         with run.lock:
             if self.fault and run.id not in self._failure_recorded and not run.ended:
                 with run.change() as change:
@@ -85,24 +85,24 @@ class Scheduled:
     @property
     def last_age_s(self) -> float | None:
         """Age of the last good backup; None if there is none. If this process made it, changes of the wall clock do not
-        matter."""
+        affect the age."""
         if self._made is not None:
             return self._clock() - self._made
         return None if self.last_at is None else self.age_s(self.last_at)
 
     def age_s(self, at: float) -> float:
-        """Return how long ago `at` was, in seconds since 1970."""
+        """Return the seconds since `at`, which is in seconds since 1970."""
         return max(0.0, self._now() - at)
 
     def close(self) -> None:
-        """Wait for the backup that is running, which `closing` interrupts."""
+        """Wait for the running backup to end; `closing` interrupts it."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _work(self) -> None:
         wait_s = min(RETRY_S, self.schedule.every_s)
         try:
             wait_s, self.fault = self._make_if_due(), ""
-        except Interrupted:
+        except BackupInterrupted:
             logger.info("the backup was interrupted: the next one continues with what was copied")
         except OuterstepError as error:
             self._note_fault(error)
@@ -132,10 +132,10 @@ class Scheduled:
         return self.schedule.every_s
 
     def _remaining_s(self, backups: BackupStore) -> float:
-        """Return how many seconds remain until the next backup is due; 0 if the newest lies more than `every_s` in the
-        future, because then the clock was set back."""
+        """Return the seconds until the next backup is due. Return 0 if the newest one is dated more than `every_s` in
+        the future, because then the clock was set back."""
         for number in backups.numbers():
-            with suppress(Damaged):
+            with suppress(DamagedBackup):
                 made_at = backups.manifest(number).made_at
                 if made_at != self.last_at:
                     self.last_at, self._made = made_at, None
@@ -146,4 +146,4 @@ class Scheduled:
 
     def _interrupt(self) -> None:
         if self._closing.is_set():
-            raise Interrupted
+            raise BackupInterrupted

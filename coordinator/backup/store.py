@@ -1,5 +1,5 @@
-"""The interface of a backup store, and what every kind of store needs: a directory (`directory.py`) or a bucket
-(`bucket.py`)."""
+"""The interface of a backup store, and the functions that both kinds of store need: a directory (`directory.py`) and a
+bucket (`bucket.py`)."""
 
 import os
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from outerstep.common.files import Writer
 from protocol.errors import OuterstepError
 
 
-class Damaged(OuterstepError):
-    """A backup is incomplete or corrupt; the message says how."""
+class DamagedBackup(OuterstepError):
+    """A backup is incomplete or corrupt; the message explains how."""
 
 
-class Interrupted(Exception):
-    """The coordinator is stopping. What was copied stays, and the next backup continues from there."""
+class BackupInterrupted(Exception):
+    """The coordinator is stopping. Blobs that were copied are kept, and the next backup continues from there."""
 
 
 def never_interrupt() -> None:
-    """The `interrupt` of a backup that nothing interrupts."""
+    """Do nothing: the `interrupt` argument of a backup that must not be interrupted."""
 
 
 class BackupStore(Protocol):
     """A store of backups. Reading needs no lock; writing happens within `locked`. `str(store)` names it in messages.
 
     Blobs are stored under their BLAKE3 digest, so each is stored once however many backups contain it. On a remote
-    store any method may raise Transient, and OuterstepError for errors that a retry does not fix.
+    store any method may raise Transient, or OuterstepError for errors that a retry does not fix.
     """
 
     @property
@@ -45,13 +45,13 @@ class BackupStore(Protocol):
         """Return the numbers of the backups, newest first."""
 
     def manifest(self, number: int) -> Manifest:
-        """Return the manifest of a backup. Raises Damaged, also if the backup was removed in the meantime."""
+        """Return the manifest of a backup. Raises DamagedBackup, also if the backup was removed in the meantime."""
 
     def database_name(self, manifest: Manifest) -> str:
         """Return the path or address of the backup's copy of the database, for messages."""
 
     def blob_name(self, digest: str) -> str:
-        """Return the path or address that the blob has if it is stored, for messages."""
+        """Return the path or address of the blob, whether it is stored or not, for messages."""
 
     def open_database(self, manifest: Manifest) -> Reader:
         """Open the backup's copy of the database. Raises OSError."""
@@ -74,8 +74,8 @@ class BackupStore(Protocol):
         """Return True if a blob of this digest and size is stored."""
 
     def take_blob(self, reader: Reader, digest: str, interrupt: Callable[[], object]) -> bool:
-        """Store a blob. Return False, and store nothing, if what `reader` reads does not have this digest or cannot be
-        read.
+        """Store a blob. If `reader` cannot be read, or its bytes do not have this digest, store nothing and return
+        False.
 
         The blob is durable once `add` has returned. `interrupt` is called now and then, and may raise.
         """
@@ -85,11 +85,11 @@ class BackupStore(Protocol):
         that has one is complete. Durable when this returns. `interrupt` is called now and then, and may raise."""
 
     def remove(self, number: int) -> None:
-        """Remove a backup but not its blobs: the manifest first."""
+        """Remove a backup, the manifest first. Its blobs are kept."""
 
     def remove_databases_but(self, kept: list[Manifest], unreadable: set[int]) -> None:
-        """Remove the database copies of backups that were removed or never finished: all but those of `kept`, and of
-        the backups numbered `unreadable`, whose manifest cannot be read."""
+        """Remove the database copies of backups that were removed or never finished. The copies of `kept` stay, and
+        those of the backups numbered `unreadable`, which have an unreadable manifest."""
 
     def digests(self) -> list[str]:
         """Return the digests of all stored blobs."""
@@ -99,18 +99,18 @@ class BackupStore(Protocol):
 
 
 def manifest_of(content: bytes, number: int) -> Manifest:
-    """Decode the manifest of backup `number`. Raises Damaged."""
+    """Decode the manifest of backup `number`. Raises DamagedBackup."""
     try:
         manifest = decode(content)
     except ValueError as error:
-        raise Damaged(str(error)) from error
+        raise DamagedBackup(str(error)) from error
     if manifest.number != number:
-        raise Damaged(f"its manifest is that of backup {manifest.number}")
+        raise DamagedBackup(f"its manifest is that of backup {manifest.number}")
     return manifest
 
 
 def is_whole(opened: Callable[[], Reader], content: Content) -> bool:
-    """Return True if what `opened` opens can be read and has this content."""
+    """Return True if the reader that `opened` returns can be read and has this content."""
     try:
         with opened() as reader:
             return reader.size == content.size and digest_of(reader).hex() == content.digest
@@ -125,14 +125,14 @@ def content_of(path: Path) -> Content:
 
 
 def copy_whole(reader: Reader, target: Path, digest: str, interrupt: Callable[[], object] = never_interrupt) -> bool:
-    """Copy what `reader` reads to the new file `target`, durably. Return False, and leave no file, if it does not have
-    this BLAKE3 digest or cannot be read.
+    """Copy the bytes of `reader` to the new file `target`, durably. If `reader` cannot be read, or its bytes do not
+    have this BLAKE3 digest, leave no file and return False.
 
-    Raises OSError if `target` cannot be written, and what `interrupt` raises.
+    Raises OSError if `target` cannot be written. May raise what `interrupt` raises.
     """
     hasher, memory, at = blake3(), memoryview(bytearray(READ_BYTES)), 0
     try:
-        # Past the page cache, which the coordinator needs: the copy is not read again soon.
+        # Bypass the page cache: the copy is not read again soon, and the coordinator needs the cache.
         with Writer(target, 0o600) as file:
             while count := _read(reader, memory, at):
                 interrupt()
@@ -151,7 +151,7 @@ def copy_whole(reader: Reader, target: Path, digest: str, interrupt: Callable[[]
 
 
 def _read(reader: Reader, memory: memoryview, at: int) -> int:
-    """Return the number of bytes read: 0 at the end, and where the disk fails, which the digest then shows."""
+    """Return the number of bytes read: 0 at the end, and also if the disk fails; the digest then does not match."""
     try:
         return reader.read_into(memory, at)
     except OSError:

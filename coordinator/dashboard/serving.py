@@ -1,5 +1,5 @@
-"""The dashboard's files, and the routes that serve them. They need no token, as they contain nothing but the package's
-own files.
+"""The dashboard's files, and the routes that serve them. They need no token, because all files are public parts of the
+package.
 
 The address of a page file contains a digest of all page files; the address of the charts library contains its version.
 So browsers can cache both forever, and a newer page uses other addresses.
@@ -21,15 +21,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 PAGE = Path(__file__).parent / "page"
-CHARTS = "plotly"  # the Python package that contains the charts library, and the library's name
+CHARTS = "plotly"  # name of the charts library, and of the Python package that contains it
 TYPES = {
     ".css": "text/css; charset=utf-8",
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# A page may load from and connect to this server alone. The charts library sets style attributes on its own elements;
-# no foreign text gets there.
+# A page may load from this server only, and connect only to it. Inline styles are allowed, because the charts library
+# sets style attributes on its elements; no foreign text gets into them.
 POLICY = "; ".join(
     [
         "default-src 'none'",
@@ -58,7 +58,7 @@ CACHE_FOREVER, REVALIDATE = "public, max-age=31536000, immutable", "no-cache"
 
 @dataclass(frozen=True)
 class Asset:
-    """A file as it is served. `immutable`: its address always has the same bytes."""
+    """A file as it is served. `immutable`: True if its address always has the same bytes."""
 
     content: bytes
     media_type: str
@@ -98,7 +98,7 @@ def charts_path() -> str:
 def index() -> Asset:
     """Return index.html with the addresses of all other files."""
     files = f"dashboard/{version()}"
-    # Otherwise a browser discovers modules one import after another, each a round trip later.
+    # Without preloading, a browser discovers modules one import after another, and each takes a round trip.
     modules = [f'<link rel="modulepreload" href="{files}/{name}">' for name in page_files() if name.endswith(".js")]
     text = page_files()["index.html"].decode()
     for name, value in {"files": files, "charts": f"dashboard/{charts_path()}", "modules": "\n".join(modules)}.items():
@@ -118,7 +118,7 @@ def asset(path: str) -> Asset | None:
 
 
 def _charts() -> bytes:
-    """Return the charts library. Importing its package would take a while, so only the file is read."""
+    """Return the charts library. Only its file is read, because importing its package would take a while."""
     found = importlib.util.find_spec(CHARTS)
     assert found is not None
     assert found.origin is not None
@@ -134,7 +134,7 @@ def routes() -> list[BaseRoute]:
 
 
 async def _page(request: Request) -> Response:
-    """The page, if the client accepts HTML; otherwise 404."""
+    """Return the page if the client accepts HTML; otherwise 404."""
     if not _accepts_html(request.headers.get("accept", "*/*")):
         raise HTTPException(404)
     return await _response(request, index())
@@ -153,7 +153,7 @@ async def _response(request: Request, found: Asset) -> Response:
         return Response(status_code=304, headers=headers)
     content = found.content
     if _accepts_gzip(request.headers.get("accept-encoding", "")):
-        content = await run_in_threadpool(lambda: found.compressed)  # slow the first time
+        content = await run_in_threadpool(lambda: found.compressed)  # slow at the first request, then cached
         headers["Content-Encoding"] = "gzip"
     return Response(content, headers=headers, media_type=found.media_type)
 

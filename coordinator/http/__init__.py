@@ -1,4 +1,4 @@
-"""What every route needs from HTTP, in the order of a request:
+"""The parts of HTTP that all routes share, in the order in which a request passes through them:
 
 connection_limit.py, connections.py   how many connections, and how long each may take: uvicorn's protocol with limits
 middleware.py                         HEAD, request ids, headers, protocol version, authentication, rate limits

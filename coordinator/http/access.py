@@ -1,6 +1,7 @@
-"""Who may call a route, as the types of its parameters: Admin, AdminOfSome, AdminOfRun, OperatorOfRun, OperatorOfAll,
-Joiner, LineChecker, JoinTokenRun, ReadableRun, MemberRun, AnyMember, MemberOrOperator; Caller is any token's holder.
-`By` names the caller for the audit. Also the other parameters that routes share: the coordinator, the path, paging.
+"""Who may call a route. A route declares it by the type of a parameter: Admin, AdminOfSome, AdminOfRun, OperatorOfRun,
+OperatorOfAll, Joiner, LineChecker, JoinTokenRun, ReadableRun, MemberRun, AnyMember, MemberOrOperator; or Caller, for
+any token. `By` is the caller as the audit log records it. The other parameters that routes share are here too: the
+coordinator, the path, paging.
 
 A token for one run is rejected where a route is about another run, or about all runs.
 """
@@ -24,7 +25,8 @@ _bearer = HTTPBearer(auto_error=False)
 
 
 async def get_coordinator(request: Request) -> Coordinator:
-    """Return the coordinator. Like all dependencies here `async`: FastAPI runs others on a thread, which costs more."""
+    """Return the coordinator. All dependencies in this module are `async`, because FastAPI runs others on a thread,
+    which costs more."""
     coordinator: Coordinator = request.app.state.coordinator
     return coordinator
 
@@ -33,7 +35,7 @@ Service = Annotated[Coordinator, Depends(get_coordinator)]
 
 
 async def get_identity(request: Request, _: Annotated[object, Depends(_bearer)]) -> Identity:
-    """Return the token's holder, which `Authenticate` found. `_bearer` is there for OpenAPI alone."""
+    """Return the token's holder, which `Authenticate` has set. `_bearer` only serves OpenAPI."""
     identity: Identity = request.state.identity
     return identity
 
@@ -46,20 +48,19 @@ ITEMS_PER_REQUEST = 10
 
 
 def charge(request: Request, cost: float) -> None:
-    """Count a read as `cost` more requests of its caller; an admin's are not counted. Raises Problem
-    `too-many-requests`."""
+    """Count a read as `cost` more requests of its caller, unless it is an admin. Raises Problem `too-many-requests`."""
     if not request.state.identity.allows(Scope.ADMIN):
         request.app.state.coordinator.quotas.rates.take(lineage_of(request.state.identity), cost)
 
 
 async def items(request: Request, _: Caller, limit: Limit = 100) -> int:
-    """Return how many items a listing may have, and charge for them."""
+    """Return the maximum number of items in a listing, and charge the caller for them."""
     charge(request, limit / ITEMS_PER_REQUEST)
     return limit
 
 
 async def detail(request: Request, _: Caller) -> None:
-    """Charge a request for all of a run or a round like a page of ten items."""
+    """Charge the caller for the details of a run or a round: as much as for ten items of a listing."""
     charge(request, 1)
 
 
@@ -68,7 +69,7 @@ Detail = Annotated[None, Depends(detail)]
 
 
 async def get_actor(request: Request, caller: Caller) -> Actor:
-    """Return the caller for the audit. Behind a proxy on the same machine the address is the one in
+    """Return the caller for the audit log. Behind a proxy on the same machine, its address is taken from
     X-Forwarded-For."""
     return Actor(caller.token, None if request.client is None else request.client.host)
 
@@ -77,7 +78,7 @@ By = Annotated[Actor, Depends(get_actor)]
 
 
 def _check(caller: Identity, scope: Scope, run: str | None, detail: str) -> Identity:
-    """Return the caller. Problem `forbidden` unless it has the scope for `run` (None: for all runs)."""
+    """Return the caller. Raises Problem `forbidden` unless it has the scope for `run` (None: for all runs)."""
     if not caller.allows(scope, caller.run):
         raise Problem("forbidden", detail)
     if not caller.allows(scope, run):
@@ -86,12 +87,12 @@ def _check(caller: Identity, scope: Scope, run: str | None, detail: str) -> Iden
 
 
 async def admin(caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless it is an admin of all runs."""
+    """Return the caller. Raises Problem `forbidden` unless it is an admin of all runs."""
     return _check(caller, Scope.ADMIN, None, "this needs an admin token")
 
 
 async def admin_of_some(caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless it is an admin, of all runs or of one."""
+    """Return the caller. Raises Problem `forbidden` unless it is an admin, of all runs or of one."""
     return _check(caller, Scope.ADMIN, caller.run, "this needs an admin token")
 
 
@@ -108,12 +109,12 @@ async def operator(run: PathName, caller: Caller, service: Service) -> LiveRun:
 
 
 async def operator_of_all(caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless it is an operator, or an admin, of all runs."""
+    """Return the caller. Raises Problem `forbidden` unless it is an operator, or an admin, of all runs."""
     return _check(caller, Scope.OPERATOR, None, "this needs an operator token, or an admin's")
 
 
 async def joiner(run: PathName, caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless its token allows workers to join the run of the path."""
+    """Return the caller. Raises Problem `forbidden` unless its token allows workers to join the run of the path."""
     if caller.allows(Scope.JOIN, caller.run):
         detail = "a join token is exchanged for a worker token first: POST /v1/runs/RUN/workers/NAME/token"
         raise Problem("forbidden", detail)
@@ -121,7 +122,7 @@ async def joiner(run: PathName, caller: Caller) -> Identity:
 
 
 async def line_checker(caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless its token is for joining some run."""
+    """Return the caller. Raises Problem `forbidden` unless its token is for joining some run."""
     if not caller.allows(Scope.JOIN, caller.run):
         _check(caller, Scope.WORKER, caller.run, "this needs a worker token or a join token")
     return caller
@@ -144,34 +145,34 @@ def is_a_member(caller: Identity) -> bool:
 
 
 async def reader(run: PathName, caller: Caller, service: Service) -> LiveRun:
-    """Return the run of the path, for any token; a member, or a token for one run, reads only that run."""
+    """Return the run of the path, for any token. A member, or a token for one run, reads only that run."""
     if caller.run not in (None, run):
         raise Problem("forbidden", f"this token is for the run {caller.run} alone")
     return service.run(run)
 
 
 async def any_member(run: PathName, caller: Caller) -> str:
-    """Return the calling worker's name; Problem `forbidden` unless it is a member of the run of the path."""
+    """Return the calling worker's name. Raises Problem `forbidden` unless it is a member of the run of the path."""
     if caller.run != run or caller.member is None:
         raise Problem("forbidden", "only a member of this run may do this, with its member token")
     return caller.member
 
 
 async def member_or_operator(run: PathName, worker: PathName, caller: Caller) -> Identity:
-    """Return the caller; Problem `forbidden` unless it is the worker of the path or an operator."""
+    """Return the caller. Raises Problem `forbidden` unless it is the worker of the path or an operator."""
     if caller.is_member(run, worker):
         return caller
     return _check(caller, Scope.OPERATOR, run, "only the member itself, an operator or an admin may do this")
 
 
 async def member(run: PathName, worker: PathName, caller: Caller, service: Service) -> LiveRun:
-    """Return the run of the path, for the worker of the path alone."""
+    """Return the run of the path. Only the worker of the path may call."""
     if not caller.is_member(run, worker):
         raise Problem("forbidden", "only the member of this name and run may do this, with its member token")
     return service.run(run)
 
 
-# The scopes are those that OpenAPI shows: the kinds of tokens that a route accepts (none: any). `member`: a member's.
+# `scopes` is only for OpenAPI: the kinds of tokens that a route accepts (none: any). `member` is a member token.
 Admin = Annotated[Identity, Security(admin, scopes=["admin"])]
 AdminOfSome = Annotated[Identity, Security(admin_of_some, scopes=["admin"])]
 AdminOfRun = Annotated[LiveRun, Security(admin_of_run, scopes=["admin"])]
@@ -187,7 +188,7 @@ MemberOrOperator = Annotated[Identity, Security(member_or_operator, scopes=["mem
 
 
 def layout_with(run: LiveRun, fragment: int) -> Layout:
-    """Return the run's layout; Problem `not-found` unless it has the fragment."""
+    """Return the run's layout. Raises Problem `not-found` unless it has the fragment."""
     layout = None if run.model is None else run.model.layout
     if layout is None or fragment >= len(layout.fragments):
         count = "no fragments yet" if layout is None else counted(len(layout.fragments), "fragment")

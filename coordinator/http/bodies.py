@@ -1,12 +1,12 @@
-"""Request bodies: how large they may be, how slowly they may arrive, and how a JSON message is parsed.
+"""Request bodies: their largest size, their lowest rate, and how a JSON message is parsed.
 
-A body above its limit is rejected before it is read, or while it is read if its length is unknown. A body that stalls,
-or hardly moves, is given up. A message is read and parsed here, a large one on a separate thread; the route gets it
-when it is complete and valid.
+A body above its limit is rejected before it is read, or while it is read if its length is unknown. A body that stalls
+or is too slow is dropped. A message is read and parsed here, a large one on a separate thread; the route gets it when
+it is complete and valid.
 
-JSON with too many values, too deep nesting or too many members per object is rejected at the first excess. pydantic
-reports every fault that it finds, which takes gigabytes for a million small objects. So values are counted before the
-JSON is parsed, members while it is parsed, and lists end at their first fault (`fail_fast`).
+JSON with too many values, too deep nesting or too many members per object is rejected as soon as a limit is exceeded.
+pydantic reports every fault that it finds, which takes gigabytes for a million small objects. So values are counted
+before the JSON is parsed, members while it is parsed, and lists end at their first fault (`fail_fast`).
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from coordinator.store.identity import Identity
 from protocol.errors import Problem
 from protocol.messages import Scope
 
-MESSAGE_BYTES = 16 << 10  # the limit of most messages; above it a message is large
-MAX_MEMBERS = 64  # of one object: twice as many as any message has
+MESSAGE_BYTES = 16 << 10  # the limit of most messages; a longer message counts as large
+MAX_MEMBERS = 64  # per object: twice as many as any message has
 
 _ATTRIBUTE = "body_limit"  # of an endpoint
 _METHODS_WITH_BODY = {"PATCH", "POST", "PUT"}
@@ -43,19 +43,19 @@ _NO_MESSAGE = object()
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
-# --- how slowly a body may arrive -------------------------------------------------------------------------------------
+# --- the lowest rate --------------------------------------------------------------------------------------------------
 
 
 class MinimumRate:
-    """The lowest rate at which a body may arrive, measured over windows of `window_s` seconds. The network may be
-    interrupted for most of a window, if enough bytes arrive in the rest of it."""
+    """The lowest allowed rate of a body, measured over windows of `window_s` seconds. The network may be interrupted
+    for most of a window if enough bytes arrive in the rest of it."""
 
     def __init__(self, bytes_per_s: float, window_s: float, now: float) -> None:
         self._bytes, self._window_s = bytes_per_s * window_s, window_s
         self._since, self._arrived = now, 0
 
     def arrived(self, count: int, now: float) -> bool:
-        """Note that `count` bytes have arrived; return False if a window has just ended with too few."""
+        """Record that `count` bytes have arrived. Return False if a window has just ended with too few."""
         self._arrived += count
         if now - self._since < self._window_s:
             return True
@@ -66,7 +66,7 @@ class MinimumRate:
 
 async def chunks(request: Request, settings: Settings) -> AsyncIterator[bytes]:
     """Yield the body as it arrives. Raises Problem `request-timeout` if nothing, or too little, arrives for
-    `upload_idle_s`."""
+    `upload_idle_s` seconds."""
     loop, idle_s, lowest = asyncio.get_running_loop(), settings.upload_idle_s, settings.min_body_bytes_per_s
     body, rate = request.stream(), MinimumRate(lowest, idle_s, loop.time())
     while True:
@@ -83,17 +83,17 @@ async def chunks(request: Request, settings: Settings) -> AsyncIterator[bytes]:
         yield chunk
 
 
-# --- how large it may be ----------------------------------------------------------------------------------------------
+# --- the largest size -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class BodyLimit:
     """The body that an endpoint accepts.
 
-    bytes      at most; None: a payload, whose limit depends on the fragment (`uploads.py`)
-    values     JSON values, at most
-    large_for  whether this caller may send more than MESSAGE_BYTES
-    streamed   the endpoint reads the body itself, chunk by chunk
+    bytes      the most bytes; None for a payload, whose limit depends on the fragment (`uploads.py`)
+    values     the most JSON values
+    large_for  returns whether this caller may send more than MESSAGE_BYTES
+    streamed   True if the endpoint reads the body itself, chunk by chunk
     """
 
     bytes: int | None = MESSAGE_BYTES
@@ -121,8 +121,8 @@ def max_body(
 class LimitedRoute(APIRoute):
     """A route that accepts no larger body than its endpoint declares by `max_body`. Authentication comes first.
 
-    Raises TypeError if the endpoint takes a body and declares no limit. Other endpoints ignore the body, which may have
-    MESSAGE_BYTES.
+    Raises TypeError if the endpoint takes a body and declares no limit. Other endpoints ignore the body; it may still
+    have up to MESSAGE_BYTES.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -163,7 +163,8 @@ class LimitedRoute(APIRoute):
 
 
 def _admit_large(request: Request, limit: BodyLimit, size: int, held: ExitStack) -> None:
-    """Count a large message with its sender until `held` is closed. Raises Problem: forbidden, too-many-requests."""
+    """Count a large message towards its sender's quota until `held` is closed. Raises Problem: forbidden,
+    too-many-requests."""
     service: Coordinator = request.app.state.coordinator
     identity: Identity = request.state.identity
     if not limit.large_for(identity) and not identity.allows(Scope.ADMIN):
@@ -174,7 +175,7 @@ def _admit_large(request: Request, limit: BodyLimit, size: int, held: ExitStack)
 
 
 def _limited(request: Request, limit: int) -> Request:
-    """Return the same request; reading more than `limit` bytes of its body raises HTTPException."""
+    """Return the same request with a limit: reading more than `limit` bytes of its body raises HTTPException."""
     seen = 0
 
     async def receive() -> Message:
@@ -197,8 +198,8 @@ def _detail(limit: int) -> str:
 
 
 class _ReadRequest(Request):
-    """A request whose body has been read. `parsed`: the message, as FastAPI gets it. `fault`: why there is none; it is
-    raised after FastAPI has checked the token and failed to validate what it got instead."""
+    """A request whose body has been read. `parsed`: the message, which FastAPI gets from `json`. `fault`: why the
+    message is not valid. It is raised only after FastAPI has checked the token."""
 
     def __init__(self, request: Request, content: bytes, parsed: Any, fault: Exception | None = None) -> None:
         super().__init__(request.scope)
@@ -230,7 +231,7 @@ async def _read(request: Request, message: TypeAdapter[Any] | None, max_values: 
 
 
 def _is_json(request: Request) -> bool:
-    """True if FastAPI would take the body for JSON too."""
+    """True if FastAPI too would parse the body as JSON."""
     media_type = MediaType()
     media_type["content-type"] = request.headers.get("content-type", "")
     subtype = media_type.get_content_subtype()
@@ -238,8 +239,8 @@ def _is_json(request: Request) -> bool:
 
 
 def parse(body: bytes, message: TypeAdapter[Any], max_values: int) -> Any:
-    """Return the body as a message. Raises Problem payload-too-large (too many values) and invalid-message, and
-    RequestValidationError, which is answered as invalid-message."""
+    """Return the body as a message. Raises Problem payload-too-large (too many values) or invalid-message. Raises
+    RequestValidationError, which is answered as invalid-message, for a message of the wrong type."""
     if body.count(b",") >= max_values:
         raise Problem("payload-too-large", f"a message has at most {max_values} values here")
     try:

@@ -1,8 +1,8 @@
-"""How many connections may be open: in all, so that the store's files stay below the limit on open files, and from one
-address.
+"""How many connections may be open, in total and from one address. The total keeps the number of open files below the
+process's limit.
 
 When the total is reached, the connection that has been idle longest is closed for the next one. So idle connections
-lock nobody out, however many there are.
+cannot keep new clients out, however many there are.
 """
 
 import resource
@@ -14,8 +14,8 @@ from coordinator.settings import Settings
 from protocol.errors import OuterstepError
 
 MAX_CONNECTIONS = 4096
-OWN_FILES = 256  # database, logs, threads, files that are being averaged
-FILES_EACH = 2  # a connection may have a file that is being received or sent
+OWN_FILES = 256  # for database, logs, threads, files that are being averaged
+FILES_EACH = 2  # per connection: the socket, and a file that is being received or sent
 
 
 class Closeable(Protocol):
@@ -26,12 +26,12 @@ class Closeable(Protocol):
 
 
 class ConnectionLimit:
-    """The open connections. Those from `proxies` are not counted by address."""
+    """The open connections. Those from `proxies` do not count towards the limit per address."""
 
     def __init__(self, limit: int, per_address: int, proxies: str = "") -> None:
         self.limit, self.per_address = limit, min(per_address, max(1, limit // 2))
         self._proxies = [ip_network(each.strip()) for each in proxies.split(",") if each.strip()]
-        self.refused: Counter[str] = Counter()  # connections, by the problem's slug
+        self.refused: Counter[str] = Counter()  # number of rejected connections, by the problem's slug
         self._open: Counter[str] = Counter()  # by address
         self._addresses: dict[Closeable, str] = {}
         self._idle: dict[Closeable, None] = {}  # longest idle first
@@ -40,7 +40,7 @@ class ConnectionLimit:
         return len(self._addresses)
 
     def admit(self, connection: Closeable, address: str) -> str | None:
-        """Admit a connection, as idle; or return why it is not admitted."""
+        """Admit a connection, as idle. Return None, or the reason why it is not admitted."""
         if self._open[address] >= self.per_address and not self._is_proxy(address):
             return f"{self.per_address} connections from {address} are open, the most that one address may have"
         if len(self._addresses) >= self.limit:
@@ -55,7 +55,7 @@ class ConnectionLimit:
         return None
 
     def remove(self, connection: Closeable) -> None:
-        """Note that a connection is closed. It may not have been admitted, or be removed already."""
+        """Record that a connection is closed. It may never have been admitted, or already be removed."""
         address = self._addresses.pop(connection, None)
         self._idle.pop(connection, None)
         if address is not None:
@@ -64,11 +64,11 @@ class ConnectionLimit:
                 del self._open[address]
 
     def busy(self, connection: Closeable) -> None:
-        """Note that a connection has a request in progress."""
+        """Record that a connection has a request in progress."""
         self._idle.pop(connection, None)
 
     def idle(self, connection: Closeable) -> None:
-        """Note that a connection has no request in progress any more."""
+        """Record that a connection no longer has a request in progress."""
         if connection in self._addresses:
             self._idle[connection] = None
 

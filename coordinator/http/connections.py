@@ -36,7 +36,7 @@ from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.settings import Settings
 from protocol.errors import Problem
 
-MAX_PIPELINED = 16  # requests that wait for the response to another one on their connection
+MAX_PIPELINED = 16  # requests on one connection that wait for the response to an earlier one
 RETRY_S = 5.0  # Retry-After when there are too many connections
 
 Result = TypeVar("Result")
@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 
 
 class Connection(HttpToolsProtocol):
-    """One connection. A deadline runs while a request's head is expected or incomplete, and while the rest of a body
-    arrives whose response was already sent."""
+    """One connection. A deadline runs in two cases: a request's head is expected or incomplete, or the rest of a body
+    arrives although its response was already sent."""
 
     def __init__(
         self, *arguments: Any, limit: ConnectionLimit, settings: Settings, tls: ssl.SSLContext | None, **named: Any
@@ -55,11 +55,11 @@ class Connection(HttpToolsProtocol):
         self._limit, self._settings, self._tls = limit, settings, tls
         self._raw: asyncio.Transport | None = None  # until the TLS handshake is done
         self._handshake: asyncio.Task[None] | None = None
-        self._early = b""  # received together with the end of the handshake
+        self._early = b""  # bytes received together with the end of the handshake
         self._too_large: Problem | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
-        self._rate: MinimumRate | None = None  # of a body that is discarded
+        self._rate: MinimumRate | None = None  # for a body that is discarded
         self._in_head = self._in_body = self._progressed = False
         self._overhead_bytes = self._lines = self._line_bytes = 0
 
@@ -79,14 +79,14 @@ class Connection(HttpToolsProtocol):
             handshake = self.loop.start_tls(
                 transport, self, self._tls, server_side=True, ssl_handshake_timeout=self._settings.head_s
             )
-            # TLS has to get the very next bytes, which arrive before a task would start.
+            # The next bytes belong to TLS and may arrive before a task would start.
             self._handshake = self.loop.create_task(self._shake_hands(_started(handshake)))
         else:
             self._limit.refused["not-ready"] += 1
             transport.abort()  # a response would need a handshake
 
     async def _shake_hands(self, handshake: Awaitable[asyncio.Transport | None]) -> None:
-        """Finish the TLS handshake. uvicorn's server would start to count a connection only after it."""
+        """Finish the TLS handshake. uvicorn's own server would count a connection only after the handshake."""
         try:
             secured = await handshake
             if secured is None or secured.is_closing():
@@ -113,7 +113,7 @@ class Connection(HttpToolsProtocol):
             super().connection_lost(exc)
 
     def close_idle(self) -> None:
-        """Close, to admit another connection; called by the limit while no request is in progress here."""
+        """Close the connection to admit another. The limit calls this only while no request is in progress on it."""
         (self._raw or self.transport).close()
 
     def data_received(self, data: bytes) -> None:
@@ -242,7 +242,7 @@ class Connection(HttpToolsProtocol):
         self._deadline = None
         if self.transport.is_closing():
             return
-        if self.flow.read_paused:  # it may have arrived, unread
+        if self.flow.read_paused:  # the head may have arrived without being read
             self._await_head()
         elif self._in_head:
             detail = f"the request's headers took longer than {self._settings.head_s:g} s"
@@ -285,7 +285,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _started(coroutine: Coroutine[Any, Any, Result]) -> Awaitable[Result]:
-    """Run a coroutine at once up to its first suspension; awaiting the result runs the rest."""
+    """Run a coroutine up to its first suspension. Await the result to run the rest."""
     first = coroutine.send(None)
 
     @types.coroutine

@@ -1,7 +1,7 @@
 """Downloads of immutable bytes: ETag, Range, If-None-Match, cached forever.
 
-The bytes come from memory if they were just published, and otherwise from their blob. The blob is opened before the
-response begins, so it may be deleted meanwhile.
+The bytes come from memory if they were just published, otherwise from their blob. The blob is opened before the
+response begins, so it may be deleted in the meantime.
 """
 
 import re
@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.http.middleware import is_head
 from coordinator.http.problems import problem_response
-from coordinator.store.blobs import Blobs, Reader, Stored
+from coordinator.store.blobs import Blobs, Reader, StoredBlob
 from protocol.digest import Buffer
 from protocol.errors import Problem
 from protocol.wire import MEDIA_TYPE
@@ -24,7 +24,7 @@ CHUNK_BYTES = 1 << 18  # how much of a response is in memory at once
 
 
 class _BlobResponse(Response):
-    """Bytes [start, stop) of `source`, chunk by chunk. A reader is closed at the end."""
+    """Sends bytes [start, stop) of `source`, chunk by chunk. A reader is closed at the end."""
 
     def __init__(
         self, status: int, headers: dict[str, str], source: memoryview | Reader, start: int, stop: int
@@ -37,7 +37,7 @@ class _BlobResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with nullcontext() if isinstance(self._source, memoryview) else self._source:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            if not is_head(scope):  # which needs no bytes
+            if not is_head(scope):  # the response to HEAD has no body
                 async for chunk in self._chunks():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
@@ -58,7 +58,7 @@ def _read(reader: Reader, start: int, stop: int) -> memoryview:
     return chunk
 
 
-def blob_response(request: Request, blobs: Blobs, stored: Stored, missing: Callable[[], Problem]) -> Response:
+def blob_response(request: Request, blobs: Blobs, stored: StoredBlob, missing: Callable[[], Problem]) -> Response:
     """Return the blob, or the requested range of it. Its BLAKE3 digest is its ETag.
 
     A request for several ranges gets the whole blob, as RFC 9110 allows. Raises the Problem that `missing` returns if
@@ -114,13 +114,13 @@ def _headers(digest: bytes) -> dict[str, str]:
 
 
 def _is_known(request: Request, headers: dict[str, str]) -> bool:
-    """True if the client has these bytes, by its If-None-Match."""
+    """True if the client already has these bytes, according to its If-None-Match."""
     wanted = request.headers.get("if-none-match", "")
     return wanted == "*" or headers["ETag"] in (each.strip().removeprefix("W/") for each in wanted.split(","))
 
 
 def _range_header(request: Request, headers: dict[str, str]) -> str | None:
-    """Return the Range header; None if there is none, or if If-Range names other bytes than these."""
+    """Return the Range header. None if there is none, or if If-Range names a different version of the bytes."""
     etag = headers["ETag"]
     return request.headers.get("range") if request.headers.get("if-range", etag) == etag else None
 
@@ -151,5 +151,5 @@ def _range(part: str, size: int) -> tuple[int, int] | None:
 
 
 def _number(digits: str) -> int:
-    """Return the number, or one beyond the end of any file if it has too many digits for Python to parse."""
+    """Return the number. With too many digits for Python to parse, return one beyond the end of any file."""
     return int(digits or "0") if len(digits) <= 18 else 10**18

@@ -22,7 +22,7 @@ Answer = TypeVar("Answer")
 
 
 def preferred_wait_s(request: Request) -> float:
-    """Return the requested wait, at most MAX_WAIT_S; 0 if none. It is added to the response's headers."""
+    """Return the requested wait in seconds, at most MAX_WAIT_S; 0 if none. Adds it to the response's headers."""
     for preference in parse_http_list(", ".join(request.headers.getlist("prefer"))):
         name, _, value = preference.partition(";")[0].partition("=")
         if name.strip().lower() == "wait":  # the first one counts (RFC 7240, section 2)
@@ -43,11 +43,11 @@ async def poll(
     from_memory: Callable[[], tuple[bool, Answer] | None],
     under_lock: Callable[[], tuple[bool, Answer]],
 ) -> Answer:
-    """Check now, and at every wake-up of `topic`, until the result is (True, answer) or the time is up; return the last
+    """Check now, and at every wake-up of `topic`, until the result is (True, answer) or the time is up. Return the last
     answer.
 
-    `from_memory` is called first, on the event loop. It returns the result of `under_lock` if it needs neither a lock
-    nor the database for it, and otherwise None. `under_lock` is called on a thread.
+    `under_lock` is called on a thread and returns the result. `from_memory` is called first, on the event loop. It
+    returns the same result if that needs neither a lock nor the database; otherwise None.
 
     The caller's token is checked again before each call. Raises Problem if it is no longer valid, or if the caller has
     too many long polls. Members come first: other callers are woken one after another, and use the read threads.
@@ -78,7 +78,8 @@ async def poll(
 
 @asynccontextmanager
 async def _counted(service: Coordinator, caller: Identity, run: str, topic: str, wait_s: float) -> AsyncIterator[None]:
-    """Count a long poll while the block runs: a member's by what it waits for, an admin's not at all."""
+    """Count a long poll while the block runs. Members have a quota for each topic that they wait for; admins have
+    none."""
     if not wait_s or caller.allows(Scope.ADMIN):
         yield
         return
@@ -97,8 +98,8 @@ async def _ask_in_turn(
     from_memory: Callable[[], tuple[bool, Answer] | None],
     under_lock: Callable[[], tuple[bool, Answer]],
 ) -> tuple[bool, Answer]:
-    """Call `under_lock`, for a few requests at a time. While a request waits for its turn, the others often bring its
-    answer into memory, so `from_memory` is called again first."""
+    """Call `under_lock`, for a few requests at a time. While a request waits for its turn, other requests often bring
+    its answer into memory, so `from_memory` is called again first."""
     waiters = service.waiters
     async with waiters.reading:
         found = from_memory()

@@ -1,7 +1,7 @@
 """The middleware around every route. A request passes it in this order (`app.py`):
 
 HeadAsGet          HEAD becomes GET without a body
-AssignRequestId    the request gets its id, and so does whatever is logged meanwhile
+AssignRequestId    gives the request an id, which is also logged with every line about it
 RequestMetrics     counts and times the request (`metrics/server.py`)
 ResponseHeaders    adds headers to every response, and answers unexpected exceptions
 CheckProtocol      rejects clients that speak another protocol version
@@ -27,9 +27,9 @@ from protocol.errors import Problem
 from protocol.messages import Scope as TokenScope
 from protocol.versions import OURS, client_version, incompatibility
 
-REJECT_DELAY_S = 1.0  # before a 429, or rejecting would cost as much as serving
+REJECT_DELAY_S = 1.0  # before a 429: if clients retried at once, rejecting would cost as much as serving
 
-# FastAPI's tracing settings. Metrics and logs are our own; a span per operation within a request would be too many.
+# FastAPI's tracing settings. Outerstep has its own metrics and logs, and a span per operation would be too many.
 TELEMETRY: Any = {
     "metrics": False,
     "logs": False,
@@ -50,7 +50,7 @@ def needs_a_token(path: str) -> bool:
 
 
 def is_head(scope: Scope) -> bool:
-    """True if the client sent HEAD, and so will not see the response's body."""
+    """True if the client sent HEAD, so it gets no body."""
     return bool(scope.get("state", {}).get(_HEAD_ONLY))
 
 
@@ -67,7 +67,7 @@ def add_response_header(request: Request, name: str, value: str) -> None:
 
 class HeadAsGet:
     """Answers HEAD wherever GET is answered, with the same headers and no body (RFC 9110, section 9.3.2). Range is
-    dropped, as it is defined for GET alone.
+    dropped, because it is defined for GET alone.
 
     After the headers the application sees a disconnect, which ends a stream of events.
     """
@@ -99,7 +99,7 @@ class HeadAsGet:
 
 
 class AssignRequestId:
-    """Gives each request an id: its own X-Request-Id, from a client or a proxy, if that is valid; otherwise a new
+    """Gives each request an id: the X-Request-Id that a client or proxy has sent, if it is valid; otherwise a new
     one."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -138,23 +138,24 @@ class ResponseHeaders:
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id(scope)
                 headers["X-Content-Type-Options"] = "nosniff"
-                if needs_a_token(scope["path"]):  # shared caches must not keep what needs a token
+                if needs_a_token(scope["path"]):  # shared caches must not keep responses that need a token
                     headers.setdefault("Cache-Control", "private, no-store")
                 headers.update(scope.get("state", {}).get(_HEADERS, {}))
             await send(message)
 
         try:
             await self._app(scope, receive, send_with_headers)
-        except Exception as error:  # the client gets a problem, whatever the exception is
+        except Exception as error:  # every exception becomes a problem response
             if started:
                 raise
             await fault_response(scope, request_id(scope), error)(scope, receive, send_with_headers)
 
 
 class CheckProtocol:
-    """Rejects a client that speaks another protocol, before its token is looked at: token formats may differ too.
+    """Rejects a client that speaks another protocol version. This comes before authentication, because token formats
+    may differ too.
 
-    Health and documentation stay open, so that a client of another version can find out which version this is.
+    Health and documentation stay open, so that such a client can find out the coordinator's version.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -170,7 +171,8 @@ class CheckProtocol:
 
 
 class Authenticate:
-    """Puts the bearer token's holder into `request.state.identity`, or answers 401; 429 above its rate limit.
+    """Puts the bearer token's holder into `request.state.identity`. Answers 401 without a valid token, and 429 above
+    its rate limit.
 
     Runs before the body is read. Health and documentation need no token.
     """
@@ -205,7 +207,7 @@ class Authenticate:
 
 
 class TraceAttributes:
-    """Adds run, worker, round and fragment, as far as the request's path names them, to the request's span."""
+    """Adds run, worker, round and fragment to the request's span, where its path names them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -220,7 +222,8 @@ class TraceAttributes:
 
 
 def _attributes(path_params: dict[str, Any]) -> dict[str, str | int]:
-    """Return the span's attributes. A round stays text where the path has a word for it ("current")."""
+    """Return the span's attributes. If the path has a word such as "current" for the round, the attribute is that
+    word."""
     texts = {name: str(path_params[key]) for key, name in _TRACED.items() if key in path_params}
     return {
         f"outerstep.{name}": int(text) if name in ("round", "fragment") and text.isdecimal() else text

@@ -1,6 +1,5 @@
-"""OpenAPI: what FastAPI does not derive from the routes (problems, headers, payloads), and the pages that show the
-schema, /docs and /redoc. Each route names the problems and headers that apply to it.
-"""
+"""OpenAPI: the parts that FastAPI does not derive from the routes (problems, headers, payloads), and the pages that
+show the schema, /docs and /redoc. Each route names the problems and headers that apply to it."""
 
 import base64
 import hashlib
@@ -32,7 +31,7 @@ Responses = dict[int | str, Document]  # by status
 
 _EVERYWHERE = ("method-not-allowed", "request-timeout", "payload-too-large", "head-too-large", "internal", "not-ready")
 _WITH_A_TOKEN = ("unauthorized", "protocol-mismatch", "invalid-message", "too-many-requests")
-RUN_PROBLEMS = ("forbidden", "not-found")  # of every route below /v1/runs/{run}
+RUN_PROBLEMS = ("forbidden", "not-found")  # for every route below /v1/runs/{run}
 WRITE_PROBLEMS = ("storage-full",)
 UPLOAD_PROBLEMS = ("length-required", "digest-mismatch", "invalid-payload", *WRITE_PROBLEMS)
 
@@ -145,7 +144,7 @@ UPLOAD_PARAMETERS: Document = {
     "requestBody": {"required": True, "content": _PAYLOAD},
 }
 
-# Of every request and every response.
+# These apply to every request and every response.
 _COMMON_PARAMETERS = [
     _request_header("X-Request-Id", "The client's own id of the request."),
     _request_header(
@@ -156,7 +155,8 @@ _COMMON_HEADERS = ("X-Request-Id", VERSION_HEADER, PROTOCOL_HEADER)
 
 
 def extend_schema(app: FastAPI) -> None:
-    """Add to the application's OpenAPI schema the components that routes refer to, and what every request has."""
+    """Add to the application's OpenAPI schema the components that routes refer to, and the parts common to all
+    requests."""
     found = app.openapi
 
     def openapi() -> Document:
@@ -185,7 +185,7 @@ def _complete(schema: Document) -> None:
 
 
 def page_routes(app: FastAPI) -> list[BaseRoute]:
-    """Return the routes of /docs and /redoc, and of their scripts and styles, which come with the coordinator."""
+    """Return the routes of /docs and /redoc, and of their scripts and styles, which are part of the coordinator."""
 
     def page(path: str, name: str, html: Callable[..., HTMLResponse], **files: str) -> Route:
         async def answer(request: Request) -> HTMLResponse:
@@ -205,8 +205,8 @@ def page_routes(app: FastAPI) -> list[BaseRoute]:
 
 
 def _restricted(page: HTMLResponse) -> HTMLResponse:
-    """Return the page with a Content-Security-Policy: it connects to this server alone, and runs no inline scripts but
-    its own."""
+    """Return the page with a Content-Security-Policy: it may connect only to this server, and run no inline scripts
+    except its own."""
     digests = [hashlib.sha256(script).digest() for script in _INLINE_SCRIPT.findall(bytes(page.body))]
     own = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     policy = [

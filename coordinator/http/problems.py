@@ -1,4 +1,4 @@
-"""Every error as problem+json (RFC 9457)."""
+"""Turns every error into problem+json (RFC 9457)."""
 
 import logging
 import math
@@ -19,7 +19,7 @@ from protocol.text import printable
 from protocol.validation_errors import explain_all
 from protocol.versions import OURS, client_version, different_builds
 
-MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment, which a worker may be uploading when its lease ends
+MAX_DISCARDED_BYTES = 64 << 20  # more than a fragment: a worker may be uploading one when its lease ends
 
 # pydantic's errors that a client of another version can cause.
 VERSION_ERRORS = frozenset({"extra_forbidden", "missing", "enum", "literal_error"})
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def answer_problems(app: FastAPI) -> None:
-    """Answer every exception that a handler raises on purpose; `fault_response` answers the others."""
+    """Add handlers for all exceptions that routes raise on purpose; `fault_response` answers the others."""
 
     @app.exception_handler(Problem)
     async def _problem(_: Request, error: Problem) -> Response:
@@ -66,15 +66,16 @@ def answer_problems(app: FastAPI) -> None:
 
 
 def _both_sides(request: Request) -> str:
-    """Return both versions, for a field that only one of them knows; empty if the client does not send its version."""
+    """Return both versions, for an error about a field that only one of them knows; empty if the client sends no
+    version."""
     client = client_version(request.headers)
     return "" if client.software is None else f"; {different_builds(client, OURS)}"
 
 
 def _not_allowed(request: Request, where: str, known: str) -> Response:
-    """Return the response to a method that the address does not accept, with those that it accepts.
+    """Return the response to a method that the address does not accept, with the methods that it accepts.
 
-    `known`: the methods of its first route, separated by commas; those of its other routes come from OpenAPI.
+    `known`: the methods of the address's first route, separated by commas. Those of its other routes come from OpenAPI.
     """
     problem = Problem("method-not-allowed", f"{where}: this address does not accept {request.method}")
     response = rejection(problem, request.headers)
@@ -88,7 +89,7 @@ def _not_allowed(request: Request, where: str, known: str) -> Response:
 
 
 def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
-    """Return the response to an unexpected exception: the disk or the database fails, or Outerstep has a bug."""
+    """Return the response to an unexpected exception: the disk or the database has failed, or Outerstep has a bug."""
     fault = scope["app"].state.coordinator.storage.note(error)
     if fault is not None:
         if fault.cause is Cause.STORAGE_FULL:

@@ -1,10 +1,9 @@
-"""Responses that are read from the database, JSON encoding included, on a few threads reserved for reading, and shared
-by clients that accept one of some age.
+"""JSON responses that are read from the database on a few threads reserved for reading, and shared between clients.
 
-So reads take neither the event loop nor the threads that uploads need, however many and however large they are. Two
-hundred people who watch a run ask for the same every few seconds. A client that accepts an older response
-(`Cache-Control: max-age=5`, RFC 9111 section 5.2.1.1) may get one that was made for another client, with its `Age`;
-other clients get a fresh one.
+However many and large these reads are, they use neither the event loop nor the threads that uploads need. If two
+hundred people watch a run, they all ask for the same responses every few seconds. A client that accepts an older
+response (`Cache-Control: max-age=5`, RFC 9111 section 5.2.1.1) may get one that was made for another client, with its
+`Age`; other clients get a fresh one.
 """
 
 import asyncio
@@ -25,8 +24,8 @@ from protocol.messages import Event, Page
 Value = TypeVar("Value")
 MAX_AGE_S = 60
 MAX_BYTES = 8 << 20  # of each cache
-READ_BYTES = 4096  # how much memory a read is counted for, besides its value
-EVENT_BYTES = 1024  # how much memory an event is counted for
+READ_BYTES = 4096  # assumed memory of a read, besides its value
+EVENT_BYTES = 1024  # assumed memory of an event
 _MAX_AGE = re.compile(r"(?i)(?:^|[\s,])max-age=(\d{1,9})(?:$|[\s,])")
 
 
@@ -37,17 +36,18 @@ class _Read(Generic[Value]):
 
 
 class ReadCache(Generic[Value]):
-    """The latest reads by key: the newest ones that fit into `max_bytes`, by `size_of`. Failed reads are not kept. Use
-    it on the event loop. `clock` returns seconds."""
+    """The latest reads by key. When they exceed `max_bytes`, as counted by `size_of`, the oldest ones are dropped.
+    Failed reads are not kept. Use it on the event loop. `clock` returns seconds."""
 
     def __init__(self, size_of: Callable[[Value], int], max_bytes: int, clock: Callable[[], float]) -> None:
         self._size_of, self._max_bytes, self._clock = size_of, max_bytes, clock
         self._reads: dict[Hashable, _Read[Value]] = {}  # oldest first
 
     async def read(self, key: Hashable, max_age_s: float, make: Callable[[], Awaitable[Value]]) -> tuple[Value, float]:
-        """Return the value of a read of this key that began at most `max_age_s` ago, or of a new one; and its age.
+        """Return (value, age in seconds) of the key's last read, if it began at most `max_age_s` ago; otherwise of a
+        new one.
 
-        The read goes on if one of its waiters is cancelled. Raises what `make` raises.
+        The read continues if one of its waiters is cancelled. Raises what `make` raises.
         """
         now = self._clock()
         known = self._reads.get(key)
@@ -58,7 +58,7 @@ class ReadCache(Generic[Value]):
         return await asyncio.shield(known.task), now - known.began
 
     def _done(self, key: Hashable, task: asyncio.Task[Value]) -> None:
-        """Drop a failed read, and the oldest ones beyond `max_bytes`."""
+        """Drop a failed read, and the oldest reads beyond `max_bytes`."""
         kept = self._reads.get(key)
         if kept is not None and kept.task is task and (task.cancelled() or task.exception() is not None):
             del self._reads[key]
@@ -86,7 +86,8 @@ async def on_read_thread(service: Coordinator, report: Callable[[], Value]) -> V
 
 
 async def cached_response(http: Request, report: Callable[..., BaseModel], *arguments: Any) -> Response:
-    """Return `report(*arguments)` as JSON. It must depend on nothing but these, as other clients may get it too."""
+    """Return `report(*arguments)` as JSON. It must depend on nothing else, because other clients may get the same
+    response."""
     service: Coordinator = http.app.state.coordinator
     caches: Caches = http.app.state.caches
 
@@ -102,6 +103,6 @@ async def cached_response(http: Request, report: Callable[..., BaseModel], *argu
 
 
 def _max_age_s(http: Request) -> int:
-    """Return the age in seconds up to which the client accepts a response; 0: only a fresh one."""
+    """Return the largest age in seconds that the client accepts; 0: only a fresh response."""
     found = _MAX_AGE.search(http.headers.get("cache-control", ""))
     return min(int(found[1]), MAX_AGE_S) if found else 0

@@ -1,6 +1,6 @@
 """Uploads: receive payloads of any size in bounded memory, into memory if the budget allows and otherwise into a file.
 
-A body is a payload, or with Content-Range one part of it.
+A body is a payload or, with Content-Range, a part of one.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ from protocol.digest import parse_content_digest
 from protocol.errors import Problem, Remedy
 from protocol.messages import PartReply
 
-CHUNK_BYTES = 1 << 18  # how much of a body that goes into a file is in memory at once
+CHUNK_BYTES = 1 << 18  # of a body that goes into a file: held in memory at once
 POLL_S = 0.01  # between attempts to get memory
-ROUNDS = 4  # a member may send the payloads of 4 rounds at once: a broken connection holds its payload for a while
+ROUNDS = 4  # rounds of payloads that a member may send at once: a broken connection keeps its payload for a while
 MAX_MISSING = 100  # missing ranges in one response
 
 
 @dataclass(frozen=True)
 class Part:
-    """The place of a body in its payload, and that payload's BLAKE3 digest."""
+    """The position of a body in its payload, and that payload's BLAKE3 digest."""
 
     start: int
     total: int
@@ -43,13 +43,13 @@ class Part:
 
 
 class Sink(ABC):
-    """Where a body goes while it is received. `size` and `digest` are the announced ones."""
+    """The destination of a body while it is received. `size` and `digest` are the announced ones."""
 
     def __init__(self, size: int, digest: bytes) -> None:
         self._size, self._digest = size, digest
 
     async def receive(self, request: Request, settings: Settings) -> None:
-        """Receive the whole body. Raises Problem: request-timeout, digest-mismatch (also if the length differs)."""
+        """Receive the whole body. Raises Problem: request-timeout; digest-mismatch, also if the length differs."""
         received_bytes = 0
         async for chunk in chunks(request, settings):
             received_bytes += len(chunk)
@@ -60,9 +60,9 @@ class Sink(ABC):
             raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, but {self._size} were announced")
 
     def complete(self) -> Body:
-        """Return the body. Raises Problem: digest-mismatch.
+        """Return the body. Raises Problem `digest-mismatch`.
 
-        Call it on the thread that processes the body, which saves a switch of threads.
+        Call it on the thread that processes the body, which saves a switch between threads.
         """
         source, digest = self._end()
         if digest != self._digest:
@@ -80,7 +80,7 @@ class Sink(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """Free its memory or file; always called at the end."""
+        """Free the memory or file. Always called at the end."""
 
 
 class MemorySink(Sink):
@@ -105,7 +105,7 @@ class MemorySink(Sink):
 class FileSink(Sink):
     """Writes a body to a new file in the data directory, and hashes it, chunk by chunk.
 
-    Both happen on threads: a busy disk takes its time, and the event loop has heartbeats to answer.
+    Both happen on threads: a busy disk may be slow, and the event loop has to answer heartbeats.
     """
 
     def __init__(self, size: int, digest: bytes, data: DataDirectory) -> None:
@@ -113,7 +113,7 @@ class FileSink(Sink):
         self._path, self._check_room = data.scratch(), data.check_space
         self._hasher = blake3()
         self._file: BinaryIO | None = None
-        self._arrived = bytearray()  # not a list: as objects, chunks of two bytes would take 28 times the memory
+        self._arrived = bytearray()  # not a list: chunks of two bytes would take 28 times the memory as objects
 
     async def _add(self, chunk: bytes) -> None:
         self._arrived += chunk
@@ -155,7 +155,7 @@ class ReceivedUpload:
     def complete(self) -> Body | PartReply:
         """Return the payload, or the ranges that are still missing. Raises Problem: digest-mismatch, invalid-message.
 
-        Call it on the thread that processes the payload, which saves a switch of threads.
+        Call it on the thread that processes the payload, which saves a switch between threads.
         """
         body = self._sink.complete()
         if self.part is None or self._whole is None:
@@ -171,10 +171,11 @@ class ReceivedUpload:
 async def receive_upload(
     request: Request, service: Coordinator, max_bytes: int, round_bytes: int, budget: MemoryBudget | None = None
 ) -> AsyncIterator[ReceivedUpload]:
-    """Receive the request's body, into memory if `budget` allows it; the block then gets it, and calls `complete`.
+    """Receive the request's body, into memory if `budget` allows it. The block then gets the upload and calls
+    `complete`.
 
-    `round_bytes`: the size of all payloads that the member sends in a round. At most ROUNDS times as many bytes may
-    arrive at once, and as many may be stored of payloads with missing parts.
+    `round_bytes`: the size of all payloads that the member sends in a round. At most ROUNDS times that many bytes of
+    this member may arrive at once. Its payloads with missing parts have the same limit.
 
     A file is deleted at the end of the block. Raises Problem: length-required, payload-too-large, invalid-message (no
     digest), digest-mismatch, request-timeout, too-many-requests.
@@ -217,7 +218,7 @@ async def _received(
 def _part_of_whole(
     request: Request, service: Coordinator, sink: Sink, part: Part, round_bytes: int, budget: MemoryBudget | None
 ) -> Iterator[ReceivedUpload]:
-    """Give the block a part of a payload; forget that payload once it is accepted, or rejected for good."""
+    """Give the block a part of a payload. Forget that payload once it is accepted or finally rejected."""
 
     def target() -> memoryview | Path:
         memory = None if budget is None else budget.take(part.total)
@@ -227,7 +228,7 @@ def _part_of_whole(
     whole = service.partial_uploads.get(key, part.total, part.digest, target, ROUNDS * round_bytes)
     upload = ReceivedUpload(sink, service.data, part, whole)
     try:
-        with whole.used():
+        with whole.kept():
             yield upload
     except Problem as problem:
         upload.finished = whole.corrupt or problem.remedy is not Remedy.RETRY
@@ -238,13 +239,13 @@ def _part_of_whole(
 
 
 def part_response(reply: PartReply) -> Response:
-    """Return the response to a part of a payload with missing parts."""
+    """Return the response to a part, while other parts of the payload are missing."""
     return Response(reply.model_dump_json(), HTTPStatus.ACCEPTED, media_type="application/json")
 
 
 async def _take(budget: MemoryBudget, size: int) -> memoryview | None:
-    """Return memory for a body, or None. While other uploads free theirs, waiting costs less than going through a
-    file."""
+    """Return memory for a body; None if there is none. Waits a moment if other uploads are about to free theirs,
+    because that is cheaper than using a file."""
     content = budget.take(size)
     while content is None and budget.frees_up(size):
         await asyncio.sleep(POLL_S)
@@ -253,7 +254,7 @@ async def _take(budget: MemoryBudget, size: int) -> memoryview | None:
 
 
 def _announced(request: Request, max_bytes: int) -> tuple[int, bytes, Part | None]:
-    """Return the body's announced size and digest, and which part of its payload it is."""
+    """Return the body's announced size and digest, and its part of the payload (None: it is a whole payload)."""
     length = request.headers.get("content-length")
     if length is None or not length.isdigit():
         raise Problem("length-required", "an upload needs a Content-Length")

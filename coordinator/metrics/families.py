@@ -1,6 +1,6 @@
 """Every metric, with its type, unit, labels and meaning. docs/metrics.md is generated from this table.
 
-Names are stable. Every value of a label is a time series, so a label has few values, or `runs.py` bounds them.
+Names are stable. Every value of a label is a time series, so a label has few values, or `runs.py` limits them.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Metrics of runs and their workers, read when they are scraped.
+"""Metrics of runs and their workers, read when Prometheus scrapes them.
 
-The number of time series is bounded: MAX_RUNS runs, active ones first and then the newest, and MAX_WORKERS live workers
-of each. Two further metrics count those left out. A snapshot of a run takes a handful of queries; the run's lock is
-held only to read from memory, never while the database or the disk is read.
+The number of time series is bounded: MAX_RUNS runs (active ones first, then the newest) and MAX_WORKERS live workers of
+each. Two further metrics count the runs and workers that are left out. A snapshot of a run takes a handful of queries;
+the run's lock is held only to read from memory, never while the database or the disk is read.
 """
 
 from collections import Counter, defaultdict
@@ -29,7 +29,7 @@ Value = tuple[str, tuple[str, ...], float]  # a family's name, the values of its
 
 
 def exported(runs: Iterable[LiveRun]) -> list[LiveRun]:
-    """Return the runs that have time series, by name."""
+    """Return the runs that are exported as time series, by name."""
     first = sorted(runs, key=lambda run: (run.ended, -run.id))[:MAX_RUNS]
     return sorted(first, key=lambda run: run.name)
 
@@ -54,7 +54,7 @@ class RunsCollector(Collector):
             try:
                 yield from run_values(snapshot(run))
             except (NoResultFound, FileNotFoundError):
-                continue  # it was removed meanwhile
+                continue  # the run was removed meanwhile
 
 
 def metrics(families: Sequence[Family], values: Iterable[Value]) -> Iterator[Metric]:
@@ -69,7 +69,7 @@ def metrics(families: Sequence[Family], values: Iterable[Value]) -> Iterator[Met
         yield metric
 
 
-# --- what is read of a run --------------------------------------------------------------------------------------------
+# --- reading a run ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class WorkerSnapshot:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run. Ages are in seconds, or None if not applicable. `last_round`: the last published round."""
+    """A run. Ages are in seconds; None if there is no such age. `last_round`: the last published round."""
 
     info: RunInfo
     paused_by_guard: bool
@@ -127,7 +127,7 @@ def snapshot(run: LiveRun) -> RunSnapshot:
     workers = [
         WorkerSnapshot(name, seen_s, run.members.metrics(name), times)
         for name, times in joins.items()
-        if (seen_s := run.members.last_seen_s(name, clock)) is not None  # its lease may have ended meanwhile
+        if (seen_s := run.members.last_seen_s(name, clock)) is not None  # the lease may have ended meanwhile
     ]
     return RunSnapshot(
         info=info,
@@ -144,7 +144,7 @@ def snapshot(run: LiveRun) -> RunSnapshot:
     )
 
 
-# --- and its values (pure) --------------------------------------------------------------------------------------------
+# --- the values of a snapshot (pure) ----------------------------------------------------------------------------------
 
 
 def run_values(run: RunSnapshot) -> Iterator[Value]:

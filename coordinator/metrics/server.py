@@ -1,5 +1,5 @@
-"""Metrics of the server: requests, connections, disks, backups, notifications. One registry per application, as one
-process may have several coordinators (in tests)."""
+"""Metrics of the server: requests, connections, disks, backups, notifications. Each application has its own registry,
+because tests run several coordinators in one process."""
 
 import logging
 import shutil
@@ -30,7 +30,7 @@ from protocol.text import printable
 
 logger = logging.getLogger(__name__)
 
-# From responses out of memory to long polls, and payloads over a slow network.
+# The range covers responses from memory, long polls, and payloads over a slow network.
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 REFUSALS = ("not-ready", "head-too-large", "request-timeout")
@@ -45,7 +45,7 @@ _COUNTED = ("http_requests_total", "http_requests_refused_total", "http_request_
 
 
 class ServerMetrics:
-    """The counters of an application's requests, and everything that is scraped from it. `connections`: None if the
+    """The counters of an application's requests, and all metrics that are scraped from it. `connections`: None if the
     application runs without a server."""
 
     def __init__(self, service: Coordinator, connections: ConnectionLimit | None) -> None:
@@ -114,7 +114,7 @@ class _ServerCollector(Collector):
 class RequestMetrics:
     """Middleware that counts and times every request, and logs it at level debug.
 
-    It is outside of everything that may answer, exceptions included, and inside `HeadAsGet`.
+    It wraps all middleware that can answer a request, exception handlers included, except `HeadAsGet`.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:

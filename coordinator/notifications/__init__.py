@@ -1,3 +1,2 @@
-"""Notifications to a webhook: alerts.py finds what begins and ends, outbox.py keeps what must be sent, sending.py
-delivers it, formats.py has the request's body for each receiver.
-"""
+"""Notifications to a webhook. alerts.py finds conditions that begin and end, outbox.py keeps the notifications to send,
+formats.py builds each receiver's request body, sending.py delivers it."""

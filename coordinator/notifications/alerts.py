@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from coordinator.backup.scheduled import Scheduled
+from coordinator.backup.scheduled import ScheduledBackups
 from coordinator.logs import scrubbed
 from coordinator.notifications.outbox import Key, Outbox
 from coordinator.round_reports import reason_of
@@ -20,15 +20,15 @@ from coordinator.store.tables import RoundRow
 from protocol.messages import RunState
 
 CHECK_S = 5.0
-ROUND_S = 3600.0  # a run is stalled if its round is open for longer than this and than three times the last round
-NO_ROUND_S = 1800.0  # and if no round opens for this long
+ROUND_S = 3600.0  # a run is stalled if its round is open for longer than this and than three times the last one
+NO_ROUND_S = 1800.0  # a run is also stalled if no round opens for this long
 FILLING, ROOM = 0.10, 0.12  # free share of a disk: the alert begins below 10 % and ends at 12 %
 MISSED_BACKUPS = 3
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A file system that the coordinator uses. `places`: the names of its folders there."""
+    """A file system that the coordinator uses. `places`: the names of its folders there ("data", "database")."""
 
     places: tuple[str, ...]
     free_bytes: int
@@ -36,12 +36,12 @@ class Disk:
 
     @property
     def free(self) -> float:
-        """The free share."""
+        """Free space as a share of the whole disk, 0 to 1."""
         return self.free_bytes / self.size_bytes if self.size_bytes else 0.0
 
 
 def disks(places: Mapping[str, Path]) -> list[Disk]:
-    """Return the file systems of these folders."""
+    """Return the file systems of these folders. `places`: the folders by name."""
     on: dict[int, list[str]] = {}
     for place, folder in places.items():
         on.setdefault(os.stat(folder).st_dev, []).append(place)
@@ -51,7 +51,7 @@ def disks(places: Mapping[str, Path]) -> list[Disk]:
 
 @dataclass(frozen=True)
 class _Progress:
-    """A run's round and whether it is open; since when, by the monotonic clock."""
+    """A run's round, whether it is open, and since when, by the monotonic clock."""
 
     round: int
     open: bool
@@ -59,8 +59,8 @@ class _Progress:
 
 
 class Alerts:
-    """The current alerts: `conditions` has a sentence by kind and run (None: the server). Sends notifications if there
-    is an outbox."""
+    """The current alerts. `conditions` has a sentence for each (kind, run); run None is the server. Sends notifications
+    if there is an outbox."""
 
     def __init__(
         self,
@@ -74,7 +74,12 @@ class Alerts:
         self._check_at = -float("inf")
 
     def check(
-        self, runs: Sequence[LiveRun], places: Mapping[str, Path], backups: Scheduled | None, *, disk_is_full: bool
+        self,
+        runs: Sequence[LiveRun],
+        places: Mapping[str, Path],
+        backups: ScheduledBackups | None,
+        *,
+        disk_is_full: bool,
     ) -> None:
         """Check everything, unless the last check was less than CHECK_S ago."""
         if self._clock() < self._check_at:
@@ -127,7 +132,7 @@ class Alerts:
             stalled = open_s > ROUND_S and open_s > 3 * _last_round_s(run)
             what = f"the round has been open for {_time(open_s)}: {reason}"
         begun = self._outbox and self._outbox.is_open("run-stalled", run.name)
-        if not stalled and begun and begun.round == round_:  # neither a restart nor an opened round is progress
+        if not stalled and begun and begun.round == round_:  # a restart, or opening the same round, is no progress
             return begun.message
         return what if stalled else None
 
@@ -143,7 +148,7 @@ class Alerts:
             for each in full
         )
 
-    def _backup_failed(self, backups: Scheduled | None) -> str | None:
+    def _backup_failed(self, backups: ScheduledBackups | None) -> str | None:
         if backups is None:
             return None
         if backups.fault:
@@ -159,7 +164,7 @@ class Alerts:
         return None
 
 
-def _last_backup(backups: Scheduled) -> str:
+def _last_backup(backups: ScheduledBackups) -> str:
     if (age_s := backups.last_age_s) is None:
         return "there is no successful backup yet"
     return f"the last successful backup is {_time(age_s)} old"

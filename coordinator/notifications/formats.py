@@ -39,7 +39,7 @@ KINDS: dict[str, Titles] = {
     "backup-failed": Titles("backup failed", "backups succeed again", 4),
     "test": Titles("test", "", 3),
 }
-# Events of runs that are notified, and the kind of notification. `alerts.py` has what begins and ends.
+# Events of runs that are notified -> the kind of notification. Conditions that begin and end are in `alerts.py`.
 EVENT_KINDS = {
     "lost": "worker-lost",
     "diverged": "divergence",
@@ -72,7 +72,7 @@ class Notification:
 
     @property
     def title(self) -> str:
-        """What happened, in a few words."""
+        """A summary in a few words."""
         titles = KINDS[self.kind]
         title = titles.resolved if self.state == "resolved" else titles.firing
         return f"{self.run or 'Outerstep coordinator'}: {title}"
@@ -118,7 +118,7 @@ def _json(each: Notification, url: str) -> tuple[str, Any]:
 
 
 def _slack(each: Notification, url: str) -> tuple[str, Any]:
-    # The three characters that Slack interprets: so a "<!channel>" in the text alerts no channel.
+    # Escape the three characters that Slack interprets, so that a "<!channel>" in the text alerts no channel.
     title, message = (
         text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") for text in (each.title, each.message)
     )
@@ -130,7 +130,7 @@ def _discord(each: Notification, url: str) -> tuple[str, Any]:
 
 
 def _ntfy(each: Notification, url: str) -> tuple[str, Any]:
-    """ntfy accepts JSON at the server's root; the topic, the last part of the URL, goes into the body."""
+    """Build JSON for the server's root; the topic, the last part of the URL, goes into the body."""
     parts = urlsplit(url)
     root, _, topic = parts.path.rstrip("/").rpartition("/")
     resolved = each.state == "resolved"
@@ -159,5 +159,5 @@ def new_id() -> str:
 
 
 def format_of(url: str) -> str:
-    """Return the format that the webhook at `url` expects, by its host; "json" for an unknown one."""
+    """Return the format that the webhook at `url` expects, by its host; "json" for an unknown host."""
     return HOSTS.get(urlsplit(url).hostname or "", "json")

@@ -1,11 +1,11 @@
 """The outbox: notifications to send, in the database and in memory.
 
-A notification of a run's event is committed together with the event (transactional outbox). It is sent until the
-webhook accepts it, and then marked as done: after a crash in between it is sent once more, with the same id.
+A notification of a run's event is committed together with the event (transactional outbox). It is retried until the
+webhook accepts it, and then marked as done. After a crash in between it is sent once more, with the same id.
 
-An alert, such as a stalled run, is a row that stays open until the alert ends, so a restart does not repeat it. A full
-disk needs a notification but accepts no row: notifications that cannot be written are sent from memory, and written
-when there is free space.
+An alert, such as a stalled run, is a row that stays open until the alert ends, so a restart does not repeat it. When
+the disk is full, no row can be written, but the notification is still needed: such notifications are sent from memory,
+and written when there is free space.
 """
 
 import logging
@@ -36,7 +36,7 @@ Key = tuple[str, str | None]  # kind, run
 
 @dataclass
 class Pending:
-    """A notification that is not sent yet. `since` and `due`: by the monotonic clock."""
+    """A notification that is not sent yet. `since` and `due`: seconds of the monotonic clock."""
 
     notification: Notification
     since: float
@@ -54,7 +54,7 @@ class Outbox:
         self, database: Database, draw_id: Callable[[], str], clock: Callable[[], float], now: Callable[[], float]
     ) -> None:
         self._database, self._draw_id, self._clock, self._now = database, draw_id, clock, now
-        self.dropped = 0  # never sent: too many were pending, or the webhook failed for too long
+        self.dropped = 0  # number never sent, because too many were pending or the webhook failed for too long
         self._lock = threading.Lock()  # for the state in memory; never held during a database write
         self._flushing = threading.Lock()
         self._pending: dict[str, Pending] = {}
@@ -108,7 +108,7 @@ class Outbox:
             self._queue(each)
 
     def is_open(self, kind: str, run: str | None = None) -> Notification | None:
-        """Return the notification of this alert's beginning; None unless it is open."""
+        """Return the notification that began this alert, if the alert is open; otherwise None."""
         with self._lock:
             return self._open.get((kind, run))
 
@@ -162,7 +162,7 @@ class Outbox:
             return list(self._pending.values())
 
     def done(self, id_: str) -> None:
-        """Note that a notification was sent."""
+        """Record that a notification was sent."""
         with self._lock:
             self._pending.pop(id_, None)
             self._done[id_] = self._now()
@@ -184,7 +184,7 @@ class Outbox:
     # --- the database ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Write what is only in memory to the database. If disk or database fail, the next call tries again."""
+        """Write to the database what is only in memory. If disk or database fail, the next call tries again."""
         with self._flushing:
             with self._lock:
                 unsaved, ended, done = dict(self._unsaved), set(self._ended), dict(self._done)
@@ -213,7 +213,7 @@ class Outbox:
 
 
 def _trim(session: Session) -> None:
-    """Delete the oldest rows of notifications that are sent and not open."""
+    """Delete the oldest rows of notifications that are sent. Those of open alerts are kept."""
     sent = NotificationRow.done_at.is_not(None), NotificationRow.open.is_(False)
     kept = select(NotificationRow.number).where(*sent).order_by(NotificationRow.number.desc()).offset(KEPT).limit(1)
     if (last := session.scalar(kept)) is not None:

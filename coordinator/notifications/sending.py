@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 3600.0
 GIVE_UP_S = 3 * 86_400.0
 TIMEOUT_S = 15.0  # of one attempt
-LOG_EVERY_S = 600.0  # an error that persists
+LOG_EVERY_S = 600.0  # for an error that persists
 SHOWN_CHARACTERS = 200  # of the webhook's answer
 _RETRYABLE = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS)
 
@@ -57,8 +57,8 @@ class Webhook:
 
 
 class DeliveryError(OuterstepError):
-    """The webhook did not accept a notification. `retry_after_s`: its Retry-After; `for_all`: it would accept no other
-    notification either."""
+    """The webhook did not accept a notification. `retry_after_s`: from its Retry-After header. `for_all`: it would not
+    accept any other notification either."""
 
     def __init__(self, why: str, *, retry_after_s: float = 0.0, for_all: bool = True) -> None:
         super().__init__(why)
@@ -66,7 +66,7 @@ class DeliveryError(OuterstepError):
 
 
 def webhook_of(url: SecretStr | None, format_: str | None, secret: SecretStr | None) -> Webhook | None:
-    """Return the webhook in the settings; None if there is none."""
+    """Return the webhook described by the settings; None if they have none."""
     return None if url is None else Webhook(url, format_ or format_of(url.get_secret_value()), secret)
 
 
@@ -135,15 +135,15 @@ class Sender:
         self.webhook, self.outbox = webhook, outbox
         self._clock, self._now, self._draw, self._open = clock, now, draw, open_
         self.sent = 0
-        self.failed = 0  # attempts
-        self.sent_at: float | None = None  # the last one; like `failed_at` in seconds since 1970
+        self.failed = 0  # number of failed attempts
+        self.sent_at: float | None = None  # when the last one was sent; this and `failed_at` in seconds since 1970
         self.failed_at: float | None = None
         self.fault = ""  # why the last attempt failed; empty if it succeeded
         self._held_until = -float("inf")
         self._logged_at = -float("inf")
 
     async def deliver_due(self) -> None:
-        """Send what is due, oldest first, until the webhook itself fails."""
+        """Send the notifications that are due, oldest first. Stops if the webhook itself fails."""
         if self._clock() < self._held_until:
             return
         for each in self.outbox.pending:
@@ -151,7 +151,7 @@ class Sender:
                 return
 
     async def _attempt(self, each: Pending) -> bool:
-        """Try to send one. Return False if the others have to wait."""
+        """Try to send one notification. Return False if the others must wait."""
         try:
             await send(self.webhook, each.notification, self._now(), self._open)
         except DeliveryError as error:
@@ -178,5 +178,5 @@ class Sender:
 
 
 def pause_s(attempts: int, drawn: float) -> float:
-    """Return the seconds to wait after this many failed attempts. `drawn`: a random number in [0, 1)."""
+    """Return the seconds to wait after `attempts` failed attempts. `drawn`: a random number in [0, 1)."""
     return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempts - 1, 20)) * (0.5 + drawn / 2))

@@ -1,5 +1,5 @@
-"""The audit log: who did what with a token, or to one, and from which address. Entries are written in the transaction
-of the action, so neither exists without the other, and are never deleted."""
+"""The audit log: who did what with a token or changed one, and from which address. An entry is written in the
+transaction of its action, so neither exists without the other. Entries are never deleted."""
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -11,12 +11,12 @@ from protocol.messages import AuditEntry, Page
 
 
 def note(session: Session, now: float, by: Actor, act: str, message: str, run: str | None = None) -> None:
-    """Add an entry to the transaction of `session`."""
+    """Add an entry in the transaction of `session`."""
     session.add(AuditRow(at=now, token=by.token, address=by.address, act=act, run=run, message=message))
 
 
 def entries(database: Database, run: str | None, limit: int, before: int | None) -> Page[AuditEntry]:
-    """Return the entries below number `before` (None: all), newest first. `run`: only of this run."""
+    """Return the entries with numbers below `before` (None: all), newest first. `run`: only entries of this run."""
     query = select(AuditRow).order_by(AuditRow.id.desc()).limit(limit + 1)
     if before is not None:
         query = query.where(AuditRow.id < before)

@@ -5,7 +5,7 @@ A blob exists only together with a row in the database; blobs without a row are 
     runs/{run}/contributions/{round}/{p}.{worker}.{digest}   acknowledged contributions
     runs/{run}/deltas/{round}/{p}.{digest}                   published deltas
     runs/{run}/checkpoints/{round}/{p}.{digest}              checkpoints
-    runs/{run}/set-aside/{n}/…                               blobs newer than a rollback or a restored database
+    runs/{run}/set-aside/{n}/…                               blobs that a rollback or a restored database has undone
     runs/{run}/removed                                       marks a run that is being removed
 
 `digest` is the first 16 hex digits of the BLAKE3 digest, so different bytes have different names.
@@ -26,15 +26,15 @@ KINDS: tuple[Kind, ...] = ("contributions", "deltas", "checkpoints")
 
 
 class Reader(Protocol):
-    """Bytes that are open for reading, at any offset and by several threads. A context manager."""
+    """Bytes that are open for reading, at any offset and from several threads. A context manager."""
 
     @property
     def size(self) -> int:
         """Number of bytes."""
 
     def read_into(self, memory: memoryview, at: int) -> int:
-        """Read bytes from offset `at` into `memory`. Return their number, which is less than its length only at the
-        end. May raise OSError."""
+        """Read bytes from offset `at` into `memory`. Return the number of bytes read; it is less than the length of
+        `memory` only at the end. May raise OSError."""
 
     def close(self) -> None: ...
 
@@ -47,7 +47,7 @@ class FileReader:
     """An open local file, as a `Reader`."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)  # a file object closes itself if the response is never sent
+        self._file = path.open("rb", buffering=0)  # a file object, because it closes itself if no response is sent
         self.size = os.fstat(self._file.fileno()).st_size
 
     def read_into(self, memory: memoryview, at: int) -> int:
@@ -67,18 +67,19 @@ class Blobs(Protocol):
     """A store of blobs. Thread-safe.
 
     Any method may raise OSError, because a store is a disk or a remote service. Local files that are passed in or
-    created lie in the data directory (`DataDirectory.scratch`), and may share their storage with the blob (a hard
-    link). So do not overwrite a file that has other names: unlink it first.
+    created are in the data directory (`DataDirectory.scratch`), and may share their storage with the blob (a hard
+    link). So never overwrite a file that has other names: unlink it first.
     """
 
     def put(self, name: str, source: Buffer | Path) -> bool:
-        """Store bytes, or the content of a local file, as `name` unless that blob exists. Return True if it did not.
+        """Store bytes, or the content of a local file, as blob `name`. Return True if it is new; an existing blob is
+        kept.
 
         The blob is durable when this returns, in either case. A local file stays where it is.
         """
 
     def open(self, name: str) -> Reader:
-        """Open a blob. It stays readable if it is deleted meanwhile. Raises FileNotFoundError."""
+        """Open a blob. It stays readable if it is deleted in the meantime. Raises FileNotFoundError."""
 
     def fetch(self, name: str, target: Path) -> None:
         """Copy a blob to the local file `target`, replacing an older one. Raises FileNotFoundError."""
@@ -93,11 +94,11 @@ class Blobs(Protocol):
         """Return the size of a blob in bytes; None if it does not exist."""
 
 
-Store = Callable[[DataDirectory], Blobs]  # opens the store of the coordinator with this data directory
+OpenStore = Callable[[DataDirectory], Blobs]  # opens the blob store that belongs to a data directory
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBlob:
     """A blob as recorded in the database. `size`: in bytes; None if unknown."""
 
     name: str
@@ -146,7 +147,7 @@ def round_of(name: str) -> int:
 
 
 def move(blobs: Blobs, name: str, new_name: str, scratch: Path) -> None:
-    """Rename a blob, durably: after a crash it has at least one of the two names. `scratch`: an unused path."""
+    """Rename a blob. After a crash it has at least one of the two names. `scratch`: an unused path."""
     try:
         blobs.fetch(name, scratch)
         blobs.put(new_name, scratch)

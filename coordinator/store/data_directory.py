@@ -1,7 +1,7 @@
 """The data directory: what it contains besides blobs. It is locked while a coordinator uses it.
 
 outerstep.db  admin.token  lock
-restored                       which backup this was restored from, until a coordinator has continued from it
+restored                       names the backup that was restored here, until a coordinator has continued from it
 incoming/                      scratch files being received or written; emptied at start
 runs/{run}/state/{p}.{0 or 1}  the current outer state; derived from checkpoints and deltas, so not fsynced
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from outerstep.common.files import fsync, open_locked
 
 RESTORED = "restored"
-# Of the disk, never used by uploads, so that the database and the work on accepted uploads can continue.
+# Free space on the disk that uploads never use, so that the database and the work on accepted uploads can continue.
 RESERVED_BYTES, RESERVED_SHARE = 256 << 20, 0.01  # whichever is less
 
 
@@ -38,11 +38,11 @@ class DataDirectory:
         self._numbers = itertools.count()
 
     def scratch(self) -> Path:
-        """Return an unused path for a local file. The next start deletes what is still there."""
+        """Return an unused path for a local file. The next start of the coordinator deletes what remains there."""
         return self._scratch / str(next(self._numbers))
 
     def check_space(self, size: int) -> None:
-        """Raise OSError, as a full disk does, if an upload of `size` bytes would use reserved space."""
+        """Raise the OSError of a full disk if an upload of `size` bytes would use reserved space."""
         disk = shutil.disk_usage(self._scratch)
         if disk.free - size < min(RESERVED_BYTES, RESERVED_SHARE * disk.total):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._scratch))
@@ -58,14 +58,14 @@ class DataDirectory:
 
     @property
     def restored(self) -> str | None:
-        """The backup that this directory was restored from, in words; None once a coordinator has continued from it."""
+        """A description of the backup that was restored here; None once a coordinator has continued from it."""
         try:
             return (self.root / RESTORED).read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             return None
 
     def clear_restored(self) -> None:
-        """Forget that the directory was restored, once every run has recorded it."""
+        """Forget that the directory was restored. Call it once every run has recorded that."""
         if self.restored is not None:
             (self.root / RESTORED).unlink()
             fsync(self.root)
@@ -81,12 +81,12 @@ class StateFiles:
     folder: Path
 
     def path(self, fragment: int, round_: int) -> Path:
-        """Return the path of a state. Two files take turns: state r + 1 overwrites state r − 1, whose pages are in
-        memory already."""
+        """Return the path of a state. Two files alternate: state r + 1 overwrites state r − 1, whose pages are already
+        in memory."""
         return self.folder / f"{fragment}.{round_ % 2}"
 
     def bytes(self) -> int:
-        """Return the size of all state files, without those that a checkpoint shares."""
+        """Return the size of all state files, without those that share their storage with a checkpoint."""
         total = 0
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError):  # replaced meanwhile

@@ -1,7 +1,7 @@
-"""The database, at a URL, migrated at start.
+"""The database at a URL. It is migrated at start.
 
-Only one process uses it, and only by `read()` and `write()`. A write commits, durably, when its block ends without an
-exception. What differs between database systems is a module beside this one, in the table `BACKENDS`.
+Only one process uses it, and only through `read()` and `write()`. A write commits, durably, when its block ends without
+an exception. Each database system has its own module beside this one, listed in BACKENDS.
 """
 
 import errno
@@ -29,7 +29,7 @@ from protocol.messages import Cause
 
 
 class Backend(Protocol):
-    """The functions that a module for a database system provides."""
+    """The functions that the module of a database system provides."""
 
     def check(self, url: URL) -> None:
         """Raise ValueError if a coordinator cannot use a database at `url`."""
@@ -38,34 +38,34 @@ class Backend(Protocol):
         """Return True if there is a database at `url`."""
 
     def lock(self, url: URL) -> AbstractContextManager[object]:
-        """Lock the database until the returned context ends. Raises OuterstepError if another process has locked it,
-        and OSError."""
+        """Lock the database until the returned context ends. Raises OuterstepError if another process has locked it;
+        may raise OSError."""
 
     def engines(self, url: URL) -> tuple[Engine, Engine]:
         """Return an engine for reading and one for writing, which share a connection pool."""
 
     def folder(self, url: URL) -> Path | None:
-        """Return the local directory of the database at `url`; None if it is not on this machine."""
+        """Return the local directory of the database at `url`; None if the database is on another machine."""
 
     def size_bytes(self, url: URL) -> int:
         """Return the size of the database in bytes."""
 
     def copy(self, url: URL, target: Path) -> None:
         """Copy the database, as of one moment, to the new file `target`, which is a SQLite database whatever the source
-        is. Raises OuterstepError if the database cannot be read, and OSError."""
+        is. Raises OuterstepError if the database cannot be read; may raise OSError."""
 
     def violated(self, error: IntegrityError) -> str | None:
         """Return the name of the violated constraint; None if the database does not report it."""
 
     def fault(self, error: DBAPIError) -> tuple[Cause, str] | None:
-        """Return the fault of the database or its disk that `error` reports, with a message; None if it is about a
-        statement."""
+        """Return the cause and a message if `error` means that the database or its disk has failed; None if only a
+        statement was wrong."""
 
 
 BACKENDS: dict[str, Backend] = {"sqlite": sqlite}
 
-# The constraints that a request can violate, with the problem that it gets. All others hold whatever a client sends, so
-# violating one is a bug.
+# The constraints that a request can violate, and the problem that answers it. No client can violate the others, so a
+# violation of those is a bug.
 VIOLATIONS = {
     "uq_runs_name": ("run-exists", "a run of this name exists; choose another name"),
     "uq_tokens_secret_hash": ("invalid-message", "token: another token has this secret; choose a random one"),
@@ -77,8 +77,8 @@ VIOLATIONS = {
 
 
 def url_of(text: str | None, data_dir: Path) -> URL:
-    """Return the URL in `text`, or that of the database in `data_dir` if it is None. Raises ValueError if it cannot be
-    used."""
+    """Return the URL in `text`, or the URL of the database in `data_dir` if `text` is None. Raises ValueError if it
+    cannot be used."""
     url = sqlite.url_in(data_dir) if text is None else _elsewhere(text, data_dir)
     there = exists(url)
     if not there and (data_dir / RESTORED).exists():
@@ -114,7 +114,7 @@ def _elsewhere(text: str, data_dir: Path) -> URL:
 class Database:
     """The database of one coordinator, migrated to the newest schema and locked against other coordinators.
 
-    Raises OuterstepError if it is in use or cannot be opened, and OSError.
+    Raises OuterstepError if it is in use or cannot be opened; may raise OSError.
     """
 
     def __init__(self, url: URL) -> None:
@@ -140,7 +140,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """Open a session whose transaction is committed, durably, at the end of the block.
+        """Open a session. Its transaction is committed, durably, at the end of the block.
 
         Raises the Problem in VIOLATIONS if the block violates one of those constraints.
         """
@@ -188,7 +188,7 @@ class Fault(NamedTuple):
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """Return the fault of the disk or the database that `error` reports; None if it is another error."""
+    """Return the fault of the disk or the database that `error` reports; None for any other error."""
     if isinstance(error, DBAPIError):
         found = (backend.fault(error) for backend in BACKENDS.values())
         return next((Fault(*each) for each in found if each is not None), None)
@@ -206,8 +206,8 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def upgrade(engine: Engine) -> None:
-    """Migrate the database to the newest schema; create it if there is none. Raises OuterstepError, and changes
-    nothing, if a later version has migrated it."""
+    """Migrate the database to the newest schema; create it if there is none. If a later version has migrated it, change
+    nothing and raise OuterstepError."""
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     config.attributes["metadata"] = Base.metadata

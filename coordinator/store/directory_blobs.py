@@ -17,13 +17,14 @@ from protocol.digest import Buffer
 
 
 class DirectoryBlobs:
-    """Blobs whose names are paths below the data directory. See `Blobs` for what the methods promise."""
+    """Blobs whose names are paths below the data directory. The methods are documented in `Blobs`."""
 
     def __init__(self, data: DataDirectory) -> None:
         self.root, self._scratch = data.root, data.scratch
-        # Held while folders are made or removed: one that is found under the lock stays.
+
+        # Held while folders are made or removed. So a folder that exists while you hold it is not removed.
         self._folders = threading.Lock()
-        # Only what this process made: an earlier one may have died before the folder that it made was durable.
+        # Only folders that this process made: an earlier process may have died before a folder was durable.
         self._durable_folders = {self.root}
 
     def put(self, name: str, source: Buffer | Path) -> bool:
@@ -35,7 +36,7 @@ class DirectoryBlobs:
                 try:
                     os.link(file, final)
                     created = True
-                except FileExistsError:  # perhaps not durable yet: fsync for this one too
+                except FileExistsError:  # it may not be durable yet, so fsync here too
                     created = False
         fsync(final.parent)
         return created
@@ -83,7 +84,7 @@ def _raise_unless_missing(error: OSError) -> None:
 
 @contextmanager
 def _file_of(source: Buffer | Path, scratch: Callable[[], Path]) -> Iterator[Path]:
-    """Give the block a local file with the bytes."""
+    """Give the block a local file with the content of `source`."""
     if isinstance(source, Path):
         yield source
         return

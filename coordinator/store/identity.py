@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from protocol.messages import Scope
 
-# The scopes that a scope includes. A join token may also read, so that a box can look at the run before it exchanges
-# it.
+# The scopes that each scope includes. A join token may also read, so that a box can look at the run before it exchanges
+# the token.
 ALLOWED: dict[Scope, frozenset[Scope]] = {
     Scope.ADMIN: frozenset({Scope.ADMIN, Scope.OPERATOR, Scope.WORKER, Scope.VIEWER}),
     Scope.OPERATOR: frozenset({Scope.OPERATOR, Scope.VIEWER}),
@@ -17,8 +17,8 @@ ALLOWED: dict[Scope, frozenset[Scope]] = {
 
 @dataclass(frozen=True)
 class Actor:
-    """Whoever does something: the id of a token, and the address that the request came from. Both None: the coordinator
-    itself."""
+    """The author of an action: the id of its token, and the address that the request came from. Both are None if the
+    coordinator itself acts."""
 
     token: str | None = None
     address: str | None = None
@@ -28,11 +28,11 @@ class Actor:
 class Identity:
     """The holder of a token, or a member (one worker of one run), which has no scope.
 
-    run       the only run that it is for; None: all runs
-    worker    the member's name, or the only name that the token may join under; None: any
-    token     the token's id; for a member, of the token that it joined with (None: its name was released since)
+    run       the only run that the token is valid for; None: all runs
+    worker    the member's name, or the only name that the token may join under; None: any name
+    token     the token's id; for a member, the id of the token that it joined with (None: its name was released since)
     names     the number of names that workers may join under with the token; None: any number
-    lineage   the id of the join token that was exchanged for this token, else its own id: they share rate limits
+    lineage   the id that rate limits count by: of the join token that was exchanged for this one, or its own
     """
 
     scope: Scope | None

@@ -1,7 +1,8 @@
 """Uploads in parts, over several connections and in any order.
 
-Parts that have arrived are kept while connections break and new ones open, until the payload is complete and taken, or
-nothing has arrived for KEPT_S. No byte is written twice, so later parts cannot change an accepted payload.
+Parts that have arrived are kept while connections break and new ones open. They are dropped once the payload is
+complete and processed, or if nothing arrives for KEPT_S seconds. No byte is written twice, so later parts cannot change
+an accepted payload.
 """
 
 import math
@@ -20,35 +21,35 @@ from protocol.errors import Problem
 KEPT_S = 300.0
 BYTES_PER_OWNER = 4 << 30
 RETRY_S = 5.0
-MAX_GAPS = 1000  # between the parts of one payload: more than any honest client leaves
+MAX_GAPS = 1000  # between the parts of one payload; more than any honest client leaves
 
 Key = tuple[str, str]  # the owner, and the owner's name for the upload
 
 
 class PartialUpload:
-    """A payload of `size` bytes with the BLAKE3 digest `digest`, of which parts have arrived in `target`: memory or a
-    new file."""
+    """A payload of `size` bytes with the BLAKE3 digest `digest`. The parts that have arrived are in `target`: memory or
+    a new file."""
 
     def __init__(self, size: int, digest: bytes, target: memoryview | Path, now: float) -> None:
         self.size, self.digest = size, digest
         self._target, self._lock = target, threading.Lock()
         self._missing: list[Range] = [(0, size)]
         self._gone, self._users = False, 0
-        self.corrupt = False  # it is complete, and its digest is not the announced one
+        self.corrupt = False  # True if it is complete, and its digest is not the announced one
         self.touched = now
 
     def add(self, start: int, part: Body) -> list[Range]:
-        """Write the missing bytes of [start, start + part.size). Return the ranges that are still missing: everything,
-        if the upload was discarded. Raises Problem `invalid-message` if the parts leave too many gaps."""
+        """Write the missing bytes of [start, start + part.size). Return the ranges that are still missing; if the
+        upload was discarded, that is everything. Raises Problem `invalid-message` if the parts leave too many gaps."""
         stop = start + part.size
         with self._lock:
             if self._gone:
                 return [(0, self.size)]
-            news = overlap(self._missing, start, stop)
+            added = overlap(self._missing, start, stop)
             missing = without(self._missing, start, stop)
             if len(missing) > MAX_GAPS:
                 raise Problem("invalid-message", f"the parts leave {len(missing)} gaps; at most {MAX_GAPS} are allowed")
-            self._write(start, part, news)
+            self._write(start, part, added)
             self._missing = missing
             return list(missing)
 
@@ -71,9 +72,9 @@ class PartialUpload:
         return isinstance(self._target, Path)
 
     @contextmanager
-    def used(self) -> Iterator[None]:
-        """Keep the bytes for the block, even if another thread discards the upload: a part may arrive twice at once,
-        and both requests then have the complete payload."""
+    def kept(self) -> Iterator[None]:
+        """Keep the bytes during the block, even if another thread discards the upload. Two requests may have the
+        complete payload at the same time, if a part arrived twice."""
         with self._lock:
             self._users += 1
         try:
@@ -93,8 +94,8 @@ class PartialUpload:
         if self._gone and self._users == 0 and isinstance(self._target, Path):
             self._target.unlink(missing_ok=True)
 
-    def _write(self, start: int, part: Body, news: list[Range]) -> None:
-        for first, last in news:
+    def _write(self, start: int, part: Body, added: list[Range]) -> None:
+        for first, last in added:
             if isinstance(self._target, memoryview):
                 part.read_into(self._target[first:last], first - start)
                 continue
@@ -111,8 +112,8 @@ class PartialUpload:
 
 
 class PartialUploads:
-    """The uploads in progress, one for each key. Those of one owner have at most `bytes_per_owner` bytes together,
-    unless there is only one. Thread-safe. `clock` returns seconds."""
+    """The uploads in progress, one for each key. One owner's uploads have at most `bytes_per_owner` bytes together; a
+    single upload may be larger. Thread-safe. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float], bytes_per_owner: int = BYTES_PER_OWNER) -> None:
         self._clock, self._lock = clock, threading.Lock()
@@ -152,14 +153,14 @@ class PartialUploads:
         return made
 
     def drop(self, key: Key, whole: PartialUpload) -> None:
-        """Forget an upload that was accepted, or rejected for good."""
+        """Forget an upload that was accepted or finally rejected."""
         with self._lock:
             if self._found.get(key) is whole:
                 del self._found[key]
         whole.discard()
 
     def sweep(self) -> None:
-        """Forget uploads that have received nothing for KEPT_S."""
+        """Forget uploads that have received nothing for KEPT_S seconds."""
         before = self._clock() - KEPT_S
         with self._lock:
             stale = {key: whole for key, whole in self._found.items() if whole.touched < before}

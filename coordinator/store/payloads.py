@@ -1,4 +1,4 @@
-"""Payloads: read chunk by chunk from blobs and local files, and a budget for those that stay in memory."""
+"""Payloads: reading them chunk by chunk from blobs and local files, and a budget for those that stay in memory."""
 
 import threading
 import time
@@ -19,8 +19,8 @@ from protocol.wire import Payload
 READ_BYTES = 1 << 20  # of a file, at a time
 CONTRIBUTIONS_BYTES = 96 << 20
 DELTAS_BYTES = 24 << 20
-# On fast lines fragments are averaged in quick succession, and free memory at shorter intervals than this. On slow
-# lines they are averaged now and then, and hardly any upload begins so soon after it.
+# If memory was freed less than this many seconds ago, more is likely to follow. On fast networks fragments are averaged
+# in quick succession, so memory is freed at shorter intervals. On slow ones few uploads begin so soon after that.
 FREES_UP_WITHIN_S = 0.3
 
 
@@ -38,7 +38,7 @@ class ReadBuffer:
 
 
 class StoredPayload(Payload):
-    """A payload with one chunk in memory at a time, so as many can be open as there are workers.
+    """A payload with one chunk in memory at a time, so one can be open for every worker.
 
     It closes its `reader`. Several payloads may share `memory`; a chunk is valid until the next one is read into it.
     """
@@ -57,7 +57,7 @@ class StoredPayload(Payload):
 
     def close(self) -> None:
         self._reader.close()
-        self._memory = ReadBuffer()  # frees the memory: the request that read from it may live much longer
+        self._memory = ReadBuffer()  # frees the memory, because the request may live much longer
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +67,7 @@ class StoredPayload(Payload):
 
 
 class HashedPayload(StoredPayload):
-    """A payload that is read once, in order, and hashed in passing."""
+    """A payload that is read once, in order, and hashed while it is read."""
 
     def __init__(self, reader: Reader, memory: ReadBuffer) -> None:
         self._hasher, self._hashed_bytes = blake3(), 0
@@ -99,7 +99,7 @@ class Body:
         return self.source if isinstance(self.source, memoryview) else None
 
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` with the bytes from `offset` on. Raises OSError if there are too few."""
+        """Fill `memory` with the bytes from `offset` on. Raises OSError if there are too few bytes."""
         if isinstance(self.source, memoryview):
             memory[:] = self.source[offset : offset + len(memory)]
             return
@@ -148,12 +148,12 @@ def fault_in(blobs: Blobs, name: str, digest: bytes) -> str | None:
 
 class MemoryBudget:
     """Limits the memory for payloads: contributions from their first byte until they are averaged, and the newest
-    deltas, which all workers fetch within moments of their publication.
+    deltas, which all workers fetch soon after their publication.
 
-    A payload in memory need not be read from its file to be checked, averaged, stepped by or sent; all others are read
-    from their files. So memory is bounded, no matter how many workers there are and how slow they are. Deltas may use
-    `deltas_bytes` and whatever contributions leave free of `contributions_bytes`, so the limit is the same for two
-    workers as for thirty. Thread-safe. `clock` returns seconds.
+    A payload in memory can be checked, averaged, applied or sent without reading a file; all others are read from their
+    files. So memory is bounded, no matter how many workers there are and how slow they are. Deltas may use
+    `deltas_bytes`, and as much of `contributions_bytes` as contributions leave free. The limit does not depend on the
+    number of workers. Thread-safe. `clock` returns seconds.
     """
 
     def __init__(
@@ -167,14 +167,14 @@ class MemoryBudget:
         self._lock = threading.Lock()
         self._free_bytes = contributions_bytes
         self._freed_at = -FREES_UP_WITHIN_S
-        self._returned: deque[int] = deque()  # by finalizers, which must not wait for a lock
+        self._returned: deque[int] = deque()  # sizes, added by finalizers, which must not wait for a lock
         self._deltas: OrderedDict[bytes, memoryview] = OrderedDict()  # by digest, the oldest first
         self._deltas_bytes = 0
 
     def take(self, size: int) -> memoryview | None:
         """Return memory for a contribution of `size` bytes; None if the budget does not allow it.
 
-        The memory is returned to the budget as soon as nothing refers to it.
+        The memory returns to the budget as soon as nothing refers to it.
         """
         with self._lock:
             self._take_back()

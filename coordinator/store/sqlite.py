@@ -1,5 +1,5 @@
-"""The SQLite backend: where the file may be, pragmas, how transactions begin, what errors mean, and copying a database
-that is in use.
+"""The SQLite backend: which paths are allowed, pragmas, how transactions begin, what errors mean, and how to copy a
+database that is in use.
 
 WAL mode, with every commit fsynced. A write begins IMMEDIATE, so it waits for other writes before it does anything.
 """
@@ -21,7 +21,7 @@ from protocol.errors import OuterstepError
 from protocol.messages import Cause
 
 FILE = "outerstep.db"  # in the data directory, unless a URL says otherwise
-BUSY_S = 10  # how long a transaction waits for another connection's; a coordinator's take milliseconds
+BUSY_S = 10  # how long a transaction waits for others; those of a coordinator take milliseconds
 
 DISK_FULL = "the coordinator's disk is full: uploads are rejected until there is space"
 
@@ -51,14 +51,15 @@ def exists(url: URL) -> bool:
 
 
 def lock(url: URL) -> IO[str]:
-    """Lock the database until the returned file is closed. Raises OuterstepError if another process has locked it, and
-    OSError.
+    """Lock the database until the returned file is closed. Raises OuterstepError if another process has locked it; may
+    raise OSError.
 
-    SQLite's own locks let several processes write in turn. But a coordinator keeps what it wrote in memory, so it must
-    be the only one. The data directory's lock is not enough: two directories may name the same database.
+    SQLite's own locks allow several processes to write in turn. But a coordinator keeps what it wrote in memory, so it
+    must be the only process. The lock of the data directory is not enough: two data directories may name the same
+    database.
     """
     path = Path(str(url.database)).resolve()
-    if not path.parent.is_dir():  # not created: if a disk is not mounted, an empty database would replace it
+    if not path.parent.is_dir():  # not created here: on an unmounted disk, a new database would replace the real one
         raise FileNotFoundError(errno.ENOENT, "the database's directory does not exist", os.fspath(path.parent))
     refusal = f"the database {path} is in use by another coordinator; stop it, or give each one its own"
     return open_locked(path.with_name(f"{path.name}.lock"), refusal)
@@ -97,7 +98,7 @@ def size_bytes(url: URL) -> int:
 def copy(url: URL, target: Path) -> None:
     """Copy the database, as of one moment, to the new file `target`, while others read and write it.
 
-    Raises OuterstepError if the database cannot be read or is damaged, and OSError.
+    Raises OuterstepError if the database cannot be read or is damaged; may raise OSError.
     """
     source = Path(str(url.database)).resolve()
     try:
@@ -131,9 +132,9 @@ def violated(error: IntegrityError) -> str | None:
 
 
 def fault(error: DBAPIError) -> tuple[Cause, str] | None:
-    """Return the fault of the database or its disk that `error` reports, with a message; None if it is about a
-    statement."""
-    match getattr(error.orig, "sqlite_errorcode", 0) & 0xFF:  # the rest of an extended code is detail
+    """Return the cause and a message if `error` means that the database or its disk has failed; None if only a
+    statement was wrong."""
+    match getattr(error.orig, "sqlite_errorcode", 0) & 0xFF:  # the low byte is the primary error code
         case sqlite3.SQLITE_FULL:
             return Cause.STORAGE_FULL, DISK_FULL
         case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:

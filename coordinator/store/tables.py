@@ -1,4 +1,4 @@
-"""The database tables. Tensors are not here but in blobs (`blobs.py`). Invariants are named constraints.
+"""The database tables. Tensors are stored in blobs instead (`blobs.py`). Invariants are named constraints.
 
 A worker is identified by its run and name. Times are seconds since 1970.
 """
@@ -32,7 +32,8 @@ def _account() -> Any:
 
 
 class TokenRow(Base):
-    """A bearer token; only the hash of its secret is stored. `protocol.messages.TokenInfo` says what the rest means."""
+    """A bearer token; only the hash of its secret is stored. The other columns are documented in
+    `protocol.messages.TokenInfo`."""
 
     __tablename__ = "tokens"
 
@@ -52,7 +53,7 @@ class TokenRow(Base):
 
 
 class AuditRow(Base):
-    """An action with a token, or on one. `run` is a name, because the entry outlives the run. `token` is an id,
+    """An action done with a token, or on one. `run` is a name, because the entry outlives the run. `token` is an id,
     possibly of a revoked token; null if the coordinator itself acted."""
 
     __tablename__ = "audit"
@@ -67,14 +68,14 @@ class AuditRow(Base):
 
 
 class RunRow(Base):
-    """A run. `round` is the open or next round, `step` the inner steps of the schedule before it (`run/schedule.py`);
-    `next_unit` the first work unit that was never assigned. `spec_toml` is the spec as it was given, `spec` the
-    same with the defaults of that time, which the run keeps.
+    """A run. `round` is the open or next round, and `step` the schedule's inner steps before it (`run/schedule.py`).
+    `next_unit` is the first work unit that was never assigned. `spec_toml` is the spec as uploaded. `spec` has the
+    defaults filled in, as they were when the run was created.
 
     `tokens` counts the tokens of the units that accepted contributions have consumed; the ranges of consumed units are
-    checked against it. `checked_epochs` is the number of epochs for which that was done. `guard` is a
-    `coordinator.trust.guard.GuardRecord`; `rolled_back` is the last roll-back (`round`, `from_round`, `place`), null if
-    there was none; `equal_work` has the groups of workers that were reported for sending the same.
+    checked against it. `checked_epochs` is the number of epochs that were checked. `guard` is a
+    `coordinator.trust.guard.GuardRecord`. `rolled_back` is the last rollback (`round`, `from_round`, `place`), null if
+    there was none. `equal_work` lists the groups of workers that were reported for sending the same contribution.
     """
 
     __tablename__ = "runs"
@@ -103,14 +104,15 @@ class RunRow(Base):
 
 
 class WorkerRow(Base):
-    """A member of a run. `epoch` counts its joins; `token_hash` is null while it holds no lease. `token` is the id of
-    the token that owns the name, even after it was revoked; null if the next one to join will own it.
+    """A member of a run. `epoch` counts its joins. `token_hash` is null while it holds no lease. `token` is the id of
+    the token that owns the name, even if it was revoked; null if the name was released, so that the next token to join
+    will own it.
 
-    `contributions` counts the rounds that it contributed to, `place` the workers that joined the run before it. With
-    private data, `units` is the length of an epoch of its own training set (null if not reported), and `next_unit` and
-    `checked_epochs` refer to that set, like the run's refer to a shared set. `reputation` is a
-    `coordinator.trust.quarantine.Reputation`, empty for a newcomer. `suspected`: the guard has named it once.
-    `refuted_state` is the last state whose held-out loss it was alone with; null if there is none.
+    `contributions` counts the rounds that it contributed to, and `place` the workers that joined the run before it.
+    With private data, `units` is the number of units per epoch of the worker's own training set (null if not reported);
+    `next_unit` and `checked_epochs` have the same meaning as in `RunRow`, for that set. `reputation` is a
+    `coordinator.trust.quarantine.Reputation`, empty for a newcomer. `suspected` is True once the guard has reported the
+    worker. `refuted_state` is the last state where its held-out loss differed from all others; null if there is none.
     """
 
     __tablename__ = "workers"
@@ -145,9 +147,9 @@ class WorkerRow(Base):
 class UnitRangeRow(Base):
     """Work units [start, stop): assigned to a worker, consumed by an accepted contribution, or back in the pool.
 
-    Units from `runs.next_unit` on have no row yet. With private data each worker has its own number range
-    (`units/pools.py`). Units are numbered through all epochs of the training set. Once a round is over, adjacent
-    consumed ranges are merged into one, without a worker.
+    Units are numbered through all epochs of the training set. Units from `runs.next_unit` on have no row yet. With
+    private data each worker has a separate range of numbers (`units/pools.py`). Once a round is over, adjacent consumed
+    ranges are merged into one, without a worker.
     """
 
     __tablename__ = "unit_ranges"
@@ -166,7 +168,7 @@ class UnitRangeRow(Base):
     state: Mapped[str] = mapped_column(String(16))
     worker: Mapped[str | None] = mapped_column(String(64))
     round: Mapped[int | None]  # the round that they were assigned for
-    consumed_round: Mapped[int | None]  # the round whose contribution was trained on them
+    consumed_round: Mapped[int | None]  # the round of the contribution that consumed them
 
 
 class AssignmentRow(Base):
@@ -182,8 +184,9 @@ class AssignmentRow(Base):
 
 
 class RoundRow(Base):
-    """A round that was opened, `step` inner steps into the schedule. Its sums are null until they replace the rows of
-    its contributions and fragments."""
+    """A round that was opened, `step` inner steps into the schedule. `tokens`, `loss` and the byte counts are null
+    until retention deletes the rows of its contributions and fragments; from then on they hold the sums of those
+    rows."""
 
     __tablename__ = "rounds"
 
@@ -196,16 +199,16 @@ class RoundRow(Base):
     loss: Mapped[float | None]
     upload_bytes: Mapped[int | None]
     delta_bytes: Mapped[int | None]
-    quorum_at: Mapped[float | None]  # like the next two: the latest of the round's fragments
+    quorum_at: Mapped[float | None]  # this and the next two: the latest time among the round's fragments
     collected_at: Mapped[float | None]
     aggregated_at: Mapped[float | None]
     account: Mapped[dict[str, Any]] = _account()  # every report is added, so it is always complete
 
 
 class FragmentRow(Base):
-    """One fragment of a round. `contributors` is fixed when collecting ends: {worker: tokens}; `late` lists the live
-    workers with an assignment that are not among them. `verdicts` say how much each one counts in the delta: {worker:
-    `Verdict`}; `reference` is the norm that they were judged by."""
+    """One fragment of a round. `contributors` is set when collecting ends: {worker: tokens}. `late` lists the other
+    live workers with an assignment. `verdicts` has how much each contributor counts in the delta: {worker: `Verdict`}.
+    `reference` is the norm that they were judged by."""
 
     __tablename__ = "fragments"
     __table_args__ = (
@@ -261,7 +264,7 @@ class ContributionRow(Base):
 
 
 class ReportRow(Base):
-    """A worker's report of what a round cost (an `Account`), one for each epoch of its membership."""
+    """A worker's report of what a round has cost (an `Account`), one for each epoch of its membership."""
 
     __tablename__ = "reports"
 
@@ -308,10 +311,10 @@ class CheckpointFragmentRow(Base):
 
 
 class EvaluationRow(Base):
-    """The held-out loss (nats per token) of the state before `round`, as `worker` measured it on `tokens`, which
+    """The held-out loss (nats per token) of the state before `round`, as measured by `worker` on `tokens`, which
     represent `bytes` of text (null if unknown).
 
-    Rounds that retention has summed up have one row; a mean of several workers has the worker "". `confirmed`: a
+    Rounds that retention has summed up have one row; the mean of several workers has the worker "". `confirmed`: a
     majority of the workers that evaluated the state agrees, or only one was asked.
     """
 
@@ -327,7 +330,7 @@ class EvaluationRow(Base):
 
 
 class EventRow(Base):
-    """Something that an operator may want to know, in one sentence."""
+    """An event of a run, with one sentence for the operator."""
 
     __tablename__ = "events"
 
@@ -341,8 +344,8 @@ class EventRow(Base):
 
 class NotificationRow(Base):
     """A notification to the webhook (`notifications/outbox.py`). `run` is a name, because the notification outlives the
-    run; null if it is about the server. `open`: it reports that something began, which has not ended. `done_at` is null
-    until it was sent or given up."""
+    run; null if it is about the server. `open`: it announced an alert that has not ended. `done_at`: when it was sent
+    or abandoned; null before."""
 
     __tablename__ = "notifications"
 

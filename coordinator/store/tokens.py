@@ -1,4 +1,4 @@
-"""Bearer tokens, kept in memory by the hash of their secrets, so that a request costs no query.
+"""Bearer tokens. They are kept in memory by the hash of their secrets, so that a request costs no query.
 
 Secrets are random. Only their SHA-256 is stored.
 """
@@ -23,7 +23,7 @@ from protocol.errors import Problem
 from protocol.messages import DEFAULT_NAMES, DEFAULT_USES, JOIN_PREFIX, NewToken, Scope, TokenInfo, TokenRequest
 
 TOKEN_PREFIX = "ost_"
-LAST_USES_S = 60.0  # between writes of when tokens were last used
+LAST_USES_S = 60.0  # between writes of the times when tokens were last used
 
 
 def new_secret(prefix: str = TOKEN_PREFIX) -> tuple[str, bytes]:
@@ -57,7 +57,7 @@ class Tokens:
         self._used: dict[str, float] = {}  # since the last write
         self._write_at = now() + LAST_USES_S
         self._by_hash: dict[bytes, _Held] = {}
-        self._lineages: dict[str, str] = {}  # by id; only of tokens that have not expired
+        self._lineages: dict[str, str] = {}  # by id; only for tokens that have not expired
         with database.read() as session:
             self._hold([_held(row) for row in session.scalars(select(TokenRow))])
 
@@ -70,7 +70,7 @@ class Tokens:
         good = [each.identity for each in held if each.expires_at is None or each.expires_at > now]
         return {str(each.token): str(each.lineage) for each in good}
 
-    def _held_but(self, token_id: str) -> list[_Held]:
+    def _held_without(self, token_id: str) -> list[_Held]:
         return [each for each in self._by_hash.values() if each.identity.token != token_id]
 
     # --- for every request --------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Tokens:
         return held.identity
 
     def note_use(self, identity: Identity) -> None:
-        """Note in memory that the token is used now."""
+        """Record in memory that the token is used now."""
         self._used[str(identity.token)] = self._now()
 
     def is_good(self, token_id: str) -> bool:
@@ -91,7 +91,7 @@ class Tokens:
         return token_id in self._lineages
 
     def lineage(self, token_id: str) -> str:
-        """Return the id that rate limits are counted by: of the join token that was exchanged for this one, or its
+        """Return the id that rate limits count by: that of the join token that was exchanged for this one, or its
         own."""
         return self._lineages.get(token_id, token_id)
 
@@ -104,8 +104,8 @@ class Tokens:
         deliver: Callable[[str], None] = lambda secret: None,
         chosen: str | None = None,
     ) -> NewToken:
-        """Create a token. `deliver` gets its secret before the commit; if it raises, there is no token. `chosen`: the
-        secret, instead of a random one."""
+        """Create a token. `deliver` gets its secret before the commit; if it raises, no token is created. `chosen`: the
+        secret to use; None for a random one."""
         now = self._now()
         secret, hashed = new_secret(JOIN_PREFIX if request.scope is Scope.JOIN else TOKEN_PREFIX)
         if chosen is not None:
@@ -131,20 +131,20 @@ class Tokens:
         return NewToken(**self._info(row).model_dump(), token=secret)
 
     def rotate(self, token_id: str, by: Actor, of_run: str | None = None) -> NewToken:
-        """Give a token a new secret. Raises Problem `not-found`, also if the token is not `of_run` (None: of any
-        run)."""
+        """Give a token a new secret. Raises Problem `not-found` if there is no such token, or it is not for `of_run`
+        (None: for any run)."""
         with self._changing:
             with self._database.write() as session:
                 row = _row(session, token_id, of_run)
                 secret, row.secret_hash = new_secret(JOIN_PREFIX if row.scope == Scope.JOIN else TOKEN_PREFIX)
                 audit.note(session, self._now(), by, "token-rotated", f"token {row.id} got a new secret", row.run)
-            self._hold([*self._held_but(token_id), _held(row)])
+            self._hold([*self._held_without(token_id), _held(row)])
         return NewToken(**self._info(row).model_dump(), token=secret)
 
     def revoke(self, token_id: str, by: Actor, of_run: str | None = None) -> None:
-        """Delete a token. Raises Problem: not-found, as `rotate` does; forbidden (the last admin token)."""
+        """Delete a token. Raises Problem: not-found, as `rotate` does; forbidden, if it is the last admin token."""
         with self._changing:
-            rest = self._held_but(token_id)
+            rest = self._held_without(token_id)
             with self._database.write() as session:
                 row = _row(session, token_id, of_run)
                 if _held(row).is_lasting_admin and not any(each.is_lasting_admin for each in rest):
@@ -158,10 +158,11 @@ class Tokens:
     def exchange(
         self, join_token: Identity, run: str, worker: str, secret: str, by: Actor, check: Callable[[Session], None]
     ) -> tuple[TokenInfo, bool]:
-        """Create the worker token `secret`, for this worker of this run only, in exchange for one use of `join_token`.
-        Return it, and True if it is new: repeating the same exchange returns the same token.
+        """Create the worker token `secret`, valid only for this worker of this run, in exchange for one use of
+        `join_token`. Return it, and True if it is new: repeating the same exchange returns the same token.
 
-        `check` may raise Problem. Raises Problem: unauthorized, forbidden (used up), invalid-message.
+        Raises Problem: unauthorized; forbidden, if the join token is used up; invalid-message; and whatever `check`
+        raises.
         """
         now, hashed = self._now(), secret_hash(secret)
         with self._changing:
@@ -174,7 +175,7 @@ class Tokens:
                         raise Problem("invalid-message", "token: another worker has it; choose a random one")
                     return self._info(same), False
                 parent = session.get(TokenRow, join_token.token)
-                if parent is None:  # with its run, just now
+                if parent is None:  # it was deleted just now, together with its run
                     raise Problem("unauthorized", "the join token was revoked")
                 if parent.uses is not None and parent.used >= parent.uses:
                     detail = f"this join token was exchanged {parent.used} times, which is its limit; ask an admin"
@@ -200,8 +201,9 @@ class Tokens:
         return self._info(row), True
 
     def ensure_admin(self, path: Path, chosen: str | None) -> str:
-        """Create an admin token if there is none that never expires: the chosen one, or one that is written to `path`,
-        readable by its owner only. Return what was done, in words; "" if nothing."""
+        """Create an admin token unless there is one that never expires. Its secret is `chosen`; if that is None, a
+        random one is written to `path`, readable by its owner only. Return a sentence about what was done; "" if
+        nothing."""
         if any(each.is_lasting_admin for each in self._by_hash.values()):
             if chosen is None or self.find(secret_hash(chosen)) is not None:
                 return ""
@@ -220,20 +222,20 @@ class Tokens:
     # --- consequences of other events ---------------------------------------------------------------------------------
 
     def drop_expired(self) -> bool:
-        """Note which tokens have expired. Return True if any did. They stay in memory, because the clock may be set
+        """Record which tokens have expired. Return True if any did. They stay in memory, because the clock may be set
         back."""
         with self._changing:
             before, self._lineages = self._lineages, self._good()
             return not before.keys() <= self._lineages.keys()
 
     def forget_of(self, run: str) -> None:
-        """Forget the tokens for a removed run, whose rows are deleted."""
+        """Forget the tokens of a removed run; their rows are already deleted."""
         with self._changing:
             self._hold([each for each in self._by_hash.values() if each.identity.run != run])
 
     def write_last_uses(self) -> None:
-        """Write when tokens were last used, at most once per LAST_USES_S."""
-        if 0 < self._write_at - self._now() <= LAST_USES_S:  # more: the clock was set back
+        """Write the times when tokens were last used, at most once per LAST_USES_S seconds."""
+        if 0 < self._write_at - self._now() <= LAST_USES_S:  # a larger difference means that the clock was set back
             return
         self._write_at = self._now() + LAST_USES_S
         with self._changing:
@@ -247,8 +249,8 @@ class Tokens:
     # --- listing ------------------------------------------------------------------------------------------------------
 
     def listed(self, limit: int, after: str | None, of_run: str | None = None) -> list[TokenInfo]:
-        """Return the tokens with an id above `after` (None: from the first on), by id, without secrets. `of_run`: only
-        those of this run."""
+        """Return the tokens with an id above `after` (None: all), ordered by id, without secrets. `of_run`: only tokens
+        for this run."""
         query = select(TokenRow).order_by(TokenRow.id).limit(limit)
         if after is not None:
             query = query.where(TokenRow.id > after)

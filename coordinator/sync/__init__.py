@@ -1,2 +1,2 @@
-"""The data plane, in the order of a contribution: contributing, publishing (aggregating), outer state, checkpointing,
-retention."""
+"""The data plane, in the order in which a contribution passes through it: contributing, publishing (aggregating), outer
+state, checkpointing, retention."""

@@ -1,4 +1,4 @@
-"""The checks of a contribution. Each rejects it by raising a Problem that says what is wrong."""
+"""The checks of a contribution. Each one rejects it by raising a Problem with the reason."""
 
 from collections import Counter
 from functools import partial
@@ -18,13 +18,13 @@ from protocol.messages import FragmentState
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader
 
 STEP_WAIT_S = 30.0
-WEIGHED_ROUNDS = 8  # within these, a worker's contributions weigh no more than it was assigned
+WEIGHED_ROUNDS = 8  # over these rounds, a worker's contributions weigh no more than its assignments
 
 
 def check_header(
     run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, header: ContributionHeader
 ) -> None:
-    """Raise Problem unless the header agrees with the URL that it was sent to, the layout and the run spec."""
+    """Raise Problem unless the header matches the URL of the request, the layout and the run spec."""
     expected = {
         "run": run.name,
         "round": round_,
@@ -67,8 +67,8 @@ def admit(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
 
 
 def open_for(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> OpenRound | None:
-    """Return the open round if it still expects the worker's contribution; None if it has accepted it. Raises Problem
-    if it rejects it."""
+    """Return the open round if it expects the worker's contribution; None if the contribution was already accepted.
+    Raises Problem if the contribution must be rejected."""
     with run.lock:
         known, opening = accepted_digest(run, worker, round_, fragment), run.open
         if known is not None:
@@ -108,16 +108,17 @@ def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) ->
 
 
 def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> None:
-    """Raise Problem unless the weight is one round's work by the coordinator's own record.
+    """Raise Problem unless the coordinator's own record supports the weight, in units.
 
-    That is the number of units of its own round. If all its work is carried, it is at most the number of units that it
-    names of the last carried round, and at most the largest assignment that the worker had.
+    The weight must be the number of named units of the contribution's own round. If all its work is carried, the weight
+    is at most the number of units named of the last carried round, and at most the worker's largest assignment.
 
-    If fragments are sent in the middle of a round, each has been trained on a whole round's units since it was last
-    sent, from this round and the one before. But the contribution names only units that no earlier one has named.
+    If fragments are sent in the middle of a round, each one was trained on a whole round's units since it was last
+    sent, some from this round and some from the one before. But the contribution names only units that no earlier one
+    has named.
     """
     weight, units = header.tokens // run.spec.unit_tokens, sum(stop - start for start, stop in header.units)
-    by_round, inner_steps = _named(run, opening, header)
+    by_round, inner_steps = _units_by_round(run, opening, header)
     if by_round.total() < units:
         raise Problem(
             "units-not-held", f"of the work units {header.units[:3]}… {header.worker} holds only {by_round.total()}"
@@ -138,10 +139,12 @@ def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) 
 
 
 def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:
-    """Return the largest weight that a contribution may have, in units: what its worker was assigned in the last
-    WEIGHED_ROUNDS rounds, minus what its contributions to the fragment weighed in them. One more assignment is added,
-    because a fragment may contain work from just before these rounds. If all the work is carried, the limit is one
-    assignment."""
+    """Return the largest weight that a contribution may have, in units.
+
+    It is what the worker was assigned in the last WEIGHED_ROUNDS rounds, minus what its contributions to the fragment
+    have weighed in them, plus one more assignment: a fragment may contain work from just before these rounds. If
+    fragments are not sent during training, it is at most one assignment.
+    """
     worker, rounds = header.worker, range(max(header.round - WEIGHED_ROUNDS + 1, 0), header.round + 1)
     with run.context.database.read() as session:
         assigned = carrying.assigned_steps(session, run, worker, rounds)
@@ -151,11 +154,11 @@ def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:
     return max(unused if run.spec.sync.streams else min(unused, largest), 0)
 
 
-def _named(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> tuple[Counter[int], int]:
-    """Return how many of the units that the contribution names its worker holds, by the round that they were assigned
-    for; and the inner steps of the worker's assignment in this round."""
+def _units_by_round(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> tuple[Counter[int], int]:
+    """Return (units, inner steps). The units that the contribution names and its worker holds are counted by the round
+    of their assignment. The inner steps are those of the worker's assignment in this round."""
     assignment = opening.assignments.get(header.worker)
-    # Most name exactly the units that they were assigned: no query is needed.
+    # Most contributions name exactly the assigned units, and need no query.
     if assignment is not None and [list(each) for each in assignment.units] == header.units:
         return Counter({header.round: sum(stop - start for start, stop in header.units)}), assignment.inner_steps
     with run.context.database.read() as session:
@@ -167,14 +170,14 @@ def _named(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> tupl
 def conflict(worker: str, round_: int, fragment: int, known: bytes, units: list[list[int]] | None) -> Problem:
     """Return the Problem for a contribution that differs from the accepted one, whose digest is `known`.
 
-    `units`: those of the accepted one. A worker that has lost its state in the meantime may have trained on others.
+    `units`: the units of the accepted one. A worker that has lost its state in the meantime may have trained on others.
     """
     detail = f"{worker} has already contributed to round {round_}, fragment {fragment}: digest {known.hex()}"
     return Problem("contribution-conflict", detail, units=units)
 
 
 def _units_of(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> list[list[int]] | None:
-    """Return the units of an accepted contribution, from its blob; None if that is deleted or corrupt."""
+    """Return the units of an accepted contribution, read from its blob; None if the blob is deleted or corrupt."""
     try:
         with StoredPayload(run.blobs.open(run.names.contribution(round_, fragment, worker, digest))) as payload:
             return payload.header.units if isinstance(payload.header, ContributionHeader) else None
@@ -194,7 +197,8 @@ def accepted_digest(run: LiveRun, worker: str, round_: int, fragment: int) -> by
 
 
 def record_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:
-    """Record that the worker's contribution was late, and by how many seconds."""
+    """Record that the worker's contribution was late, and by how many seconds. Do nothing if that is already recorded,
+    or if the worker had no assignment."""
     key = (run.id, round_, fragment, worker)
     with run.context.database.read() as session:
         row = session.get(FragmentRow, key[:3])

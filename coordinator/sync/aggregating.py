@@ -1,7 +1,7 @@
 """Aggregation: payloads of contributions in, frames of a delta out. Pure arithmetic in bounded memory.
 
-AGGREGATORS maps the names in run specs (`sync.aggregation`) to rules; `screening/judging.py` decides what is left out
-beforehand. Memory holds one fp32 chunk (two if the codec sends only some of the values), one worker's encoded chunk and
+AGGREGATORS maps the names in run specs (`sync.aggregation`) to rules. `screening/judging.py` decides beforehand what is
+left out. Memory holds one fp32 chunk (two if the codec sends only some of the values), one worker's encoded chunk and
 the encoded delta, however many workers contribute. Rules that compare values hold one chunk of every worker. The sum is
 in worker-id order, never in order of arrival, so the bytes do not depend on timing.
 """
@@ -18,14 +18,14 @@ from protocol.wire import Payload, pack_frame
 
 
 class Weighted(NamedTuple):
-    """A contribution, its share of all tokens, and its weight: the part of the share that counts."""
+    """A contribution, its share of all tokens, and its weight: the share times the factor of its verdict."""
 
     payload: Payload
     share: np.float32
     weight: np.float32
 
 
-# One chunk of the contributions, in worker-id order, the chunk's index -> float32[elements].
+# (the contributions in worker-id order, the index of a chunk) -> the aggregated chunk, float32[elements]
 Aggregator = Callable[[Sequence[Weighted], int], F32]
 
 
@@ -37,7 +37,7 @@ def aggregate(
     rule: str = "mean",
     factors: Sequence[float] | None = None,
 ) -> list[Buffer]:
-    """Aggregate (payload, tokens) pairs by AGGREGATORS[rule]; return the result's frames, encoded with `codec_name`.
+    """Aggregate (payload, tokens) pairs by AGGREGATORS[rule]. Return the result's frames, encoded with `codec_name`.
     `factors` multiply the weights, each in (0, 1]; None: all 1.
 
         share_w = fp32(tokens_w / Σ tokens) ;  weight_w = fp32(tokens_w / Σ tokens · factor_w)
@@ -64,8 +64,8 @@ def mean(weighted: Sequence[Weighted], index: int) -> F32:
 
         acc ← 0 ;  acc ← acc + weight_w · Δ_w    for each w in the given order
 
-    If the codec sends only some of the values, the mean of a value is over the workers that sent it: with W the sum of
-    their shares, in the same order, the result is acc / W, or 0 if no worker sent it.
+    If the codec sends only some of the values, each value is averaged over the workers that sent it: the result is acc
+    / W, where W is the sum of their shares in the same order, or 0 if no worker sent it.
     """
     first = weighted[0].payload
     acc = np.zeros(first.chunks[index], np.float32)
@@ -82,8 +82,8 @@ def mean(weighted: Sequence[Weighted], index: int) -> F32:
 
 
 def trimmed_mean(weighted: Sequence[Weighted], index: int) -> F32:
-    """Return the trimmed mean of each value, ignoring weights: without the lowest and the highest quarter of the
-    workers, or without one each if there are three (Yin, Chen, Ramchandran, Bartlett 2018, definition 2)."""
+    """Return the trimmed mean of each value, ignoring weights: the lowest and the highest quarter of the workers are
+    left out, with three workers one of each (Yin, Chen, Ramchandran, Bartlett 2018, definition 2)."""
     rows = np.sort(_decoded(weighted, index), axis=0)
     left_out = max(len(rows) // 4, int(len(rows) == 3))
     kept: F32 = rows[left_out : len(rows) - left_out].mean(axis=0, dtype=np.float32)

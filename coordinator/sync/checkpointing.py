@@ -27,8 +27,8 @@ def is_due(run: LiveRun, round_: int) -> bool:
 
 
 def is_due_at_rest(run: LiveRun, fragment: int) -> bool:
-    """Return True if the run is at rest, so that no round changes the state of `fragment` until the operator resumes
-    it, and no checkpoint has that state yet."""
+    """Return True if the run is at rest and no checkpoint has the state of `fragment` yet. At rest, no round changes
+    that state until the operator resumes the run."""
     with run.lock:
         at_rest = run.state is RunState.STOPPED or (run.state in RESTING and run.open is None)
         if not at_rest or run.outer.states[fragment].round != run.round:
@@ -38,7 +38,7 @@ def is_due_at_rest(run: LiveRun, fragment: int) -> bool:
 
 
 def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
-    """Checkpoint the state of `fragment` if `is_due_at_rest`."""
+    """Checkpoint the state of `fragment` if `is_due_at_rest` returns True."""
     with run.lock:
         round_, state_digest = run.outer.states[fragment]
         if not is_due_at_rest(run, fragment):
@@ -51,8 +51,8 @@ def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
 
 
 def write_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_digest: bytes) -> CheckpointFragmentRow:
-    """Add one fragment to a checkpoint, durably: first its blob, then its row. `state`: its state file."""
-    with run.traced("checkpoint", max(round_ - 1, 0), fragment):  # of the round that led to the state
+    """Add one fragment to a checkpoint, durably: first its blob, then its row. `state`: the path of its state file."""
+    with run.traced("checkpoint", max(round_ - 1, 0), fragment):  # traced with the round that led to the state
         with FileReader(state) as reader:
             size, digest = reader.size, digest_of(reader)
         run.blobs.put(run.names.checkpoint(round_, fragment, digest), state)
@@ -65,9 +65,10 @@ def write_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_
 
 
 def record_if_complete(change: Change, round_: int) -> bool:
-    """Record the checkpoint if its last fragment has just become durable. Return True if so: older ones may be deleted.
+    """Record the checkpoint if its last fragment has just become durable. Return True if it was recorded, so that older
+    ones may be deleted.
 
-    This is in the same transaction as the step: a crash between the two would leave the checkpoint incomplete forever.
+    Call it in the same transaction as the step: a crash between the two would leave the checkpoint incomplete forever.
     """
     run, session = change.run, change.session
     rows = session.scalars(

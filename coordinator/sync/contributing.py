@@ -1,8 +1,8 @@
 """Accepting a contribution: check it, make it durable, and only then acknowledge it.
 
-What is acknowledged will be in the delta. The blob is durable before its row is committed, and the row is committed
-before the response is sent; a rejected upload leaves neither. Blobs become durable in parallel; rows that wait for the
-lock at the same time are committed together.
+Every acknowledged contribution will be aggregated. The blob is durable before its row is committed, and the row is
+committed before the response is sent; a rejected upload leaves neither. Blobs become durable in parallel; rows that
+wait for the lock at the same time are committed together.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from protocol.fragments import Layout
 from protocol.messages import ContributionReply
 from protocol.wire import ContributionHeader
 
-# Core statements instead of ORM objects: they are most of a round's work, and loading a run's row would load its whole
-# layout.
+# Core statements instead of ORM objects: accepting is most of a round's work, and loading a run's row would load its
+# whole layout.
 _INSERT = insert(ContributionRow)
 _COUNT_RUN = (
     update(RunRow)
@@ -42,8 +42,8 @@ _COUNT_WORKER = (
 
 
 def accept_part(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> ContributionReply | None:
-    """Return None if the rest of a contribution with this digest may be sent; the final answer if it was accepted
-    before. Raises Problem if it would be rejected, so that the rest is not sent."""
+    """Return None if the rest of a contribution with this digest may be sent, or the final reply if it was accepted
+    before. Raises Problem if it would be rejected, so that the worker does not send the rest."""
     try:
         if admission.open_for(run, worker, round_, fragment, digest) is not None:
             return None
@@ -73,7 +73,7 @@ def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int
 
 def _accept(run: LiveRun, header: ContributionHeader, body: Body, measured: MeasuredContribution | None) -> bool:
     """Make the contribution durable and commit it. Return False if it was accepted before."""
-    if not admission.admit(run, header, body.digest):  # before it costs an fsync
+    if not admission.admit(run, header, body.digest):  # checked before the fsync, to save it
         return False
     name = run.names.contribution(header.round, header.fragment, header.worker, body.digest)
     run.blobs.put(name, body.source)  # without the lock: the disk is slow
@@ -87,7 +87,7 @@ def _accept(run: LiveRun, header: ContributionHeader, body: Body, measured: Meas
 
 def _commit(run: LiveRun, own: Arrival) -> None:
     """Commit the arrival, together with all others that wait for the lock: one transaction and so one fsync. Do nothing
-    if another thread has committed it that way. Rejecting one does not affect the others."""
+    if another thread has already committed it with its own. Rejecting one does not affect the others."""
     with run.lock:
         arrivals: list[Arrival] = []
         while run.arrivals and not own.processed:
@@ -141,8 +141,8 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
 
 
 def _is_first(arrival: Arrival, accepted: Sequence[Arrival]) -> bool:
-    """Return True if this transaction has not accepted the same contribution yet. Raises Problem if it has accepted
-    another one instead."""
+    """Return True unless this transaction has already accepted the same contribution. Raises Problem if it has accepted
+    a different one from that worker."""
     header = arrival.header
     for each in accepted:
         if (each.header.worker, each.header.fragment) == (header.worker, header.fragment):
@@ -153,7 +153,7 @@ def _is_first(arrival: Arrival, accepted: Sequence[Arrival]) -> bool:
 
 
 def _is_due(run: LiveRun, arrival: Arrival) -> bool:
-    """Return True if the arrival must be committed. It is checked again, because the round may have closed
+    """Return True if the arrival must be committed. This is checked again, because the round may have closed
     meanwhile."""
     try:
         header = arrival.header
@@ -168,7 +168,8 @@ def _is_due(run: LiveRun, arrival: Arrival) -> bool:
 
 
 def _delete_if_refused(run: LiveRun, arrival: Arrival) -> None:
-    """Delete the blob of a rejected contribution, unless the accepted one is the same: then both share the blob."""
+    """Delete the blob of a rejected contribution, unless the accepted contribution has the same bytes: then both share
+    the blob."""
     header = arrival.header
     if (
         arrival.error is not None
@@ -180,9 +181,10 @@ def _delete_if_refused(run: LiveRun, arrival: Arrival) -> None:
 def _consume(
     change: Change, opening: OpenRound, header: ContributionHeader, consumed: dict[str, list[list[int]]]
 ) -> int:
-    """Consume the units. Return how many were not consumed before: all fragments of a worker name the same units.
+    """Consume the contribution's units. Return how many were not consumed before: all fragments of a worker name the
+    same units.
 
-    `consumed`: as `OpenRound.consumed`, of this transaction.
+    `consumed`: like `OpenRound.consumed`, for this transaction.
     """
     if header.units in (opening.consumed.get(header.worker), consumed.get(header.worker)):
         return 0
@@ -215,7 +217,8 @@ def _insert(change: Change, accepted: Sequence[Arrival]) -> None:
 
 
 def _count(change: Change, opening: OpenRound, accepted: Sequence[Arrival], units: Sequence[int]) -> None:
-    """Add the contributions to the counters of the run and its workers. `units`: how many each one has consumed."""
+    """Add the contributions to the counters of the run and its workers. `units`: how many units each one has newly
+    consumed."""
     run = change.run
     known = {worker for fragment in opening.fragments for worker in fragment.contributed}
     counts = []

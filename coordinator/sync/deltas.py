@@ -1,4 +1,5 @@
-"""Deltas: aggregated from the contributions, rebuilt byte for byte if the stored one is corrupt, and their status."""
+"""Deltas: how they are aggregated from the contributions, rebuilt byte for byte if the stored one is corrupt, and
+reported to workers that wait for them."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -20,7 +21,7 @@ from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, Delta
 
 
 class ContributionsLost(OuterstepError):
-    """The disk no longer has the contributions of `workers` as they were acknowledged."""
+    """The contributions of `workers` that were acknowledged are damaged or missing on the disk."""
 
     def __init__(self, workers: list[str]) -> None:
         super().__init__(f"the disk has lost the contribution of {', '.join(workers)}")
@@ -38,10 +39,10 @@ def make_delta(
 ) -> memoryview:
     """Aggregate the contributions into a delta, a payload in memory. Raises ContributionsLost.
 
-    `factors` multiply the weights, by worker. A worker with factor 0 is left out; at least one has another factor.
+    `factors` multiply the weights, by worker. A worker with factor 0 is left out; not all factors may be 0.
 
-    Payloads in `contents` are used from memory. The other blobs are read once, and their digests checked in passing.
-    The same contributions and `base` always give the same bytes.
+    Payloads in `contents` are used from memory. The other blobs are read once, and their digests are checked while
+    reading. The same contributions and `base` always give the same bytes.
     """
     in_order = sorted((worker, each) for worker, each in contributed.items() if factors[worker] > 0)
     buffer = ReadBuffer()
@@ -130,7 +131,7 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
         ).all()
     with run.lock:
         if not retention.keeps_delta(run, round_) or (round_, fragment) in run.outer.lost_deltas:
-            return False  # deleted by retention in the meantime, or recorded before
+            return False  # deleted by retention in the meantime, or its loss is already recorded
     weights = row.contributors or {}
     contributed = {
         each.worker: AcceptedContribution(weights[each.worker], each.digest)
@@ -140,7 +141,7 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
     rebuilt = len(contributed) == len(weights) and _rebuild(run, round_, fragment, contributed, row)
     if not rebuilt:
         run.blobs.delete(name)
-        run.outer.lose_delta(round_, fragment)
+        run.outer.mark_delta_lost(round_, fragment)
     where = f"the delta of round {round_}, fragment {fragment}"
     with run.change() as change:
         if rebuilt:
@@ -162,7 +163,7 @@ def _rebuild(
     worker, first = min(contributed.items())
     with StoredPayload(run.blobs.open(run.names.contribution(round_, fragment, worker, first.digest))) as payload:
         assert isinstance(payload.header, ContributionHeader)
-        base = payload.header.base  # the run's state of that round: contributions to another one are rejected
+        base = payload.header.base  # the run's state of that round: contributions with another base are rejected
     factors = {worker: row.verdicts[worker]["factor"] for worker in contributed}
     delta = make_delta(run, round_, fragment, contributed, {}, base, factors)
     if digest(delta) != expected:
@@ -178,9 +179,9 @@ def _rebuild(
 def status_from_memory(
     run: LiveRun, number: int, fragment: int, member: str | None, early: bool
 ) -> tuple[bool, bytes | str] | None:
-    """Return the same as `status_under_lock` from memory alone; None if that needs the lock.
+    """Return the result of `status_under_lock` if memory alone has it; None if that needs the lock.
 
-    Memory is enough for a delta that was just published, and for a member that has contributed to the open round, or is
+    Memory is enough for a delta that was just published, and for a member that has contributed to the open round or is
     about to. `member`: the worker that asks; None for a reader. `early`: its contribution is still on its way.
     """
     recent = run.outer.deltas.get((number, fragment))
@@ -198,10 +199,11 @@ def status_from_memory(
 def status_under_lock(
     run: LiveRun, number: int, fragment: int, member: str | None, early: bool
 ) -> tuple[bool, bytes | str]:
-    """Return (True, the delta's digest); or (False, what it waits for) before it is published.
+    """Return (True, the delta's digest) once it is published; before that (False, what it waits for).
 
-    A member asks for the delta of its own contribution. So unless it asks early, it gets Problem `contribution-lost` if
-    the coordinator does not have that contribution: the disk has lost it, or the database was restored from a backup.
+    A member asks for the delta of its own contribution. So unless it asks early, Problem `contribution-lost` is raised
+    if the coordinator does not have that contribution: the disk has lost it, or the database was restored from a
+    backup.
     """
     with run.lock:
         opening = run.open

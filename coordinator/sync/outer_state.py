@@ -1,7 +1,7 @@
 """The coordinator's own outer state: uploaded as state 0, stepped after every round, derived again if it is lost.
 
 After a round, the coordinator takes the same outer step as every worker, with the same decoded delta. The state can be
-derived again from a checkpoint and the deltas after it, so it is not fsynced.
+derived again from a checkpoint and the deltas after it, so its files are not fsynced.
 """
 
 import logging
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 def catch_up(run: LiveRun, fragment: int) -> None:
     """Take the outer steps of `fragment` for all rounds that have ended.
 
-    A step is taken only when its round has ended, because until then workers wait for its other fragments to be
+    A step waits until its round has ended, because before that workers wait for the round's other fragments to be
     aggregated. Raises OuterstepError if the disk has lost what a step needs.
     """
     while (before := run.outer.states[fragment].round) < run.round:
@@ -86,7 +86,7 @@ def _step(run: LiveRun, fragment: int) -> None:
 
 def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: Path, largest: MaxMagnitude) -> bytes:
     """Apply the delta of round `before` to that round's state, and write the result to the file `target`. Return the
-    new state's digest."""
+    new state's digest. `largest` records the largest magnitude of its values."""
     with _delta(run, before, fragment) as delta:
         chunks = largest.watch(stepped(state, delta, run.spec.outer))
         return write_state(target, run.name, before + 1, fragment, state.elements, chunks)
@@ -123,7 +123,7 @@ def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
 
 
 def set_state_0(change: Change, digests: list[bytes]) -> None:
-    """Make state 0 the outer state; its files are in place. `digests`: its state digests, by fragment."""
+    """Make state 0 the outer state. Its files must be in place. `digests`: the state digest of each fragment."""
     run = change.run
     for fragment, digest in enumerate(digests):
         change.session.add(OuterStateRow(run_id=run.id, fragment=fragment, round=0, state_digest=digest))
@@ -137,9 +137,9 @@ def fetch_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
 
 
 def restore(run: LiveRun) -> None:
-    """After a start, bring the outer state to that of the open or next round.
+    """Bring the outer state to that of the open or next round, after a start.
 
-    A state file that is missing or corrupt (it was not fsynced) is derived again: from the newest intact checkpoint, by
+    A state file that is missing or corrupt (it was not fsynced) is derived again from the newest intact checkpoint and
     the deltas after it.
     """
     with run.context.database.read() as session:
@@ -156,11 +156,11 @@ def restore(run: LiveRun) -> None:
             if not has_state_digest(outer.files.path(fragment, round_), digest):
                 go_back_to_checkpoint(run, fragment)
             catch_up(run, fragment)
-    except (OuterstepError, OSError) as error:  # the other runs go on; this one reports what it needs
+    except (OuterstepError, OSError) as error:  # other runs continue; this one reports what it needs
         if disk_is_full(error):
             raise  # not damage: the next start finds space, or fails again
         logger.exception("%s: the outer state cannot be restored", run.name)
-        outer.stop(str(error))
+        outer.block(str(error))
         return
     outer.files.remove_all_but({outer.files.path(fragment, each.round) for fragment, each in enumerate(outer.states)})
 
@@ -215,7 +215,7 @@ def accept_state(
 ) -> tuple[CheckpointFragment, bool]:
     """Accept an uploaded fragment of state 0. Return it, and True if it is new.
 
-    State 0 is made by one worker from the seed in the run spec. Raises WireError if the bytes are not a payload, and
+    One worker makes state 0 from the seed in the run spec. Raises WireError if the bytes are not a payload, and
     Problem: invalid-payload (not the expected payload, or a momentum that is not +0), state-conflict, pin-mismatch.
     """
     elements = layout.elements[fragment]
@@ -262,7 +262,7 @@ def _uploaded(run: LiveRun) -> list[CheckpointFragmentRow]:
 
 
 def _check_pinned(run: LiveRun, worker: str, digests: list[bytes]) -> None:
-    """Raise Problem `pin-mismatch` if the spec pins another state 0; another worker is then asked to upload it."""
+    """Raise Problem `pin-mismatch` if the spec pins a different state 0. Then another worker is asked to upload it."""
     try:
         check_pin("state", run.spec.pins.state, model_digest(digests).hex())
     except Problem as problem:
@@ -287,8 +287,8 @@ def _begin(change: Change, layout: Layout, digests: list[bytes]) -> None:
 def _halves(payload: Payload, elements: int) -> Iterator[tuple[F32, F32]]:
     """Yield the uploaded state 0 as chunks (θ, u), with one in memory at a time.
 
-    Raises Problem `invalid-payload` if a value of θ is out of bounds or one of u is not +0. u follows θ in the payload,
-    so the error may come at the end.
+    Raises Problem `invalid-payload` if a value of θ is out of bounds or a value of u is not +0. In the payload u
+    follows θ, so the error may come at the end.
     """
     start = 0
     for index, n in enumerate(payload.chunks):

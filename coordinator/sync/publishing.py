@@ -1,7 +1,7 @@
 """Publishing: aggregate closed fragments, publish their deltas, then step the outer state.
 
-Each fragment has its own job on another thread. Everything that a job does is deterministic and leaves nothing half
-done, so after any fault it simply starts again.
+Each fragment has its own job on another thread. A job is deterministic and leaves nothing half done, so after any fault
+it simply starts again.
 """
 
 import logging
@@ -36,7 +36,7 @@ RETRY_S = 5.0
 
 
 def start_due(run: LiveRun) -> None:
-    """Start the job of each fragment that has work and whose job is not running. After a fault, wait RETRY_S."""
+    """Start the job of each fragment that has work, unless it is running. After a fault, wait RETRY_S seconds first."""
     now = run.context.clock()
     if run.outer.damage is not None:
         return
@@ -67,7 +67,7 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
             with run.lock:
                 opening = _aggregating(run, index)
                 if opening is None and not _is_due(run, index):
-                    # Under the same lock as the check, so that later work is not missed.
+                    # Under the same lock as the check, so that work added later starts a new job.
                     job.running, job.retry_at, job.fault = False, -math.inf, None
                     return
             if opening is not None:
@@ -134,10 +134,10 @@ def _record_delta(
     digest: bytes,
     aggregated_at: float,
 ) -> None:
-    """Publish the durable delta, which never changes again. The last fragment of a round ends the round."""
+    """Publish the durable delta, which never changes again. The last fragment of a round also ends the round."""
     round_, fragment = opening.number, opening.fragments[index]
     with run.change() as change:
-        if run.state is RunState.STOPPED:  # while the delta was made
+        if run.state is RunState.STOPPED:  # it was stopped while the delta was made
             return
         session, now = change.session, run.context.now()
         last = all(other.state is FragmentState.PUBLISHED for other in opening.fragments if other is not fragment)
@@ -182,7 +182,7 @@ def _record_delta(
 def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: list[str]) -> None:
     """Remove the contributions of `workers` to fragment `index`, which the disk has lost, and collect them again.
 
-    A coordinator without redundant disks cannot recover them by itself. But a worker holds what was acknowledged in
+    Without redundant disks the coordinator cannot recover them. But each worker keeps its acknowledged contribution in
     memory until the round is over, so it is asked to send it again (`contribution-lost`).
     """
     fragment, round_ = opening.fragments[index], opening.number
@@ -208,8 +208,8 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
 
 
 def _forget(change: Change, row: ContributionRow) -> None:
-    """Delete the row and subtract it from the counters. With the worker's last row of the round, its units stop being
-    consumed."""
+    """Delete the row and subtract it from the counters. If it is the worker's last row of the round, its units are no
+    longer consumed."""
     run, session, run_row = change.run, change.session, change.row
     worker = change.worker_row(row.worker)
     worker.upload_bytes -= row.size

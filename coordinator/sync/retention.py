@@ -1,11 +1,11 @@
 """Retention: what is deleted, and when. Nothing is deleted before a checkpoint covers it.
 
-Blobs. The newest `checkpoints.keep` checkpoints are kept, and every delta from the oldest of them on, so a worker can
-always get from there to the present. The delta that led to the newest one is kept in any case, because workers are
-fetching it. Contributions are deleted once the newest checkpoint covers them.
+**Blobs.** The newest `checkpoints.keep` checkpoints are kept, and every delta from the oldest of them on, so a worker
+can always get from there to the present. The delta that led to the newest checkpoint is always kept, because workers
+are fetching it. Contributions are deleted once the newest checkpoint covers them.
 
-Rows. Each contribution, assignment and report is kept for the last `retention.rounds` rounds, and for every round that
-has a delta. For older rounds only sums are kept. The newest `retention.events` events are kept.
+**Rows.** Each contribution, assignment and report is kept for the last `retention.rounds` rounds, and for every round
+whose delta is kept. For older rounds only sums are kept. The newest `retention.events` events are kept.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ from coordinator.trust import held_out
 Sums = tuple[int, float | None, int, int]
 Latest = tuple[float | None, float | None, float | None]
 
-EVENTS_SLACK = 500  # events above the limit before a deletion is worth it
+EVENTS_SLACK = 500  # events above the limit before a deletion is worthwhile
 
 
 def complete_checkpoints(run: LiveRun) -> list[int]:
-    """Return the rounds of the complete checkpoints, newest first, without those that are damaged for good."""
+    """Return the rounds of the complete checkpoints, newest first. Those that are damaged for good are left out."""
     with run.context.database.read() as session:
         rounds = session.scalars(
             select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).order_by(CheckpointRow.round.desc())
@@ -50,29 +50,29 @@ def oldest_checkpoint(run: LiveRun) -> int:
 
 
 def first_delta(kept: list[int]) -> int:
-    """Return the oldest round whose delta is kept. `kept`: the rounds of the kept checkpoints, newest first."""
+    """Return the oldest round with a delta that is kept. `kept`: the rounds of the kept checkpoints, newest first."""
     return min(kept[-1], kept[0] - 1)
 
 
 def keeps_delta(run: LiveRun, round_: int) -> bool:
-    """Return True if the rule keeps the deltas of `round_`."""
+    """Return True if the retention rule keeps the deltas of `round_`."""
     kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
     return not kept or round_ >= first_delta(kept)
 
 
 def oldest_kept(run: LiveRun) -> dict[Kind, int]:
-    """Return, for each kind of blob, the first round that the rule keeps; nothing if there is no checkpoint."""
+    """Return, for each kind of blob, the first round that the retention rule keeps; empty if there is no checkpoint."""
     kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
     return {"checkpoints": kept[-1], "deltas": first_delta(kept), "contributions": kept[0]} if kept else {}
 
 
 def clean(run: LiveRun) -> None:
-    """Delete what the rule does not keep: the rows under the run's lock, then the blobs without it.
+    """Delete what the retention rule does not keep: the rows under the run's lock, then the blobs without it.
 
-    Callers must not hold the lock: with a thousand workers there are tens of thousands of files. Rows go first, so no
-    row names a missing blob. A blob below `oldest_kept` is never needed again: the bounds only rise, and the run cannot
-    be rolled back or removed while one of its jobs is at work. After a crash, the next start deletes the rest
-    (`upkeep/restoring.py`).
+    Callers must not hold the lock, because with a thousand workers there are tens of thousands of files. Rows are
+    deleted first, so no row names a missing blob. A blob below `oldest_kept` is never needed again: the bounds only
+    rise, and the run cannot be rolled back or removed while one of its jobs is running. After a crash, the next start
+    deletes the rest (`upkeep/restoring.py`).
     """
     for kind, first in forget(run).items():
         for name, _ in run.blobs.list(run.names.kind(kind)):
@@ -81,7 +81,7 @@ def clean(run: LiveRun) -> None:
 
 
 def forget(run: LiveRun) -> dict[Kind, int]:
-    """Delete the rows that the rule does not keep; return `oldest_kept`."""
+    """Delete the rows that the retention rule does not keep. Return the result of `oldest_kept`."""
     with run.lock:
         if not (first_rounds := oldest_kept(run)):
             return {}  # the checkpoint was damaged in the meantime
@@ -114,13 +114,13 @@ def _forget_history(run: LiveRun, session: Session, before: int) -> None:
 
 
 def sums_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, Sums]:
-    """Return for each of `rounds`: tokens, mean training loss weighted by tokens (of the workers that reported one),
-    bytes of contributions, bytes of deltas."""
+    """Return (tokens, loss, contribution bytes, delta bytes) of each of `rounds`. The loss is the mean training loss
+    weighted by tokens, over the workers that reported one."""
     if not rounds:
         return {}
     first, last = min(rounds), max(rounds)
     key = (ContributionRow.run_id == run_id, ContributionRow.round.between(first, last))
-    per_worker = (  # every fragment's row of a worker has the same tokens and loss
+    per_worker = (  # the rows of a worker's fragments all have the same tokens and loss
         select(
             ContributionRow.round.label("round"),
             func.max(ContributionRow.tokens).label("tokens"),
@@ -149,8 +149,8 @@ def sums_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, S
 
 
 def latest_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, Latest]:
-    """Return for each of `rounds` when the last of its fragments reached its quorum, was closed, and was aggregated;
-    None for what has not happened yet."""
+    """Return (quorum, closed, aggregated) of each of `rounds`: the times when its last fragment got there, in seconds
+    since 1970; None for what has not happened yet."""
     if not rounds:
         return {}
     columns = (FragmentRow.quorum_at, FragmentRow.closed_at, FragmentRow.aggregated_at)

@@ -1,6 +1,7 @@
 """One fragment's outer state in a file, stepped chunk by chunk, so a model never has to fit into memory.
 
-The file is itself a payload of kind `state` with raw fp32 frames, θ then u, so a checkpoint is served as it is.
+The file is itself a payload of kind `state` with raw fp32 frames, θ then u, so a checkpoint can be served without
+conversion.
 """
 
 import os
@@ -22,7 +23,7 @@ F32 = npt.NDArray[np.float32]
 
 
 class StateReader(StoredPayload):
-    """A state that this coordinator wrote: raw frames, so any range of elements can be read."""
+    """A state that this coordinator wrote. Its frames are raw, so any range of elements can be read."""
 
     def __init__(self, reader: Reader) -> None:
         super().__init__(reader)
@@ -63,7 +64,7 @@ def write_state(
 ) -> bytes:
     """Write a state file from its chunks (θ, u), replacing an older one. Return the state digest.
 
-    An older file with a second name is shared with a checkpoint: it is not overwritten, but unlinked first.
+    If the older file has a second name, a checkpoint shares it: it is unlinked first, not overwritten.
     """
     frame_bytes = [4 * n for n in chunk_sizes(2 * elements, CHUNK_ELEMENTS)]
     head = pack_header(

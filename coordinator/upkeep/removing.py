@@ -1,6 +1,6 @@
 """Removing a run that has ended, with all its rows and files.
 
-First a marker blob becomes durable, then the rows are deleted in one transaction, then the blobs, and the marker last.
+First a marker blob becomes durable. Then the rows are deleted in one transaction, then the blobs, and last the marker.
 A crash before the transaction leaves the run as it was. A crash after it leaves a marker without rows, and the next
 start finishes the removal. Blobs of a run that has neither rows nor a marker are kept: a database restored from a
 backup may be older than the run.
@@ -22,10 +22,10 @@ _BUSY_S = 1.0
 
 
 def remove_rows(run: LiveRun, by: Actor, *, verifying: bool) -> None:
-    """Remove the run from the database; nothing can change it afterwards. Call it under the run's lock, and then call
-    `remove_blobs`.
+    """Remove the run from the database. Nothing can change the run afterwards. Call it under the run's lock, and then
+    call `remove_blobs`.
 
-    Raises Problem: run-not-ended; not-ready if workers are leaving, or a job is working on the run's files.
+    Raises Problem: run-not-ended; not-ready, if workers are leaving or a job is working on the run's files.
     """
     if not run.ended:
         raise Problem("run-not-ended", f"the run {run.name} is {run.state}; stop it first, or wait for its end")
@@ -36,7 +36,7 @@ def remove_rows(run: LiveRun, by: Actor, *, verifying: bool) -> None:
         raise Problem("not-ready", f"files of the run {run.name} are still being worked on", retry_after_s=_BUSY_S)
     run.blobs.put(run.names.removed, b"")
     with run.context.database.write() as session:
-        for table in reversed(Base.metadata.sorted_tables):  # rows that refer to others come first
+        for table in reversed(Base.metadata.sorted_tables):  # delete rows that refer to other rows first
             if "run_id" in table.columns:
                 session.execute(delete(table).where(table.columns["run_id"] == run.id))
         session.execute(delete(RunRow).where(RunRow.id == run.id))
@@ -57,7 +57,7 @@ def remove_blobs(context: RunContext, name: str) -> None:
 
 
 def finish(context: RunContext, runs: Collection[str]) -> None:
-    """Finish removals that an earlier process did not. `runs`: the names of the runs in the database."""
+    """Finish the removals that an earlier process has begun. `runs`: the names of the runs in the database."""
     for blob, _ in list(context.blobs.list("runs/")):
         _, name, *rest = blob.split("/")
         if rest == [REMOVED]:

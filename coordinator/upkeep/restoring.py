@@ -1,7 +1,7 @@
 """Restoring a run after a start: rebuild it in memory from the database, and delete blobs that nothing needs.
 
-Nothing acknowledged is lost: every contribution and delta has a row, and every row a durable blob. Every live worker
-gets a new lease for a full term, however long the coordinator was down.
+Nothing acknowledged is lost, because every contribution and delta has a row, and every row a durable blob. Every live
+worker gets a new lease for a full term, however long the coordinator was down.
 """
 
 import logging
@@ -35,10 +35,10 @@ def restore(run: LiveRun) -> None:
     """Rebuild the run in memory, then let it settle."""
     with run.lock:
         rolling_back.set_aside_newer(run)
-        rolling_back.begin_again_if_restored(run)
+        rolling_back.rejoin_if_restored(run)
         _restore_workers(run)
         opening = _open_round(run)
-        retention.forget(run)  # or rows would name blobs that are swept next
+        retention.forget(run)  # before the sweep, so that no row names a blob that the sweep deletes
         sweep(run)
         if run.model is not None:
             outer_state.restore(run)
@@ -67,8 +67,8 @@ def _restore_workers(run: LiveRun) -> None:
 
 
 def _restore_step_rates(run: LiveRun) -> None:
-    """Let every worker have as many steps again as it contributed to the last round. How long they took is no longer
-    known."""
+    """Restore the workers' observed rates from the steps of their last contributions. The seconds are not known after a
+    restart, so they count as infinite: each worker gets as many steps as it has just done."""
     steps = select(ContributionRow.worker, func.max(ContributionRow.tokens)).group_by(ContributionRow.worker)
     with run.context.database.read() as session:
         rows = session.execute(
@@ -113,8 +113,8 @@ def _open_round(run: LiveRun) -> OpenRound | None:
 
 
 def sweep(run: LiveRun) -> None:
-    """Delete the blobs that no row names, and those that the retention rule does not keep: a crash may come between a
-    blob and its row."""
+    """Delete the blobs that no row names, because a crash may come between a blob and its row. Also delete those that
+    the retention rule does not keep."""
     first_rounds = retention.oldest_kept(run)
     for kind, names_of in _NAMES.items():
         found = {name for name, _ in run.blobs.list(run.names.kind(kind))}
@@ -129,7 +129,7 @@ def sweep(run: LiveRun) -> None:
 
 
 def _contributions(run: LiveRun, session: Session, oldest: int) -> set[str]:
-    """Return the names of the blobs of every row from round `oldest` on."""
+    """Return the names of the blobs in the rows from round `oldest` on."""
     row = ContributionRow
     rows = session.execute(
         select(row.round, row.fragment, row.worker, row.digest).where(row.run_id == run.id, row.round >= oldest)

@@ -1,15 +1,15 @@
 """Going back to an earlier state: a rollback to a checkpoint, or a database restored from a backup.
 
-A rollback happens because the guard found the model spoilt, or because the operator asks for it. Afterwards the run is
-as it was when that state was reached: its round, its position in the schedule, its work units. Rows and blobs of later
-rounds are set aside under `set-aside/`, the rows as one JSON file beside the blobs, so that an operator can inspect or
-delete them. Every worker joins again, and has to recover the state.
+The guard rolls a run back if it finds the model spoilt; an operator may ask for it too. Afterwards the run is as it was
+when that state was reached: its round, its position in the schedule, its work units. Rows and blobs of later rounds are
+moved to `set-aside/`, the rows as one JSON file beside the blobs, so that an operator can inspect or delete them. Every
+worker joins again, and has to recover the state.
 
-One transaction decides. Before it, nothing of the run has changed. After it, a crash leaves blobs that no row names,
-which the next start sets aside or deletes, and state files that it derives again from the checkpoint.
+The rollback is one transaction. Before its commit, nothing has changed. A crash after it leaves blobs that no row
+names, which the next start sets aside or deletes, and state files, which it derives again from the checkpoint.
 
-A database restored from a backup may be older than the blobs beside it. The database decides: the run continues from
-its round, and newer blobs, of a history that the database does not have, are set aside as well.
+A database restored from a backup may be older than the blobs beside it. The database is authoritative: the run
+continues from its round. Newer blobs belong to a history that the database does not have, and are set aside as well.
 """
 
 import json
@@ -45,11 +45,12 @@ from protocol.messages import RollBack, RunState, WorkerState
 
 _BUSY_S = 1.0
 _OF_ROUNDS = (RoundRow, FragmentRow, AssignmentRow, ContributionRow, LateContributionRow, ReportRow)
-_OF_STATES = (EvaluationRow, CheckpointRow, CheckpointFragmentRow)  # state N is there before round N
+_OF_STATES = (EvaluationRow, CheckpointRow, CheckpointFragmentRow)  # state N exists before round N
 
 
 def roll_back_if_due(run: LiveRun, *, verifying: Callable[[], bool]) -> None:
-    """Roll back if the guard has decided so, and no operator has decided anything since. Called at every tick."""
+    """Execute a rollback that the guard has ordered, unless an operator has changed the run since. Called at every
+    tick."""
     if run.state is not RunState.PAUSED or run.spec.guard.action != "rollback":
         return
     with run.context.database.read() as session:
@@ -76,7 +77,7 @@ def roll_back(
     resume: bool = False,
 ) -> None:
     """Make checkpoint `order.to` the run's state. `verifying` returns True while the run's files are being verified.
-    With `resume` the run continues from there, whatever its state was.
+    With `resume` the run then continues from there, whatever its state was.
 
     Raises Problem: not-found (no such checkpoint, or it is damaged; no such worker), rolled-back, not-ready (a job is
     working on the run's files).
@@ -133,7 +134,7 @@ def _checkpoint(run: LiveRun, round_: int) -> list[CheckpointFragmentRow]:
 
 
 def _later_than(state: int) -> list[tuple[Any, int]]:
-    """Return each table that has rows by round, with the first of its rounds that is later than the state."""
+    """Return each table with a round column, and the first round in it that is later than `state`."""
     return [(table, state) for table in _OF_ROUNDS] + [(table, state + 1) for table in _OF_STATES]
 
 
@@ -169,8 +170,8 @@ def _reset(change: Change, to: int, checkpoint: Collection[CheckpointFragmentRow
 
 
 def _return_units(change: Change, to: int) -> None:
-    """Return the units of `to` and later rounds to their pools, and adjust the counters that are checked against
-    them."""
+    """Return the units of `to` and later rounds to their pools. Adjust the counters that are checked against the
+    units."""
     run, session = change.run, change.session
     returned = return_since(session, run.id, to)
     for pool in all_pools(session, run):
@@ -185,7 +186,7 @@ def _return_units(change: Change, to: int) -> None:
 
 
 def _end_leases_and_ban(change: Change, without: Collection[str]) -> None:
-    """End all leases, because what the workers hold belongs to deleted rounds; ban the workers `without`."""
+    """End all leases, because the workers hold states of rounds that are deleted. Ban the workers `without`."""
     run, session = change.run, change.session
     rows = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id)).all()
     if unknown := set(without) - {row.name for row in rows}:
@@ -218,8 +219,8 @@ def _record(change: Change, to: int, prefix: str, without: Collection[str], who:
 
 def set_aside_newer(run: LiveRun) -> None:
     """Move the blobs of rounds that the database does not have to `set-aside/`, and record it as an event."""
-    # Unless a backup was restored, no blob is of a later round than the run's: a round is in the database before its
-    # blobs.
+    # Unless a backup was restored, no blob belongs to a later round than the run's, because a round is in the database
+    # before its blobs.
     names = (name for kind in KINDS for name, _ in run.blobs.list(run.names.kind(kind)))
     newer = [name for name in names if round_of(name) > run.round]
     if not newer:
@@ -229,7 +230,7 @@ def set_aside_newer(run: LiveRun) -> None:
         set_aside(run, run.round, prefix)
         return
     prefix = next_prefix(run)
-    with run.change() as change:  # before moving: a crash in between then only repeats this
+    with run.change() as change:  # before moving: after a crash in between, only this is repeated
         message = (
             f"the database is older than the files (it knows {run.round} rounds, there are files of round {latest}): "
             f"it was restored from a backup. The run continues from round {run.round}; the newer files were moved to "
@@ -240,10 +241,10 @@ def set_aside_newer(run: LiveRun) -> None:
     _move(run, newer, prefix)
 
 
-def begin_again_if_restored(run: LiveRun) -> None:
-    """If the data directory was restored from a backup, have every worker join again, and record it as an event.
+def rejoin_if_restored(run: LiveRun) -> None:
+    """If the data directory was restored from a backup, make every worker join again, and record it as an event.
 
-    There are no newer blobs then that would show it, and yet workers may be ahead.
+    In that case no newer blobs exist that would show the restore, but workers may be ahead of the database.
     """
     if (backup := run.context.data.restored) is None:
         return
@@ -258,7 +259,7 @@ def _end_leases(change: Change) -> None:
     live = change.session.scalars(
         select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
     ).all()
-    for row in live:  # their tokens are of a history that is gone; their names stay reserved
+    for row in live:  # their member tokens belong to a lost history; their names stay reserved
         row.state, row.token_hash = WorkerState.LOST, None
         return_units(change.session, run.id, row.name)
 
@@ -273,7 +274,7 @@ def next_prefix(run: LiveRun) -> str:
 
 def set_aside(run: LiveRun, state: int, prefix: str) -> None:
     """Move the blobs that are newer than the run's state `state` to `prefix`: checkpoints of later states, and the
-    contributions and deltas of its round and later ones."""
+    contributions and deltas of its round and of later ones."""
     first: dict[Kind, int] = {"checkpoints": state + 1, "contributions": state, "deltas": state}
     newer = [
         name
@@ -290,8 +291,8 @@ def _move(run: LiveRun, names: list[str], prefix: str) -> None:
 
 
 def _prefix_of_rollback(run: LiveRun, latest: int) -> str | None:
-    """Return the prefix of a rollback that a crash interrupted before it had moved all blobs of rounds up to `latest`.
-    None if there was none: then a round was opened since, or the last rollback was another one."""
+    """Return the prefix of a rollback that a crash has interrupted, so that not all blobs of rounds up to `latest` are
+    moved. Return None if there is none: a round was opened since, or the last rollback was a different one."""
     with run.context.database.read() as session:
         last = session.get_one(RunRow, run.id).rolled_back
         if last is None or last["round"] != run.round or latest > last["from_round"]:

@@ -1,8 +1,8 @@
-"""Faults of the disk or the database: full, locked, read-only. A fault is shown for as long as it lasts.
+"""Faults of the disk or the database: full, locked, read-only. A fault is shown while it lasts.
 
-Nothing has to be undone: a failed write leaves neither a file nor a row. The request gets `storage-full` or
+Nothing needs to be undone: a failed write leaves neither a file nor a row. The request gets `storage-full` or
 `not-ready`, and its sender retries. Because writes fail many times per second, the log has one line when a fault
-begins, one every REMIND_S, and one when it is over.
+begins, one every REMIND_S seconds, and one when it is over.
 """
 
 import logging
@@ -21,13 +21,14 @@ from protocol.messages import Cause
 logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 1 << 20
-QUIET_S = 30.0  # without a failed write before the disk is probed: the small probe fits long before a delta does
+QUIET_S = 30.0  # without a failed write, before the disk is probed: the small probe may fit when a delta does not
 REMIND_S = 300.0
 
 
 @dataclass
 class _Outage:
-    """A fault that lasts. Times are monotonic: of the first and the last failed write, and of the last log line."""
+    """A fault that lasts. `since`, `last` and `logged`: monotonic times of the first failed write, of the last one, and
+    of the last log line."""
 
     fault: Fault
     since: float
@@ -46,20 +47,21 @@ class Storage:
         self._data, self._database, self._clock = data, database, clock
         self._lock = threading.Lock()
         self._outages: dict[Cause, _Outage] = {}
-        self._recorded_full: set[int] = set()  # runs whose latest event about it says that the disk is full
-        self._met: dict[int, _Outage] = {}  # by run: a database outage, recorded as an event once it is over
+        self._recorded_full: set[int] = set()  # runs whose latest event about the disk reports it as full
+        self._unrecorded: dict[int, _Outage] = {}  # by run: the database outage to record as an event once it is over
 
     @property
     def fault(self) -> Fault | None:
-        """The current fault; None if there is none. A full disk comes first, because it can cause the other one."""
+        """The current fault; None if there is none. A full disk takes precedence, because it can cause a database
+        fault."""
         for cause in (Cause.STORAGE_FULL, Cause.STORAGE_UNAVAILABLE):
             if (outage := self._outages.get(cause)) is not None:
                 return outage.fault
         return None
 
     def note(self, error: BaseException) -> Fault | None:
-        """Return the fault that `error`, raised by a write, reports, and record it; None if it is not about the disk or
-        the database."""
+        """Record the fault reported by `error`, which a write has raised, and return it. Return None if `error` is not
+        about the disk or the database."""
         fault, now = fault_of(error), self._clock()
         if fault is None:
             return None
@@ -98,9 +100,9 @@ class Storage:
         return True
 
     def tick(self, run: LiveRun) -> None:
-        """Record as events of the run that the disk is full, as soon as there is space for that, and that it has space
-        again; and an outage of the database, once it is over."""
-        with run.lock:  # so that only one of two concurrent ticks records it
+        """Record the start and the end of a full disk as events of the run, as soon as there is space for them. Record
+        an outage of the database once it is over."""
+        with run.lock:  # only one of two concurrent ticks may record an event
             full = Cause.STORAGE_FULL in self._outages
             if full and run.id not in self._recorded_full and not run.ended:
                 _record(run, "storage-full", "the coordinator's disk is full; the run continues when there is space")
@@ -110,11 +112,11 @@ class Storage:
                 self._recorded_full.discard(run.id)
             if (outage := self._outages.get(Cause.STORAGE_UNAVAILABLE)) is not None:
                 if not run.ended:
-                    self._met[run.id] = outage
-            elif (over := self._met.get(run.id)) is not None:
+                    self._unrecorded[run.id] = outage
+            elif (over := self._unrecorded.get(run.id)) is not None:
                 lasted = duration_text(over.last - over.since)
                 _record(run, "storage-unavailable", f"for {lasted} nothing could be written: {over.fault.reason}")
-                del self._met[run.id]
+                del self._unrecorded[run.id]
 
 
 def _record(run: LiveRun, kind: str, message: str) -> None:

@@ -1,9 +1,9 @@
-"""Verifying files: after a start, every hour, and when a reader finds one missing. Disks corrupt what is not read, and
-people delete files.
+"""Verifying files: after a start, every hour, and when a reader finds one missing. Disks corrupt data that is not read,
+and people delete files.
 
-A checkpoint or delta that is missing or corrupt is rebuilt from what it was made from, if that still exists, and must
-get the same digest. Otherwise an event reports that it is lost, and no worker is sent to it any longer. Contributions
-are verified when they are aggregated.
+A checkpoint or delta that is missing or corrupt is rebuilt from its sources if they still exist, and must get the same
+digest. Otherwise an event reports that it is lost, and workers are no longer sent to it. Contributions are verified
+when they are aggregated.
 """
 
 import logging
@@ -31,7 +31,7 @@ RETRY_S = 5.0
 
 
 def start_when_due(run: LiveRun, due: dict[int, float], submit: Callable[..., object]) -> None:
-    """Start `verify` if it is due or was requested. `submit` runs it on another thread than the publishing jobs. `due`:
+    """Start `verify` if it is due or was requested. `submit` runs it on a thread that does no publishing jobs. `due`:
     run id -> time of the next verification; infinite while one is running."""
     with run.lock:
         now = run.context.clock()
@@ -55,9 +55,9 @@ def _verify(run: LiveRun, due: dict[int, float]) -> None:
 
 
 def verify(run: LiveRun) -> bool:
-    """Verify every delta and every checkpoint that the retention rule keeps, and the outer state. Rebuild what is
-    missing or corrupt. If no checkpoint is left, make one of the current state. Return False to be called again soon,
-    because a fragment was being stepped."""
+    """Verify every delta and checkpoint that the retention rule keeps, and the outer state. Rebuild what is missing or
+    corrupt. If no checkpoint is left, make one of the current state. Return False if a fragment was being stepped: then
+    it must be called again soon."""
     with run.context.database.read() as session:
         deltas = session.execute(
             select(FragmentRow.round, FragmentRow.fragment)
@@ -82,7 +82,7 @@ def verify(run: LiveRun) -> bool:
         if damage is not None and not _rebuild_checkpoint_fragment(run, row, damage):
             damaged.add(row.round)
     for round_ in run.outer.damaged_checkpoints.keys() - damaged:
-        run.outer.mark_intact(round_)  # deleted by retention, or an operator has restored its files
+        run.outer.mark_intact(round_)  # retention has deleted it, or an operator has restored its files
     none_left = bool(run.outer.damaged_checkpoints) and not retention.complete_checkpoints(run)
     # With neither a checkpoint nor the state, nothing can be rebuilt: `_repair_state` then reports it.
     done = [_repair_state(run, fragment) for fragment in range(len(run.outer.states))]
@@ -91,7 +91,7 @@ def verify(run: LiveRun) -> bool:
 
 def _rebuild_checkpoint_fragment(run: LiveRun, row: CheckpointFragmentRow, damage: str) -> bool:
     """Rebuild the checkpoint's fragment. Return False if that is impossible: then no worker is sent to the checkpoint
-    until its file is back."""
+    until its file exists again."""
     where = f"fragment {row.fragment} of checkpoint {row.round}"
     if not _is_kept(run, row):
         return True
@@ -114,8 +114,8 @@ def _is_kept(run: LiveRun, row: CheckpointFragmentRow) -> bool:
 
 
 def _repair_state(run: LiveRun, fragment: int) -> bool:
-    """If the file of a fragment's current state is missing or corrupt, go back to a checkpoint, from which the
-    publishing job steps it to the present. Return False while that job is running."""
+    """If the file of a fragment's current state is missing or corrupt, go back to a checkpoint; the publishing job then
+    steps it to the current round. Return False while that job is running."""
     with run.lock:
         state = run.outer.states[fragment]
     path = run.outer.files.path(fragment, state.round)
@@ -124,19 +124,19 @@ def _repair_state(run: LiveRun, fragment: int) -> bool:
     with run.lock:
         if run.outer.jobs[fragment].running or run.outer.states[fragment] != state:
             return False
-        if not has_state_digest(path, state.digest):  # once more: the file may have been overwritten while it was read
+        if not has_state_digest(path, state.digest):  # again, as the file may have been overwritten while it was read
             try:
                 go_back_to_checkpoint(run, fragment)
             except OuterstepError as error:
                 with run.change() as change:
                     change.record("corrupt", str(error), round=state.round, fragment=fragment)
-                    change.after_commit(partial(run.outer.stop, str(error)))
+                    change.after_commit(partial(run.outer.block, str(error)))
         return True
 
 
 def _checkpoint_now(run: LiveRun) -> bool:
     """Make a checkpoint of the current state, although none is due. Return False while that is not possible."""
-    with run.lock:  # so that no fragment is stepped in the meantime
+    with run.lock:  # no fragment is stepped in the meantime
         states = list(run.outer.states)
         if any(each.round != run.round for each in states) or run.outer.any_job_running:
             return False
@@ -154,10 +154,10 @@ def _checkpoint_now(run: LiveRun) -> bool:
 
 
 def _rebuild(run: LiveRun, row: CheckpointFragmentRow) -> bool:
-    """Rebuild the fragment: from the outer state if that is of the same round, else from an older checkpoint and the
+    """Rebuild the fragment, either from the outer state if that has the same round, or from an older checkpoint and the
     deltas after it. Return True if that was possible."""
     current = run.outer.files.path(row.fragment, row.round)
-    with run.lock:  # or it might be overwritten by a step
+    with run.lock:  # otherwise a step might overwrite it
         state = run.outer.states[row.fragment]
         if state == (row.round, row.state_digest) and has_state_digest(current, row.state_digest):
             _replace(run, row, current)
@@ -203,8 +203,8 @@ def _derive(run: LiveRun, base: CheckpointFragmentRow, row: CheckpointFragmentRo
 
 
 def _replace(run: LiveRun, row: CheckpointFragmentRow, state: Path) -> None:
-    """Put the state in the place of a corrupt blob, unless retention has deleted the checkpoint in the meantime."""
-    with run.lock:  # which retention holds while it deletes rows; the blobs follow
+    """Replace a corrupt blob with the state, unless retention has deleted the checkpoint in the meantime."""
+    with run.lock:  # retention holds it while it deletes the rows; it deletes the blobs later
         if _is_kept(run, row):
             run.blobs.delete(run.names.checkpoint(row.round, row.fragment, row.digest))
             checkpointing.write_fragment(run, row.round, row.fragment, state, row.state_digest)

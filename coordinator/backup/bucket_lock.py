@@ -1,9 +1,9 @@
-"""A lock in a bucket: the object `lock`, which names the process that holds it and until when.
+"""A lock in a bucket: the object `lock` names the process that holds the lock, and until when.
 
 The lock is taken and renewed by conditional puts, so only one of two concurrent attempts succeeds. A killed process
-does not release it: another takes it once it has expired, plus CLOCKS_S because clocks differ. The holder renews it
-every RENEW_S on a separate thread, because a part may take long to upload. It removes objects, which could harm another
-backup, only while at least MARGIN_S remain.
+does not release it: another process may take it once it has been expired for CLOCKS_S seconds, because clocks differ.
+The holder renews it every RENEW_S seconds on a separate thread, because a part may take long to upload. Removing
+objects could harm another backup, so the holder does it only while at least MARGIN_S seconds remain.
 """
 
 import logging
@@ -28,7 +28,7 @@ LEASE_S, RENEW_S, MARGIN_S, CLOCKS_S = 600.0, 60.0, 180.0, 60.0
 _TRIES = 3
 
 
-class Held(Frozen):
+class LockContent(Frozen):
     """The content of the lock. `until`: seconds since 1970; 0 once it was released."""
 
     holder: str
@@ -36,11 +36,11 @@ class Held(Frozen):
     until: float
 
 
-class Lost(OuterstepError):
+class LockLost(OuterstepError):
     """Another process has the lock, or may have it."""
 
 
-class Lease:
+class BucketLock:
     """The lock of a backup store, held for one backup."""
 
     def __init__(self, objects: Objects, now: Callable[[], float]) -> None:
@@ -53,7 +53,8 @@ class Lease:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock. Raises OuterstepError if another process does, or if the store ignores conditional puts."""
+        """Hold the lock during the block. Raises OuterstepError if another process has it, or if the store ignores
+        conditional puts."""
         self._take()
         over = threading.Event()
         beat = threading.Thread(target=self._renew_until, args=(over,), name="backup-lock", daemon=True)
@@ -67,21 +68,22 @@ class Lease:
             self._release()
 
     def check(self) -> None:
-        """Raise Lost unless the lock is held for at least MARGIN_S."""
+        """Raise LockLost unless the lock is held for at least MARGIN_S more seconds."""
         with self._lock:
             if self._gone:
-                raise Lost(
+                raise LockLost(
                     f"another backup has taken the lock {self._objects.name(PATH)}, because this one was suspended for "
                     "too long: repeat the command"
                 )
             if self._until - self._now() < MARGIN_S:
-                raise Lost(
+                raise LockLost(
                     f"the lock {self._objects.name(PATH)} could not be renewed in time, so another backup may have "
                     "it: repeat the command"
                 )
 
     def renew(self) -> None:
-        """Hold the lock for LEASE_S from now on. Raises Lost if another process has it, and Transient."""
+        """Extend the lock to LEASE_S seconds from now. Raises LockLost if another process has it; may raise
+        Transient."""
         with self._lock:
             until = self._now() + LEASE_S
             if self._put(until):
@@ -97,7 +99,7 @@ class Lease:
             found = self._objects.get(PATH)
             if found is None:
                 version = self._objects.create(PATH, content)
-            elif found[0] == content:  # the answer to the put was lost
+            elif found[0] == content:  # our put has succeeded; only the answer was lost
                 version = found[1]
             else:
                 self._check_free(found[0])
@@ -108,7 +110,8 @@ class Lease:
         raise OuterstepError(f"other backups keep taking the lock {self._objects.name(PATH)}: try again later")
 
     def _check_conditions(self) -> None:
-        """Raise OuterstepError if the store creates the lock a second time (with the same content)."""
+        """Raise OuterstepError if the store allows the lock to be created a second time. The check uses the same
+        content."""
         with self._lock:
             version = self._objects.create(PATH, self._content(self._until))
         if version is not None:
@@ -121,7 +124,7 @@ class Lease:
     def _check_free(self, content: bytes) -> None:
         """Raise OuterstepError if the lock with this content is held."""
         try:
-            held = Held.model_validate_json(content)
+            held = LockContent.model_validate_json(content)
         except ValidationError as error:
             raise OuterstepError(
                 f"{self._objects.name(PATH)} is not a lock of Outerstep: use another prefix, or delete it if corrupt"
@@ -137,11 +140,11 @@ class Lease:
         while not over.wait(RENEW_S):
             try:
                 self.renew()
-            except Lost as error:
+            except LockLost as error:
                 logger.error("%s", error)
                 if self._gone:
                     return
-            except OuterstepError as error:  # a retry may succeed; `check` knows how long there is time
+            except OuterstepError as error:  # a retry may succeed; `check` raises once the time is too short
                 logger.warning("the lock of a backup cannot be renewed: %s", error)
 
     def _release(self) -> None:
@@ -156,7 +159,7 @@ class Lease:
         """Write the expiry into the lock. Return False if another process has it."""
         content = self._content(until)
         version = self._objects.replace(PATH, content, self._version)
-        # The answer to this put or an earlier one may have been lost: then the lock is ours, in another version.
+        # If the answer to this put or an earlier one was lost, the lock is ours but has a version that we do not know.
         if version is None and (found := self._objects.get(PATH)) is not None and self._id.encode() in found[0]:
             version = found[1] if found[0] == content else self._objects.replace(PATH, content, found[1])
         if version is None:
@@ -165,5 +168,5 @@ class Lease:
         return True
 
     def _content(self, until: float) -> bytes:
-        held = Held(holder=f"{socket.gethostname()}, process {os.getpid()}", id=self._id, until=until)
+        held = LockContent(holder=f"{socket.gethostname()}, process {os.getpid()}", id=self._id, until=until)
         return held.model_dump_json().encode() + b"\n"
