@@ -122,6 +122,10 @@ def judge(
         verdicts = judgement.verdicts | copies
         return replace(judgement, verdicts={worker: verdicts[worker] for worker in evidence})
     reference = _reference([each.measure.norm for each in evidence.values()], usual, plausible)
+    in_time = [each.measure.norm for each in evidence.values() if not each.late]
+    if reference is not None and usual is not None and 0 < len(in_time) < len(evidence):
+        # Little may remain of late work, less the mean that it missed. It is not the measure of the others.
+        reference = max(reference, min(_reference(in_time, usual, plausible) or 0.0, usual))
     if reference is None:
         return Judgement(None, {worker: Verdict(1.0) for worker in evidence})
     work = statistics.median(each.work for each in evidence.values())
