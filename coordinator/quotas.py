@@ -16,7 +16,7 @@ from coordinator.store.identity import Identity
 from protocol.errors import Problem
 
 BURST_S = 5.0  # a caller may send the requests of 5 s at once
-SWEEP_AT = 4096  # number of callers at which those with a full bucket are dropped
+SWEEP_AT = 4096  # with this many callers, those with a full bucket are dropped
 ALL_TOKENS = 4  # limit for all tokens together, as a multiple of the limit per token
 LINE_CHECKS = 4  # at once, for all callers together; each caller may have one
 SHARED = "which it shares with all tokens exchanged for the same join token"
@@ -29,7 +29,7 @@ def lineage_of(identity: Identity) -> Hashable:
 
 
 def caller_of(identity: Identity) -> Hashable:
-    """Return the caller for a request: a member is a caller alone; for others it is `lineage_of`."""
+    """Return the caller for a request. A member is a separate caller; for other tokens it is `lineage_of`."""
     return lineage_of(identity) if identity.member is None else identity.secret_hash
 
 

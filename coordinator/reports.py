@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from coordinator.round_reports import held_out_fields, held_up_by, reason_of
 from coordinator.run.live_run import LiveRun
 from coordinator.run.schedule import expected_rounds
-from coordinator.store.blobs import KINDS, Stored
+from coordinator.store.blobs import KINDS, StoredBlob
 from coordinator.store.tables import (
     CheckpointFragmentRow,
     CheckpointRow,
@@ -218,16 +218,16 @@ def checkpoint_detail(run: LiveRun, round_: int | None) -> CheckpointDetail:
         )
 
 
-def stored_checkpoint(run: LiveRun, round_: int, fragment: int) -> Stored:
+def stored_checkpoint(run: LiveRun, round_: int, fragment: int) -> StoredBlob:
     """Return the blob of a fragment of the checkpoint of `round_`. Raises Problem: not-found, gone, file-lost."""
     with run.context.database.read() as session:
         row = session.get(CheckpointFragmentRow, (run.id, round_, fragment))
         if row is None or round_ in run.outer.damaged_checkpoints:
             raise _no_checkpoint(run, session, round_)
-        return Stored(run.names.checkpoint(round_, fragment, row.digest), row.digest, row.size)
+        return StoredBlob(run.names.checkpoint(round_, fragment, row.digest), row.digest, row.size)
 
 
-def stored_delta(run: LiveRun, round_: int, fragment: int, digest: bytes) -> Stored:
+def stored_delta(run: LiveRun, round_: int, fragment: int, digest: bytes) -> StoredBlob:
     """Return the blob of a published delta."""
     with run.context.database.read() as session:
         size = session.scalar(
@@ -235,7 +235,7 @@ def stored_delta(run: LiveRun, round_: int, fragment: int, digest: bytes) -> Sto
                 FragmentRow.run_id == run.id, FragmentRow.round == round_, FragmentRow.fragment == fragment
             )
         )
-    return Stored(run.names.delta(round_, fragment, digest), digest, size)
+    return StoredBlob(run.names.delta(round_, fragment, digest), digest, size)
 
 
 def missing_checkpoint(run: LiveRun, round_: int, fragment: int) -> Problem:
@@ -298,7 +298,7 @@ def _checkpoint_fields(run: LiveRun, session: Session, row: CheckpointRow) -> di
 
 
 def events(run: LiveRun, limit: int, after: int) -> Page[Event]:
-    """Return the events whose id is greater than `after`, oldest first."""
+    """Return the events with an id greater than `after`, oldest first."""
     with run.context.database.read() as session:
         query = select(EventRow).where(EventRow.run_id == run.id, EventRow.id > after).order_by(EventRow.id)
         rows = session.scalars(query.limit(limit + 1)).all()

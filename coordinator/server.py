@@ -51,7 +51,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            # In one write: a reader that waits for the first line may stop reading after it.
+            # Printed in one write, because a reader that waits for the first line may stop reading after it.
             print("\n".join(banner(self._address, self.coordinator.settings.data_dir)), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

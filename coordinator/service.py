@@ -17,7 +17,7 @@ from sqlalchemy import URL, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.backup import locations
-from coordinator.backup.create import Source
+from coordinator.backup.create import BackupSource
 from coordinator.backup.scheduled import Schedule, ScheduledBackups
 from coordinator.logs import RecentErrors
 from coordinator.notifications.alerts import Alerts
@@ -129,7 +129,9 @@ class Coordinator:
             return None
         schedule = Schedule(location, self.settings.backup_every_s, self.settings.backup_keep)
         context = self._context
-        return ScheduledBackups(schedule, Source(url, context.blobs.open), self._closing, context.clock, context.now)
+        return ScheduledBackups(
+            schedule, BackupSource(url, context.blobs.open), self._closing, context.clock, context.now
+        )
 
     @property
     def last_backup_at(self) -> float | None:
@@ -272,7 +274,7 @@ class Coordinator:
         if identity is not None:
             return identity
         for run in list(self._runs.values()):
-            worker = run.members.by_token.get(hashed)
+            worker = run.members.by_token_hash.get(hashed)
             if worker is not None:
                 token = run.members.token(worker)
                 lineage = None if token is None else self.tokens.lineage(token)

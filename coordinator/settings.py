@@ -102,10 +102,7 @@ class Settings(BaseSettings):
     )
     streams_per_token: int = Field(16, ge=1, description="event streams of one token at once")
     polls_per_token: int = Field(
-        16,
-        ge=1,
-        description="long polls of one token at once; a member may have as many for each fragment's delta, and for "
-        "assignments",
+        16, ge=1, description="long polls of one token at once; for a member, per assignment or delta that it waits for"
     )
     message_bytes_per_token: int = Field(
         32 << 20,

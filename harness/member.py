@@ -70,7 +70,7 @@ class Member:
         reply = self.ask_to_join(token, previous=previous, member_token=member_token).raise_for_status()
         self.joined = JoinReply.model_validate(reply.json())
         self.http.headers["Authorization"] = f"Bearer {self.joined.member_token}"
-        self.spec = RunSpec.model_validate(self.http.get(f"/v1/runs/{self.run}").json()["spec"])
+        self.spec = RunSpec.model_validate(self.http.get(f"/v1/runs/{self.run}").raise_for_status().json()["spec"])
         elements = self.joined.layout.elements
         self.theta = [np.zeros(n, np.float32) for n in elements]
         self.momentum = [np.zeros(n, np.float32) for n in elements]

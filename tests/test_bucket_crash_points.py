@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.backup.create import Created, Source, create, files_of
+from coordinator.backup.create import BackupSource, CreatedBackup, create, files_of
 from coordinator.backup.locations import open_store
 from coordinator.backup.restore import restore
 from coordinator.store import sqlite
@@ -27,7 +27,7 @@ from tests.support.crashing import run_bucket_backup
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
 pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
 
-from coordinator.backup.lease import CLOCKS_S, LEASE_S
+from coordinator.backup.bucket_lock import CLOCKS_S, LEASE_S
 from coordinator.backup.objects import PART_BYTES
 from tests.support.s3_server import BUCKET, Request, S3Server, s3_server
 
@@ -100,10 +100,10 @@ def run(folder: Path, s3: S3Server, data_dir: Path, url: str, killing: Killing |
     return process.exitcode
 
 
-def later(data_dir: Path, url: str) -> Created:
+def later(data_dir: Path, url: str) -> CreatedBackup:
     """A backup once the lock of any other that was killed is another's."""
     at = time.time() + LEASE_S + CLOCKS_S
-    return create(Source(sqlite.url_in(data_dir), files_of(data_dir)), open_store(url, lambda: at), keep=1)
+    return create(BackupSource(sqlite.url_in(data_dir), files_of(data_dir)), open_store(url, lambda: at), keep=1)
 
 
 @pytest.mark.covers("reliability:bucket-backup-killed")

@@ -107,7 +107,7 @@ def change_run(run: OperatorOfRun, change: RunChange, by: By) -> RunDetail:
 @router.post("/{run}/rollback", responses=problem_responses(*RUN_PROBLEMS, "rolled-back", "not-ready", *WRITE_PROBLEMS))
 @max_body(MESSAGE_BYTES)
 def roll_back(run: OperatorOfRun, order: RollBack, service: Service, by: By) -> RunDetail:
-    """Roll a run back to a checkpoint, if wanted without the named workers. All workers rejoin."""
+    """Roll a run back to a checkpoint, optionally without the named workers. All workers rejoin."""
     service.roll_back(run, order, by)
     return reports.run_detail(run)
 

@@ -64,5 +64,5 @@ def list_audit(
     limit: Limit = 100,
     after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None,
 ) -> Page[AuditEntry]:
-    """List what was done with tokens, or to them, newest first."""
+    """List the actions done with tokens or on them, newest first."""
     return service.audit(admin.run, limit, after)

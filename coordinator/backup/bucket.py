@@ -3,7 +3,7 @@
     backups/{n}.json          the manifest of backup n; without it there is no backup n
     backups/{n}.{digest}.db   its copy of the database, by its BLAKE3 digest
     blobs/{digest}            blobs by their BLAKE3 digest, each once however many backups need it
-    lock                      names the process that makes a backup, and until when others must wait (lease.py)
+    lock                      names the process that makes a backup, and until when others must wait (bucket_lock.py)
 
 Objects are written in the same order as in a directory: blobs, database, manifest. An object is durable once it exists.
 No object is ever overwritten with other bytes: blobs and databases are named by their digest, and a manifest is only
@@ -24,11 +24,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from coordinator.backup.lease import PATH as LOCK
-from coordinator.backup.lease import BucketLock, LockLost
+from coordinator.backup.bucket_lock import PATH as LOCK
+from coordinator.backup.bucket_lock import BucketLock, LockLost
 from coordinator.backup.manifest import Content, Manifest, encode
 from coordinator.backup.objects import Objects
-from coordinator.backup.store import Damaged, manifest_of
+from coordinator.backup.store import DamagedBackup, manifest_of
 from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.payloads import READ_BYTES
 from outerstep.common.connections import error_text
@@ -50,7 +50,7 @@ class BackupBucket:
     def __init__(self, url: str, now: Callable[[], float] = time.time) -> None:
         self.disk = Path(tempfile.gettempdir())
         self._objects = Objects(url)
-        self._lease = BucketLock(self._objects, now)
+        self._bucket_lock = BucketLock(self._objects, now)
         self._now = now
         self._scratch = itertools.count()
         self._folder = self.disk  # within `locked`: a folder for this backup
@@ -67,7 +67,7 @@ class BackupBucket:
 
     def manifest(self, number: int) -> Manifest:
         if (found := self._objects.get(_manifest(number))) is None:
-            raise Damaged(f"{self._objects.name(_manifest(number))} no longer exists")
+            raise DamagedBackup(f"{self._objects.name(_manifest(number))} no longer exists")
         return manifest_of(found[0], number)
 
     def database_name(self, manifest: Manifest) -> str:
@@ -88,8 +88,8 @@ class BackupBucket:
     def locked(self) -> Iterator[None]:
         if (found := self._objects.top()) and not found & {"backups", "blobs", LOCK}:
             raise OuterstepError(f"{self} has other objects than backups: give another prefix")
-        self._lease = BucketLock(self._objects, self._now)
-        with self._lease.held(), tempfile.TemporaryDirectory(prefix="outerstep-backup-") as folder:
+        self._bucket_lock = BucketLock(self._objects, self._now)
+        with self._bucket_lock.held(), tempfile.TemporaryDirectory(prefix="outerstep-backup-") as folder:
             self._folder = Path(folder)
             self._blobs = {name: size for name, size in self._objects.within("blobs") if _BLOB.fullmatch(name)}
             yield
@@ -110,12 +110,12 @@ class BackupBucket:
         with FileReader(database) as reader:
             if not self._upload(_database(manifest), reader, manifest.database.digest, interrupt):
                 raise OuterstepError(f"the disk of {self.disk} returns other bytes than were written: replace it")
-        self._lease.check()
+        self._bucket_lock.check()
         path, content = _manifest(manifest.number), encode(manifest)
         if self._objects.create(path, content) is None and not self._has(path, content):
             raise OuterstepError(f"another backup has written {self._objects.name(path)}: repeat the command")
         try:
-            self._lease.renew()
+            self._bucket_lock.renew()
         except LockLost:  # the lock's new holder may have removed blobs that the manifest names
             self._objects.delete([path])
             raise
@@ -140,7 +140,7 @@ class BackupBucket:
 
     def _remove(self, paths: list[str]) -> None:
         for start in range(0, len(paths), _REMOVED_AT_ONCE):
-            self._lease.check()
+            self._bucket_lock.check()
             self._objects.delete(paths[start : start + _REMOVED_AT_ONCE])
 
     def _upload(self, path: str, reader: Reader, digest: str, interrupt: Callable[[], object]) -> bool:
@@ -150,7 +150,7 @@ class BackupBucket:
             hasher, at = blake3(), 0
             while True:
                 interrupt()
-                self._lease.check()
+                self._bucket_lock.check()
                 piece = bytearray(READ_BYTES)  # a new buffer, because the last one may still be uploading
                 try:
                     count = reader.read_into(memoryview(piece), at)

@@ -20,7 +20,7 @@ from sqlalchemy import URL, Connection, create_engine, select
 from sqlalchemy.exc import DBAPIError
 
 from coordinator.backup.manifest import Blob, Manifest, RunSummary
-from coordinator.backup.store import BackupStore, Damaged, content_of, never_interrupt
+from coordinator.backup.store import BackupStore, DamagedBackup, content_of, never_interrupt
 from coordinator.store import database
 from coordinator.store.blobs import FileReader, Reader, RunNames
 from coordinator.store.database import disk_is_full
@@ -35,7 +35,7 @@ ATTEMPTS = 20
 
 
 @dataclass(frozen=True)
-class Source:
+class BackupSource:
     """What to back up. `database`: its URL. `open_blob`: opens a blob, or raises FileNotFoundError if it is gone."""
 
     database: URL
@@ -43,7 +43,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Created:
+class CreatedBackup:
     """A new backup, how much of it was not stored before, and the numbers of the older backups that were then
     removed."""
 
@@ -59,12 +59,12 @@ def files_of(data_dir: Path) -> Callable[[str], Reader]:
 
 
 def create(
-    source: Source,
+    source: BackupSource,
     backups: BackupStore,
     keep: int,
     now: Callable[[], float] = time.time,
     interrupt: Callable[[], object] = never_interrupt,
-) -> Created:
+) -> CreatedBackup:
     """Create a backup, which is durable when this returns. Then remove all but the newest `keep`.
 
     `interrupt` is called now and then; an exception that it raises ends the backup. Raises OuterstepError with a
@@ -83,13 +83,13 @@ def create(
             lost=sorted(copied.lost),
         )
         backups.add(manifest, copied.database, interrupt)
-        return Created(manifest, copying.blobs, copying.bytes, prune(backups, keep))
+        return CreatedBackup(manifest, copying.blobs, copying.bytes, prune(backups, keep))
 
 
 @contextmanager
 def os_errors_explained(disk: Path, kept: object) -> Iterator[None]:
     """Turn an OSError of the block into an OuterstepError with a remedy. `disk`: the directory that the block writes
-    to. `kept`: the place whose earlier contents stay unchanged."""
+    to. `kept`: names the place that keeps its earlier contents."""
     try:
         yield
     except OSError as error:
@@ -104,7 +104,7 @@ def os_errors_explained(disk: Path, kept: object) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Copied:
+class _DatabaseCopy:
     """A copy of the database, when it was made, and the blobs that it needs. All of them are stored except the `lost`
     ones."""
 
@@ -118,11 +118,11 @@ class _Copied:
 class _Copier:
     """Copies one backup, and counts the blobs and bytes that were not stored before."""
 
-    def __init__(self, source: Source, backups: BackupStore, interrupt: Callable[[], object]) -> None:
+    def __init__(self, source: BackupSource, backups: BackupStore, interrupt: Callable[[], object]) -> None:
         self._source, self._backups, self._interrupt = source, backups, interrupt
         self.blobs = self.bytes = 0
 
-    def until_complete(self, now: Callable[[], float]) -> _Copied:
+    def until_complete(self, now: Callable[[], float]) -> _DatabaseCopy:
         gone: set[str] = set()
         for _ in range(ATTEMPTS):
             made_at, copied = now(), self._backups.scratch()
@@ -130,7 +130,7 @@ class _Copier:
             runs, blobs = required_blobs(copied)
             missing = {blob.name for blob in blobs if not self._store(blob)}
             if missing <= gone:
-                return _Copied(made_at, copied, runs, blobs, missing)
+                return _DatabaseCopy(made_at, copied, runs, blobs, missing)
             gone |= missing
             copied.unlink()
         raise OuterstepError(
@@ -264,6 +264,6 @@ def _manifests(backups: BackupStore) -> tuple[dict[int, Manifest], set[int]]:
     for number in backups.numbers():
         try:
             readable[number] = backups.manifest(number)
-        except Damaged:
+        except DamagedBackup:
             unreadable.add(number)
     return readable, unreadable

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from coordinator.backup.manifest import Content, Manifest, encode
-from coordinator.backup.store import Damaged, copy_whole, manifest_of
+from coordinator.backup.store import DamagedBackup, copy_whole, manifest_of
 from coordinator.store.blobs import FileReader, Reader
 from outerstep.common.connections import error_text
 from outerstep.common.files import fsync, open_locked, write_new
@@ -45,7 +45,7 @@ class BackupDirectory:
         try:
             content = self._manifest(number).read_bytes()
         except OSError as error:
-            raise Damaged(error_text(error)) from error
+            raise DamagedBackup(error_text(error)) from error
         return manifest_of(content, number)
 
     def database_name(self, manifest: Manifest) -> str:

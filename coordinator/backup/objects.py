@@ -32,7 +32,7 @@ PARTS_AT_ONCE = 4
 _PARTS = 9_000  # most parts of one object; S3 allows 10,000
 RETRIES: dict[str, Any] = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
 # The first is for parts over the slowest usable network, the second for small requests. A removal ends, in success or
-# failure, long before the lock that allowed it can pass to another backup (`lease.MARGIN_S`).
+# failure, long before the lock that allowed it can pass to another backup (`bucket_lock.MARGIN_S`).
 _PART_TIMEOUT, _TIMEOUT = timedelta(minutes=10), timedelta(seconds=30)
 
 Version = dict[str, str]  # an object's version, as obstore returns and accepts it

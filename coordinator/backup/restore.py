@@ -15,7 +15,7 @@ from pathlib import Path
 
 from coordinator.backup.create import os_errors_explained
 from coordinator.backup.manifest import Content, Frozen, Manifest, RunSummary
-from coordinator.backup.store import BackupStore, Damaged, copy_whole, is_whole
+from coordinator.backup.store import BackupStore, DamagedBackup, copy_whole, is_whole
 from coordinator.store import sqlite
 from coordinator.store.blobs import Reader
 from coordinator.store.data_directory import RESTORED, DataDirectory
@@ -47,7 +47,7 @@ class BackupInfo(Frozen):
     damage: str
 
 
-class Checker:
+class BackupChecker:
     """Checks the backups of a store by reading every byte. Blobs that several backups share are read once."""
 
     def __init__(self, backups: BackupStore) -> None:
@@ -58,7 +58,7 @@ class Checker:
         """Check one backup."""
         try:
             manifest = self._backups.manifest(number)
-        except Damaged as damage:
+        except DamagedBackup as damage:
             return BackupInfo(number=number, made_at=None, runs=[], bytes=None, blobs=0, lost=0, damage=str(damage))
         return BackupInfo(
             number=number,
@@ -111,7 +111,7 @@ def restore(
         for each in found if number is None else [number]:
             try:
                 return _restore(backups, each, data_dir)
-            except Damaged as damage:
+            except DamagedBackup as damage:
                 if number is not None:
                     raise
                 warn(f"backup {each} is damaged, trying an older one: {damage}")
@@ -168,13 +168,13 @@ def _mark(data: DataDirectory, manifest: Manifest) -> None:
 
 
 def _copied(opened: Callable[[], Reader], name: str, content: Content, data: DataDirectory) -> Path:
-    """Return a durable file with this content. Raises Damaged if the backup does not have the content."""
+    """Return a durable file with this content. Raises DamagedBackup if the backup does not have the content."""
     file = data.scratch()
     try:
         reader = opened()
     except OSError as error:
-        raise Damaged(error_text(error)) from error
+        raise DamagedBackup(error_text(error)) from error
     with reader:
         if not copy_whole(reader, file, content.digest):
-            raise Damaged(f"{name} is damaged")
+            raise DamagedBackup(f"{name} is damaged")
     return file

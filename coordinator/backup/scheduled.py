@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from coordinator.backup.create import Source, create
+from coordinator.backup.create import BackupSource, create
 from coordinator.backup.locations import Location, open_store
-from coordinator.backup.store import BackupStore, Damaged, Interrupted
+from coordinator.backup.store import BackupInterrupted, BackupStore, DamagedBackup
 from coordinator.run.live_run import LiveRun
 from protocol.errors import OuterstepError
 
@@ -41,7 +41,7 @@ class ScheduledBackups:
     def __init__(
         self,
         schedule: Schedule,
-        source: Source,
+        source: BackupSource,
         closing: threading.Event,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -102,7 +102,7 @@ class ScheduledBackups:
         wait_s = min(RETRY_S, self.schedule.every_s)
         try:
             wait_s, self.fault = self._make_if_due(), ""
-        except Interrupted:
+        except BackupInterrupted:
             logger.info("the backup was interrupted: the next one continues with what was copied")
         except OuterstepError as error:
             self._note_fault(error)
@@ -135,7 +135,7 @@ class ScheduledBackups:
         """Return the seconds until the next backup is due. Return 0 if the newest one is dated more than `every_s` in
         the future, because then the clock was set back."""
         for number in backups.numbers():
-            with suppress(Damaged):
+            with suppress(DamagedBackup):
                 made_at = backups.manifest(number).made_at
                 if made_at != self.last_at:
                     self.last_at, self._made = made_at, None
@@ -146,4 +146,4 @@ class ScheduledBackups:
 
     def _interrupt(self) -> None:
         if self._closing.is_set():
-            raise Interrupted
+            raise BackupInterrupted

@@ -16,11 +16,11 @@ from outerstep.common.files import Writer
 from protocol.errors import OuterstepError
 
 
-class Damaged(OuterstepError):
+class DamagedBackup(OuterstepError):
     """A backup is incomplete or corrupt; the message explains how."""
 
 
-class Interrupted(Exception):
+class BackupInterrupted(Exception):
     """The coordinator is stopping. Blobs that were copied are kept, and the next backup continues from there."""
 
 
@@ -45,7 +45,7 @@ class BackupStore(Protocol):
         """Return the numbers of the backups, newest first."""
 
     def manifest(self, number: int) -> Manifest:
-        """Return the manifest of a backup. Raises Damaged, also if the backup was removed in the meantime."""
+        """Return the manifest of a backup. Raises DamagedBackup, also if the backup was removed in the meantime."""
 
     def database_name(self, manifest: Manifest) -> str:
         """Return the path or address of the backup's copy of the database, for messages."""
@@ -88,8 +88,8 @@ class BackupStore(Protocol):
         """Remove a backup, the manifest first. Its blobs are kept."""
 
     def remove_databases_but(self, kept: list[Manifest], unreadable: set[int]) -> None:
-        """Remove the database copies of backups that were removed or never finished: all but those of `kept`, and of
-        the backups numbered `unreadable`, whose manifest cannot be read."""
+        """Remove the database copies of backups that were removed or never finished. The copies of `kept` stay, and
+        those of the backups numbered `unreadable`, which have an unreadable manifest."""
 
     def digests(self) -> list[str]:
         """Return the digests of all stored blobs."""
@@ -99,13 +99,13 @@ class BackupStore(Protocol):
 
 
 def manifest_of(content: bytes, number: int) -> Manifest:
-    """Decode the manifest of backup `number`. Raises Damaged."""
+    """Decode the manifest of backup `number`. Raises DamagedBackup."""
     try:
         manifest = decode(content)
     except ValueError as error:
-        raise Damaged(str(error)) from error
+        raise DamagedBackup(str(error)) from error
     if manifest.number != number:
-        raise Damaged(f"its manifest is that of backup {manifest.number}")
+        raise DamagedBackup(f"its manifest is that of backup {manifest.number}")
     return manifest
 
 

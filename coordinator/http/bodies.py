@@ -47,8 +47,8 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 class MinimumRate:
-    """The lowest rate at which a body may arrive, measured over windows of `window_s` seconds. The network may be
-    interrupted for most of a window if enough bytes arrive in the rest of it."""
+    """The lowest allowed rate of a body, measured over windows of `window_s` seconds. The network may be interrupted
+    for most of a window if enough bytes arrive in the rest of it."""
 
     def __init__(self, bytes_per_s: float, window_s: float, now: float) -> None:
         self._bytes, self._window_s = bytes_per_s * window_s, window_s

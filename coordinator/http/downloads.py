@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from coordinator.http.middleware import is_head
 from coordinator.http.problems import problem_response
-from coordinator.store.blobs import Blobs, Reader, Stored
+from coordinator.store.blobs import Blobs, Reader, StoredBlob
 from protocol.digest import Buffer
 from protocol.errors import Problem
 from protocol.wire import MEDIA_TYPE
@@ -58,7 +58,7 @@ def _read(reader: Reader, start: int, stop: int) -> memoryview:
     return chunk
 
 
-def blob_response(request: Request, blobs: Blobs, stored: Stored, missing: Callable[[], Problem]) -> Response:
+def blob_response(request: Request, blobs: Blobs, stored: StoredBlob, missing: Callable[[], Problem]) -> Response:
     """Return the blob, or the requested range of it. Its BLAKE3 digest is its ETag.
 
     A request for several ranges gets the whole blob, as RFC 9110 allows. Raises the Problem that `missing` returns if

@@ -228,7 +228,7 @@ def _part_of_whole(
     whole = service.partial_uploads.get(key, part.total, part.digest, target, ROUNDS * round_bytes)
     upload = ReceivedUpload(sink, service.data, part, whole)
     try:
-        with whole.used():
+        with whole.kept():
             yield upload
     except Problem as problem:
         upload.finished = whole.corrupt or problem.remedy is not Remedy.RETRY

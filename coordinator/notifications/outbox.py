@@ -213,7 +213,7 @@ class Outbox:
 
 
 def _trim(session: Session) -> None:
-    """Delete the oldest rows whose notification is sent and whose alert, if any, has ended."""
+    """Delete the oldest rows of notifications that are sent. Those of open alerts are kept."""
     sent = NotificationRow.done_at.is_not(None), NotificationRow.open.is_(False)
     kept = select(NotificationRow.number).where(*sent).order_by(NotificationRow.number.desc()).offset(KEPT).limit(1)
     if (last := session.scalar(kept)) is not None:

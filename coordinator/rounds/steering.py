@@ -6,7 +6,7 @@
     stopped    the run is over: the open round is abandoned and the workers leave
 
 The other changes of a run's state are: the last round finishes it (`sync/publishing.py`), the guard pauses it
-(`trust/guard.py`), and a roll-back pauses or resumes it (`upkeep/rolling_back.py`). A run that comes to rest gets a
+(`trust/guard.py`), and a rollback pauses or resumes it (`upkeep/rolling_back.py`). A run that comes to rest gets a
 checkpoint of its last state (`sync/checkpointing.py`), so nothing is lost.
 """
 

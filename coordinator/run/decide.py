@@ -42,11 +42,11 @@ TRANSITIONS: dict[FragmentState, dict[str, FragmentState]] = {
 }
 
 
-def advance(state: FragmentState, what: str) -> FragmentState:
-    """Return the state that follows `state` after the event `what`. Raises ValueError if `what` cannot happen in it."""
-    following = TRANSITIONS[state].get(what)
+def advance(state: FragmentState, event: str) -> FragmentState:
+    """Return the state that follows `state` after `event`. Raises ValueError if `event` cannot happen in `state`."""
+    following = TRANSITIONS[state].get(event)
     if following is None:
-        raise ValueError(f"{what!r} cannot happen to a fragment that is {state}")
+        raise ValueError(f"{event!r} cannot happen to a fragment that is {state}")
     return following
 
 
@@ -74,7 +74,7 @@ def has_quorum(
     """Return True if more than half of this round's votes have contributed, and at least `min_workers` workers.
 
     The quorum is counted over `expected` workers. `owners`: the token that each worker joined with. Every token has one
-    vote, which its workers share; a worker whose token is unknown has a vote alone. If exactly half of the votes have
+    vote, which its workers share; a worker with an unknown token has a vote alone. If exactly half of the votes have
     contributed, more than half of the workers must have.
     """
     if len(contributed) < policy.min_workers:
@@ -87,7 +87,7 @@ def has_quorum(
 
 
 def _by_owner(workers: Set[str], owners: Mapping[str, str]) -> Counter[str]:
-    """Count the workers of each token. A worker whose token is unknown counts as a separate token."""
+    """Count the workers of each token. A worker with an unknown token counts as a separate token."""
     return Counter(map(owners.get, workers, workers))
 
 
@@ -108,8 +108,8 @@ def decide(
 ) -> Wait | Close:
     """Decide whether to wait or to close, with the reason in one sentence.
 
-    `expected`: live workers that hold an assignment for this round and are waited for. `contributed`: workers whose
-    contribution was accepted, live or not, because an acknowledged contribution counts. `quorum_at`: when `has_quorum`
+    `expected`: live workers that hold an assignment for this round and are waited for. `contributed`: workers with an
+    accepted contribution, live or not, because an acknowledged contribution counts. `quorum_at`: when `has_quorum`
     became True; None before. `silent`: live workers with an overdue heartbeat. They are still waited for, and the
     reason names them first.
     """

@@ -44,7 +44,7 @@ from protocol.wire import ContributionHeader
 
 logger = logging.getLogger(__name__)
 
-READ_LOCK_S = 1.0
+READ_LOCK_S = 1.0  # how long a reader waits for the lock
 
 
 # Kinds of events that are logged as warnings: lost or damaged files, models that differ, anything that stalls a run.
@@ -134,8 +134,8 @@ class Counters:
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def count_judged(self, factors: Iterable[float]) -> None:
-        """Count the contributions to a published fragment. `factors`: the share of its weight with which each one
-        counted, 0 to 1."""
+        """Count the contributions to a published fragment. `factors`: the share of each one's weight that counted, 0 to
+        1."""
         for factor in factors:
             counted = Outcome.COUNTED if factor >= 1 else Outcome.SHORTENED
             self.outcomes[Outcome.LEFT_OUT if factor == 0 else counted] += 1
@@ -144,7 +144,7 @@ class Counters:
         self.outcomes[Outcome.LATE] += 1
 
 
-class Model(BaseModel, frozen=True, from_attributes=True):
+class RunModel(BaseModel, frozen=True, from_attributes=True):
     """The model and data of a run, as fixed by the first worker. `data`: the training set; None if the run has none.
     `frozen`: the parameters that are not trained; None if there are none, or if the first worker did not report them.
     """
@@ -171,7 +171,7 @@ class LiveRun:
 
         self._state = RunState(row.state)
         self._round, self._step = row.round, row.step
-        self._model = None if row.layout is None else Model.model_validate(row)
+        self._model = None if row.layout is None else RunModel.model_validate(row)
         self._open: OpenRound | None = None
         self._change: Change | None = None  # the one in progress
         self._topics: list[str | None] = []  # to wake once the run has settled
@@ -280,7 +280,7 @@ class LiveRun:
 
     @property
     def round(self) -> int:
-        """The number of the open or next round, and of the state from which it starts."""
+        """The number of the open or next round, which is also the number of the state that it starts from."""
         return self._round
 
     @property
@@ -289,7 +289,7 @@ class LiveRun:
         return self._step
 
     @property
-    def model(self) -> Model | None:
+    def model(self) -> RunModel | None:
         """The model and data, as fixed by the first worker; None until it has joined."""
         return self._model
 
@@ -307,8 +307,8 @@ class LiveRun:
 
     @property
     def shares_data(self) -> bool:
-        """True if all workers train on one data set, whose units the coordinator assigns. False if each worker may have
-        its own."""
+        """True if all workers train on one data set, and the coordinator assigns its units. False if each worker may
+        have its own."""
         return self.model is not None and self.model.data is not None and self.model.data.digest is not None
 
     @property
@@ -353,14 +353,14 @@ class Change:
         self.row.state = state
         self.after_commit(partial(setattr, self.run, "_state", state))
 
-    def set_model(self, model: Model) -> None:
+    def set_model(self, model: RunModel) -> None:
         """Fix the model and data of the run."""
         dumped = model.model_dump()
         self.row.layout, self.row.data, self.row.frozen = dumped["layout"], dumped["data"], dumped["frozen"]
         self.after_commit(partial(setattr, self.run, "_model", model))
 
     def begin_round(self, opening: OpenRound) -> None:
-        """Open the round whose rows were added."""
+        """Open the round. Its rows must have been added."""
         self.after_commit(partial(setattr, self.run, "_open", opening))
         self.after_commit(self.run.members.begin_round)
 

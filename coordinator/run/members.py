@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from coordinator.run.decide import OverdueHeartbeat
 from protocol.messages import Metrics
 
-MISSED = 3  # rounds missed in a row, after which no round waits for the worker
-SILENT = 0.5  # share of a lease after which a heartbeat is overdue; workers send three per lease
+MISSED = 3  # no round waits for a worker that has missed this many in a row
+SILENT = 0.5  # a heartbeat is overdue after this share of a lease; workers send three per lease
 SEEDER_S = 1800.0  # to upload one fragment of state 0: half a gigabyte at 2 Mbit/s
 OTHERS_ASK_S = 120.0  # every waiting member asks again within this time, because a long poll lasts 60 s
 LINGER_S = 1800.0  # to finish after a run is over: fetch the last deltas, evaluate
@@ -45,7 +45,7 @@ class Members:
         self.seeder: str | None = None
         self.evaluators: set[str] = set()
         self._leases: dict[str, Lease] = {}
-        self._by_token: dict[bytes, str] = {}
+        self._by_token_hash: dict[bytes, str] = {}
         self._owners: dict[str, str] = {}
         self._quarantined: dict[str, int] = {}
         self._ready: set[str] = set()
@@ -55,7 +55,7 @@ class Members:
         self._dismissed_at: dict[str, float] = {}  # when each worker was dismissed that failed to upload state 0
         self._must_leave_at: float | None = None  # when all members were required to leave; None: they are not
         self._missed: dict[str, int] = {}  # rounds in a row, by worker, since this process started
-        self._rows: int | None = None  # rows in the data set from which scripts draw the run's units
+        self._rows: int | None = None  # length of the data set that scripts use for the run's units
         self._rows_of: set[str] = set()  # the workers that reported it
         self._lock = threading.Lock()  # for the leases
 
@@ -76,7 +76,7 @@ class Members:
         with self._lock:
             self._end(worker)
             self._leases[worker] = Lease(token_hash, now, metrics or Metrics(), token)
-            self._by_token[token_hash] = worker
+            self._by_token_hash[token_hash] = worker
 
     def record_owner(self, worker: str, token: str | None) -> None:
         """Record the token that the worker joined with, even if it no longer holds a lease."""
@@ -106,10 +106,10 @@ class Members:
     def _end(self, worker: str) -> None:
         lease = self._leases.pop(worker, None)
         if lease is not None:
-            self._by_token.pop(lease.token_hash)
+            self._by_token_hash.pop(lease.token_hash)
 
     def expired(self, now: float) -> list[str]:
-        """Return the workers whose lease has run out but was not ended yet, by worker id."""
+        """Return the workers with a lease that has run out but was not ended yet, ordered by worker id."""
         return sorted(worker for worker, lease in self._leases.items() if now - lease.seen_at > self.lease_s)
 
     def remaining_s(self, worker: str, now: float) -> float | None:
@@ -135,7 +135,7 @@ class Members:
             return None
 
     def silent(self, now: float) -> dict[str, OverdueHeartbeat]:
-        """Return the live workers whose heartbeat is overdue, with how long they have been silent."""
+        """Return the live workers with an overdue heartbeat, and how long each has been silent."""
         with self._lock:
             heard = {worker: now - lease.seen_at for worker, lease in self._leases.items()}
         overdue_s = SILENT * self.lease_s
@@ -161,7 +161,8 @@ class Members:
         return None if lease is None else lease.token
 
     def with_invalid_token(self, is_good: Callable[[str], bool]) -> list[str]:
-        """Return the workers whose token is no longer good, by worker id. `is_good` takes the id of a token."""
+        """Return the workers with a token that is no longer good, ordered by worker id. `is_good` takes the id of a
+        token."""
         with self._lock:
             leases = list(self._leases.items())
         return sorted(worker for worker, lease in leases if lease.token is not None and not is_good(lease.token))
@@ -183,9 +184,9 @@ class Members:
         return self._owners
 
     @property
-    def by_token(self) -> Mapping[bytes, str]:
+    def by_token_hash(self) -> Mapping[bytes, str]:
         """The live workers, by the hash of their member token."""
-        return self._by_token
+        return self._by_token_hash
 
     def live(self) -> set[str]:
         """Return the workers that hold a lease."""
@@ -205,8 +206,7 @@ class Members:
         return self._ready
 
     def candidates(self) -> set[str]:
-        """Return the workers with which the next round would open: those that are ready, and those of the last
-        round."""
+        """Return the workers of the next round, if it opened now: those that are ready, and those of the last round."""
         return self.live() & (self._ready | self._previous)
 
     def mark_ready(self, worker: str) -> None:

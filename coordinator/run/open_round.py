@@ -29,7 +29,7 @@ class OpenFragment:
 
     contributed   the accepted contributions, by worker
     weights       their weights in tokens, by worker; set when the fragment closes
-    silent        True while the fragment waits for a worker whose heartbeat is overdue
+    silent        True while the fragment waits for a worker with an overdue heartbeat
     contents      the payloads that are also kept in memory until they are averaged, by worker
     """
 
@@ -92,7 +92,7 @@ class OpenRound:
     handed_out             when each worker first received its assignment, by the monotonic clock
     without_earlier_units  workers known to hold no units of earlier rounds
     consumed               the units that each worker's contribution to this round has consumed, by worker
-    diverged               workers whose contribution was rejected because they hold another state
+    diverged               workers that had a contribution rejected because they hold another state
 
     Assignments and units are kept in memory because all workers ask at the same time, and each one again for every
     fragment: a thousand workers would repeat the same database queries.

@@ -40,7 +40,7 @@ class OuterState:
     files                the state files on disk
     jobs                 the job of each fragment
     deltas               digests of the last rounds' deltas, by round and fragment
-    lost_deltas          (round, fragment) of each delta whose blob is lost and cannot be rebuilt
+    lost_deltas          (round, fragment) of each delta that is lost and cannot be rebuilt
     damaged_checkpoints  round -> what is wrong, for checkpoints that cannot be rebuilt
     damage               why the run cannot continue until its files are restored; None if it can
     """
@@ -112,7 +112,7 @@ class OuterState:
     def damage(self) -> str | None:
         return self._damage
 
-    def lose_delta(self, round_: int, fragment: int) -> None:
+    def mark_delta_lost(self, round_: int, fragment: int) -> None:
         """Record that a delta's blob is lost for good: workers recover from a checkpoint instead."""
         self._lost_deltas.add((round_, fragment))
 
@@ -124,8 +124,8 @@ class OuterState:
         """Offer the checkpoint again. Also called for a deleted checkpoint, to forget its damage."""
         self._damaged_checkpoints.pop(checkpoint, None)
 
-    def stop(self, damage: str) -> None:
-        """Stop the run: it cannot continue until its files are restored from a backup."""
+    def block(self, damage: str) -> None:
+        """Block the run: it cannot continue until its files are restored from a backup."""
         self._damage = damage
 
     def request_verification(self) -> None:

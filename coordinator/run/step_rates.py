@@ -12,9 +12,8 @@ from statistics import median_low
 
 from protocol.spec.sections import SyncSpec
 
-MAX_CLAIM_RATIO = (
-    2.0  # most that a report may exceed the observed rate: the observed time includes encoding and uploading
-)
+# Largest believed ratio of a claim to the observed rate. The observed time also includes encoding and uploading.
+MAX_CLAIM_RATIO = 2.0
 MAX_TIME_RATIO = 2.0  # times `round_s`: a longer observed time counts as this long
 INSTANT_S = 1e-3
 MIN_KEPT = 0.5  # one slow round lowers an observed rate at most to this share, because it may be an outage
@@ -54,8 +53,8 @@ class StepRates:
             self._typical = median_low(self.believed(worker, claims.get(worker)) for worker in seen)
 
     def believed(self, worker: str, claim: float | None) -> float:
-        """Return the rate by which the worker's steps are assigned. `claim`: the rate it reports; None if it has
-        reported none.
+        """Return the rate that determines how many steps the worker is assigned. `claim`: the rate it reports; None if
+        it has reported none.
 
         The result is the claim, but at most MAX_CLAIM_RATIO times the observed rate. A worker without an observed rate
         gets at most the median of the last round's workers or, in a run's first round, the nominal rate.

@@ -90,8 +90,8 @@ class Waiters:
 
     @contextmanager
     def register(self, run: str, topic: str, *, slowly: bool = False) -> Iterator[asyncio.Event]:
-        """Yield an event for one request; the next wake-up of `topic` sets it. Call on the event loop. `slowly`: no
-        training waits for the answer. Always the case for EVENTS."""
+        """Yield an event for one request; the next wake-up of `topic` sets it. Call on the event loop. `slowly`:
+        release the request slowly, because no training waits for the answer; always done for EVENTS."""
         woken = asyncio.Event()
         waiting = self._waiting[run][topic]
         waiting[woken] = slowly or topic == EVENTS

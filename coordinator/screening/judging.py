@@ -12,8 +12,8 @@ depends on what a contributor reports.
   colludes cannot raise its own. If all workers train on the same data, their agreements are similar; a contribution
   with less than LEAST_AGREEMENT of the usual agreement is left out, the worst one first. That includes noise, and a
   gradient with every second sign flipped: both have an agreement of about 0. If data differs by worker, only
-  contributions that clearly oppose the others are left out. Late work comes less the means that it missed, so it may
-  oppose each worker in those means by that worker's share. A majority always stays.
+  contributions that clearly oppose the others are left out. Late work has the means of its missed rounds subtracted, so
+  it may oppose each worker in those means by that worker's share. A majority always stays.
 - **Copies.** If several contributions are the same except for rounding, one of them counts.
 
 If every contribution would be left out, all are shortened instead, because a round always has a delta. If two workers
@@ -122,6 +122,10 @@ def judge(
         verdicts = judgement.verdicts | copies
         return replace(judgement, verdicts={worker: verdicts[worker] for worker in evidence})
     reference = _reference([each.measure.norm for each in evidence.values()], usual, plausible)
+    in_time = [each.measure.norm for each in evidence.values() if not each.late]
+    if reference is not None and usual is not None and 0 < len(in_time) < len(evidence):
+        # Little may remain of late work, less the mean that it missed. It is not the measure of the others.
+        reference = max(reference, min(_reference(in_time, usual, plausible) or 0.0, usual))
     if reference is None:
         return Judgement(None, {worker: Verdict(1.0) for worker in evidence})
     work = statistics.median(each.work for each in evidence.values())
@@ -188,7 +192,8 @@ def _by_norm(each: Evidence, reference: float, work: float, clipped: float, leas
 
 
 def _shortened(verdict: Verdict, each: Evidence, reference: float) -> Verdict:
-    """Return the verdict of a contribution in a round in which all would be left out: it is shortened instead."""
+    """Return the verdict of a contribution if all contributions of its round would be left out: it is shortened
+    instead."""
     if each.measure.norm <= CLIPPED * reference:
         return replace(verdict, factor=1.0, reason="")
     return replace(verdict, factor=reference / each.measure.norm, reason=f"{verdict.reason}; shortened")
@@ -268,8 +273,8 @@ def _least_agreement(each: Evidence, ratio: float, usual: float, work: float, ch
     its own round agrees, so the requirement falls in proportion to the extra length. Entirely late work has the mean of
     its missed round subtracted, so it is left out only if it opposes the others.
 
-    If data differs by worker, late work may have nothing in common with another worker but what was subtracted with the
-    missed means, and it opposes a worker that repeats its data by that much.
+    If data differs by worker, late work may share nothing with another worker except the subtracted means. It then
+    opposes a worker that repeats its data by that worker's share of the means.
     """
     if least == 0:
         return -max(chance, OPPOSED * usual) - each.missed / ratio

@@ -98,7 +98,7 @@ OpenStore = Callable[[DataDirectory], Blobs]  # opens the blob store that belong
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBlob:
     """A blob as recorded in the database. `size`: in bytes; None if unknown."""
 
     name: str

@@ -77,8 +77,8 @@ VIOLATIONS = {
 
 
 def url_of(text: str | None, data_dir: Path) -> URL:
-    """Return `text` as a URL; the URL of the database in `data_dir` if it is None. Raises ValueError if it cannot be
-    used."""
+    """Return the URL in `text`, or the URL of the database in `data_dir` if `text` is None. Raises ValueError if it
+    cannot be used."""
     url = sqlite.url_in(data_dir) if text is None else _elsewhere(text, data_dir)
     there = exists(url)
     if not there and (data_dir / RESTORED).exists():
@@ -140,7 +140,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """Open a session whose transaction is committed, durably, at the end of the block.
+        """Open a session. Its transaction is committed, durably, at the end of the block.
 
         Raises the Problem in VIOLATIONS if the block violates one of those constraints.
         """
@@ -181,7 +181,7 @@ def exists(url: URL) -> bool:
 
 
 class Fault(NamedTuple):
-    """The cause why every write fails at present, and a message about it."""
+    """A cause that makes every write fail, and a message about it."""
 
     cause: Cause
     reason: str

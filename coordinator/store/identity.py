@@ -32,7 +32,7 @@ class Identity:
     worker    the member's name, or the only name that the token may join under; None: any name
     token     the token's id; for a member, the id of the token that it joined with (None: its name was released since)
     names     the number of names that workers may join under with the token; None: any number
-    lineage   the id by which rate limits are counted: of the join token that was exchanged for this one, or its own
+    lineage   the id that rate limits count by: of the join token that was exchanged for this one, or its own
     """
 
     scope: Scope | None

@@ -45,11 +45,11 @@ class PartialUpload:
         with self._lock:
             if self._gone:
                 return [(0, self.size)]
-            news = overlap(self._missing, start, stop)
+            added = overlap(self._missing, start, stop)
             missing = without(self._missing, start, stop)
             if len(missing) > MAX_GAPS:
                 raise Problem("invalid-message", f"the parts leave {len(missing)} gaps; at most {MAX_GAPS} are allowed")
-            self._write(start, part, news)
+            self._write(start, part, added)
             self._missing = missing
             return list(missing)
 
@@ -72,7 +72,7 @@ class PartialUpload:
         return isinstance(self._target, Path)
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def kept(self) -> Iterator[None]:
         """Keep the bytes during the block, even if another thread discards the upload. Two requests may have the
         complete payload at the same time, if a part arrived twice."""
         with self._lock:
@@ -94,8 +94,8 @@ class PartialUpload:
         if self._gone and self._users == 0 and isinstance(self._target, Path):
             self._target.unlink(missing_ok=True)
 
-    def _write(self, start: int, part: Body, news: list[Range]) -> None:
-        for first, last in news:
+    def _write(self, start: int, part: Body, added: list[Range]) -> None:
+        for first, last in added:
             if isinstance(self._target, memoryview):
                 part.read_into(self._target[first:last], first - start)
                 continue

@@ -73,7 +73,7 @@ class RunRow(Base):
     defaults filled in, as they were when the run was created.
 
     `tokens` counts the tokens of the units that accepted contributions have consumed; the ranges of consumed units are
-    checked against it. `checked_epochs` is the number of epochs for which that was done. `guard` is a
+    checked against it. `checked_epochs` is the number of epochs that were checked. `guard` is a
     `coordinator.trust.guard.GuardRecord`. `rolled_back` is the last rollback (`round`, `from_round`, `place`), null if
     there was none. `equal_work` lists the groups of workers that were reported for sending the same contribution.
     """
@@ -112,8 +112,7 @@ class WorkerRow(Base):
     With private data, `units` is the number of units per epoch of the worker's own training set (null if not reported);
     `next_unit` and `checked_epochs` have the same meaning as in `RunRow`, for that set. `reputation` is a
     `coordinator.trust.quarantine.Reputation`, empty for a newcomer. `suspected` is True once the guard has reported the
-    worker. `refuted_state` is the last state for which its held-out loss differed from all others; null if there is
-    none.
+    worker. `refuted_state` is the last state where its held-out loss differed from all others; null if there is none.
     """
 
     __tablename__ = "workers"

@@ -91,8 +91,8 @@ class Tokens:
         return token_id in self._lineages
 
     def lineage(self, token_id: str) -> str:
-        """Return the id by which rate limits are counted: that of the join token that was exchanged for this one, or
-        its own."""
+        """Return the id that rate limits count by: that of the join token that was exchanged for this one, or its
+        own."""
         return self._lineages.get(token_id, token_id)
 
     # --- changes ------------------------------------------------------------------------------------------------------
@@ -161,8 +161,8 @@ class Tokens:
         """Create the worker token `secret`, valid only for this worker of this run, in exchange for one use of
         `join_token`. Return it, and True if it is new: repeating the same exchange returns the same token.
 
-        `check` may raise Problem. Raises Problem: unauthorized; forbidden, if the join token is used up;
-        invalid-message.
+        Raises Problem: unauthorized; forbidden, if the join token is used up; invalid-message; and whatever `check`
+        raises.
         """
         now, hashed = self._now(), secret_hash(secret)
         with self._changing:
@@ -235,7 +235,7 @@ class Tokens:
 
     def write_last_uses(self) -> None:
         """Write the times when tokens were last used, at most once per LAST_USES_S seconds."""
-        if 0 < self._write_at - self._now() <= LAST_USES_S:  # more: the clock was set back
+        if 0 < self._write_at - self._now() <= LAST_USES_S:  # a larger difference means that the clock was set back
             return
         self._write_at = self._now() + LAST_USES_S
         with self._changing:

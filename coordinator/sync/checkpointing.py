@@ -52,7 +52,7 @@ def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
 
 def write_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_digest: bytes) -> CheckpointFragmentRow:
     """Add one fragment to a checkpoint, durably: first its blob, then its row. `state`: the path of its state file."""
-    with run.traced("checkpoint", max(round_ - 1, 0), fragment):  # of the round that led to the state
+    with run.traced("checkpoint", max(round_ - 1, 0), fragment):  # traced with the round that led to the state
         with FileReader(state) as reader:
             size, digest = reader.size, digest_of(reader)
         run.blobs.put(run.names.checkpoint(round_, fragment, digest), state)

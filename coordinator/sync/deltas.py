@@ -141,7 +141,7 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
     rebuilt = len(contributed) == len(weights) and _rebuild(run, round_, fragment, contributed, row)
     if not rebuilt:
         run.blobs.delete(name)
-        run.outer.lose_delta(round_, fragment)
+        run.outer.mark_delta_lost(round_, fragment)
     where = f"the delta of round {round_}, fragment {fragment}"
     with run.change() as change:
         if rebuilt:

@@ -160,7 +160,7 @@ def restore(run: LiveRun) -> None:
         if disk_is_full(error):
             raise  # not damage: the next start finds space, or fails again
         logger.exception("%s: the outer state cannot be restored", run.name)
-        outer.stop(str(error))
+        outer.block(str(error))
         return
     outer.files.remove_all_but({outer.files.path(fragment, each.round) for fragment, each in enumerate(outer.states)})
 

@@ -182,8 +182,8 @@ def _record_delta(
 def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: list[str]) -> None:
     """Remove the contributions of `workers` to fragment `index`, which the disk has lost, and collect them again.
 
-    A coordinator without redundant disks cannot recover them alone. But each worker keeps its acknowledged contribution
-    in memory until the round is over, so it is asked to send it again (`contribution-lost`).
+    Without redundant disks the coordinator cannot recover them. But each worker keeps its acknowledged contribution in
+    memory until the round is over, so it is asked to send it again (`contribution-lost`).
     """
     fragment, round_ = opening.fragments[index], opening.number
     with run.change() as change:

@@ -50,7 +50,7 @@ def oldest_checkpoint(run: LiveRun) -> int:
 
 
 def first_delta(kept: list[int]) -> int:
-    """Return the oldest round whose delta is kept. `kept`: the rounds of the kept checkpoints, newest first."""
+    """Return the oldest round with a delta that is kept. `kept`: the rounds of the kept checkpoints, newest first."""
     return min(kept[-1], kept[0] - 1)
 
 
@@ -149,8 +149,8 @@ def sums_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, S
 
 
 def latest_of(session: Session, run_id: int, rounds: Sequence[int]) -> dict[int, Latest]:
-    """Return (quorum, closed, aggregated) of each of `rounds`: the times at which its last fragment got there, in
-    seconds since 1970; None for what has not happened yet."""
+    """Return (quorum, closed, aggregated) of each of `rounds`: the times when its last fragment got there, in seconds
+    since 1970; None for what has not happened yet."""
     if not rounds:
         return {}
     columns = (FragmentRow.quorum_at, FragmentRow.closed_at, FragmentRow.aggregated_at)

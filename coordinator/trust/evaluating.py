@@ -26,12 +26,12 @@ NEAR = 0.05  # nats per token; differences in hardware and precision cause a ten
 
 
 def is_evaluated(run: LiveRun) -> bool:
-    """Return True if the state from which the open or next round starts must be evaluated."""
+    """Return True if the starting state of the open or next round must be evaluated."""
     return run.round % run.spec.evaluation.every_rounds == 0
 
 
 def evaluators(run: LiveRun, session: Session, workers: Sequence[str]) -> set[str]:
-    """Return which of the next round's `workers` evaluate the state from which it starts."""
+    """Return which of the next round's `workers` evaluate the round's starting state."""
     if not is_evaluated(run):
         return set()
     if run.spec.data.private:
@@ -39,8 +39,8 @@ def evaluators(run: LiveRun, session: Session, workers: Sequence[str]) -> set[st
     every = run.spec.evaluation.every_rounds
     before = held_out.evaluations(session, run.id, run.round - every)
     count = IN_DOUBT if len(before) > 1 and not any(each.confirmed for each in before.values()) else USUAL
-    doubted = _doubted(run, session, run.round - NOT_ASKED * every)
-    trusted = [worker for worker in workers if worker not in doubted] or list(workers)
+    refuted = _refuted_workers(run, session, run.round - NOT_ASKED * every)
+    trusted = [worker for worker in workers if worker not in refuted] or list(workers)
     return set(in_turn(trusted, {worker: run.members.token(worker) for worker in trusted}, run.round // every, count))
 
 
@@ -54,7 +54,7 @@ def in_turn(workers: Sequence[str], tokens: Mapping[str, str | None], turn: int,
     return list(chosen.values())
 
 
-def _doubted(run: LiveRun, session: Session, since: int) -> set[str]:
+def _refuted_workers(run: LiveRun, session: Session, since: int) -> set[str]:
     """Return the workers whose measurement of state `since` or a later one was refuted."""
     refuted = select(WorkerRow.name).where(WorkerRow.run_id == run.id, WorkerRow.refuted_state >= since)
     return set(session.scalars(refuted))
@@ -90,7 +90,7 @@ def record_evaluation(run: LiveRun, worker: str, round_: int, report: Evaluation
 
 
 def far_from_majority(losses: Mapping[str, float]) -> set[str] | None:
-    """Return the workers whose loss is further than NEAR from the median; None if no majority lies within NEAR of it.
+    """Return the workers with a loss further than NEAR from the median; None if no majority is within NEAR of it.
     Pure."""
     median = statistics.median_low(losses.values())
     far = {worker for worker, loss in losses.items() if abs(loss - median) > NEAR}
@@ -98,10 +98,10 @@ def far_from_majority(losses: Mapping[str, float]) -> set[str] | None:
 
 
 def _compare(change: Change, round_: int, rows: Mapping[str, EvaluationRow]) -> None:
-    """Set `confirmed` on each measurement of the state. Record an event if the measurements differ, and which one of
-    three stands alone."""
+    """Set `confirmed` on each measurement of the state. Record an event if the measurements differ, or if one of three
+    differs from the other two."""
     far = far_from_majority({worker: row.loss for worker, row in rows.items()})
-    enough = len(rows) >= min(_asked(change, round_), USUAL)
+    enough = len(rows) >= min(_number_asked(change, round_), USUAL)
     for worker, row in rows.items():
         row.confirmed = enough and far is not None and worker not in far
     losses = ", ".join(f"{worker} {rows[worker].loss:.4f}" for worker in sorted(rows, key=natural))
@@ -116,7 +116,7 @@ def _compare(change: Change, round_: int, rows: Mapping[str, EvaluationRow]) -> 
             change.record("evaluation-refuted", f"{message} asked for a while", round=round_, worker=worker)
 
 
-def _asked(change: Change, round_: int) -> int:
+def _number_asked(change: Change, round_: int) -> int:
     """Return how many workers were asked to evaluate the state."""
     run = change.run
     if run.state is RunState.FINISHED and round_ == run.round:

@@ -24,8 +24,8 @@ from protocol.messages import Evaluation, RunState
 
 GUARD = "the guard"
 
-STANDS_OUT = 0.25  # a worker below this share of the others' median cosine is excluded with a rollback
-SUSPECTED = 0.5  # a worker below this share of it is only reported, and only once the loss no longer falls
+STANDS_OUT = 0.25  # a rollback bans workers below this share of the others' median cosine
+SUSPECTED = 0.5  # workers below this share are only reported, and only once the loss no longer falls
 FLAT = 4  # states in a row without a new lowest loss
 LEAST_ROUNDS = 2  # rounds that a worker must have contributed to before it can stand out
 BOUND = 65_504.0  # largest value of θ and u: fp16 cannot represent larger ones
@@ -138,7 +138,7 @@ class GuardRecord:
     paused     True if the guard has paused the run and no operator has changed the run's state since
     to         the checkpoint of a rollback that is ordered but not executed; None if there is none
     without    the workers to ban with that rollback
-    went_back  the checkpoints to which the guard has rolled the run back
+    went_back  the checkpoints of the guard's earlier rollbacks
     """
 
     judged: int = -1
@@ -161,7 +161,7 @@ def check_values(change: Change, found: MaxMagnitude, state: int, fragment: int)
     """After an outer step: report values beyond BOUND in `state`, and pause the run whatever `guard.action` is."""
     if not found.is_bounded:
         message = f"state {state}, fragment {fragment}: its largest value is {found.largest:.3g}, beyond {BOUND:g}"
-        _spoilt(change, message, state, good=state - 1, pauses=True)
+        _report_spoilt(change, message, state, good=state - 1, pauses=True)
 
 
 def check_loss(change: Change) -> None:
@@ -178,7 +178,7 @@ def check_loss(change: Change) -> None:
             f"the held-out loss has risen to {rise.loss:.4f} nats per token at state {rise.round}; the lowest was "
             f"{rise.lowest:.4f}, and state {rise.good} was the last one near it"
         )
-        _spoilt(change, message, rise.round, good=rise.good, pauses=guard.action != "tell")
+        _report_spoilt(change, message, rise.round, good=rise.good, pauses=guard.action != "tell")
 
 
 def _check_flat_loss(change: Change, losses: Sequence[tuple[int, float]]) -> None:
@@ -226,7 +226,7 @@ def drop_order(change: Change, why: str) -> None:
     _set(change, replace(record, to=None, without=()))
 
 
-def _spoilt(change: Change, message: str, state: int, *, good: int, pauses: bool) -> None:
+def _report_spoilt(change: Change, message: str, state: int, *, good: int, pauses: bool) -> None:
     """Report that the model is spoilt after state `good`, and pause the run or order a rollback."""
     run, record = change.run, record_of(change.row)
     to, without = None, list[str]()

@@ -33,7 +33,8 @@ class Reputation:
     until: int = 0
 
     def after(self, round_: int, counted: float) -> "Reputation":
-        """Return the reputation after a round in which `counted`, 0 to 1, of the worker's contribution counted."""
+        """Return the reputation after round `round_`. `counted`: the share of the worker's contribution that counted, 0
+        to 1."""
         score = MEMORY * self.score + (1 - MEMORY) * min(counted, 1.0)
         if score >= QUARANTINED:
             return replace(self, score=score)
@@ -76,8 +77,8 @@ def restore(session: Session, run: LiveRun) -> None:
 
 
 def update_reputations(change: Change, round_: int, counted: Mapping[str, float]) -> None:
-    """Update each worker's reputation by how much of its contribution to the round counted; quarantine workers whose
-    score is too low."""
+    """Update each worker's reputation by how much of its contribution to the round counted. Quarantine the workers with
+    a score that is too low."""
     run = change.run
     for row in _rows(change.session, run, counted):
         before = reputation_of(row)

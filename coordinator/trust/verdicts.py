@@ -56,12 +56,12 @@ def weights(tokens: Mapping[str, int], sync: SyncSpec) -> dict[str, int]:
     if sync.inner_steps != "auto" or len(tokens) <= FEW:
         return dict(tokens)
     ascending = sorted(tokens.values())
-    return {worker: min(own, _most(ascending, own)) for worker, own in tokens.items()}
+    return {worker: min(own, _weight_limit(ascending, own)) for worker, own in tokens.items()}
 
 
-def _most(ascending: Sequence[int], own: int) -> int:
-    """Return MOST times the median of `ascending` without one element `own`. Multiples of a work unit give a multiple
-    of it."""
+def _weight_limit(ascending: Sequence[int], own: int) -> int:
+    """Return MOST times the median of the other values. `ascending`: all values, sorted. `own`: the value to leave out.
+    If all values are whole work units, so is the result."""
     place, others = bisect_left(ascending, own), len(ascending) - 1
     low, high = (each + (each >= place) for each in ((others - 1) // 2, others // 2))
     return MOST * (ascending[low] + ascending[high]) // 2

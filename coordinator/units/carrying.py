@@ -18,7 +18,7 @@ from protocol.errors import Problem
 from protocol.wire import ContributionHeader
 
 LOOKED_BACK = 1000  # rounds; each is one look-up by primary key
-MOST_ADDED = 64  # rounds whose contributors are read for one contribution
+MOST_ADDED = 64  # most rounds to read the contributors of, for one contribution
 
 
 def last_contribution(session: Session, run: LiveRun, worker: str, fragment: int, rounds: range) -> int | None:
@@ -34,7 +34,8 @@ def last_contribution(session: Session, run: LiveRun, worker: str, fragment: int
 
 
 def assigned_steps(session: Session, run: LiveRun, worker: str, rounds: range) -> dict[int, int]:
-    """Return the inner steps that the worker was assigned in each of `rounds` in which it had an assignment."""
+    """Return the inner steps of the worker's assignments for `rounds`, by round. Rounds without an assignment are left
+    out."""
     rows = session.execute(
         select(AssignmentRow.round, AssignmentRow.inner_steps).where(
             AssignmentRow.run_id == run.id, AssignmentRow.round.in_(_recent(rounds)), AssignmentRow.worker == worker
@@ -76,9 +77,10 @@ def carriable_units(session: Session, run: LiveRun, worker: str) -> int:
 
 
 def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, float, bool]:
-    """Return, from the coordinator's own record, how many missed rounds' work the contribution may contain, how much of
-    one other worker's work their means contain (`largest_shares`), and whether it contains no work of its own round.
-    Raises Problem `units-not-held` if `carried` names a round that contradicts the record."""
+    """Return (rounds, shares, all late) of the contribution, from the coordinator's own record: how many missed rounds'
+    work it may contain, how much of one other worker's work their means contain (`largest_shares`), and whether it
+    contains no work from its own round. Raises Problem `units-not-held` if `carried` names a round that contradicts the
+    record."""
     if not header.carried:
         return 0, 0.0, False
     worker, since = header.worker, range(header.carried[0], header.round)
@@ -99,8 +101,8 @@ def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, float, boo
 
 
 def largest_shares(session: Session, run: LiveRun, fragment: int, rounds: Sequence[int]) -> float:
-    """Return the largest share that one worker has in the mean of the fragment, added up over `rounds`; infinity for
-    more than MOST_ADDED rounds."""
+    """Return the largest share of a single worker in each round's mean of the fragment, added up over `rounds`;
+    infinity for more than MOST_ADDED rounds."""
     if len(rounds) > MOST_ADDED:
         return math.inf
     contributors = session.scalars(

@@ -92,7 +92,7 @@ def _bounds(pool: Pool, units: int, epoch: int) -> tuple[int, int]:
 
 
 def check_epochs(change: Change) -> None:
-    """Check each epoch whose units are all consumed and that was not checked before; record the result as an event."""
+    """Check each epoch that is completely consumed and was not checked before; record the result as an event."""
     for pool in all_pools(change.session, change.run):
         while pool.units is not None and pool.row.next_unit >= (pool.row.checked_epochs + 1) * pool.units:
             if not _check_epoch(change, pool, pool.units, pool.row.checked_epochs):

@@ -198,7 +198,7 @@ def count_by_round(
     starts, counts = [row.start for row in rows], Counter[int]()
     for start, stop in units:
         for row in rows[max(bisect_right(starts, start) - 1, 0) : bisect_left(starts, stop)]:
-            assert row.round is not None  # it is assigned, or was until `round_`
+            assert row.round is not None  # the row is assigned, or was until `round_` consumed it
             counts[row.round] += max(min(stop, row.stop) - max(start, row.start), 0)
     return +counts  # without zero counts
 

@@ -49,7 +49,7 @@ class Pool:
 
 
 def pools_of(session: Session, run: LiveRun, workers: Collection[str]) -> dict[str, Pool]:
-    """Return the pool of each of `workers`, all of which have joined."""
+    """Return the pool of each of `workers`. All of them must have joined."""
     if not run.spec.data.private:
         return dict.fromkeys(workers, _shared(session, run))
     rows = session.scalars(select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.name.in_(workers)))

@@ -1,1 +1,1 @@
-"""Runs over time: start-up, damaged files, a full disk, rollback and restored databases, removal."""
+"""Maintenance of runs: start-up, damaged files, a full disk, rollback and restored databases, removal."""

@@ -130,7 +130,7 @@ def _repair_state(run: LiveRun, fragment: int) -> bool:
             except OuterstepError as error:
                 with run.change() as change:
                     change.record("corrupt", str(error), round=state.round, fragment=fragment)
-                    change.after_commit(partial(run.outer.stop, str(error)))
+                    change.after_commit(partial(run.outer.block, str(error)))
         return True
 
 
@@ -203,7 +203,7 @@ def _derive(run: LiveRun, base: CheckpointFragmentRow, row: CheckpointFragmentRo
 
 
 def _replace(run: LiveRun, row: CheckpointFragmentRow, state: Path) -> None:
-    """Put the state in the place of a corrupt blob, unless retention has deleted the checkpoint in the meantime."""
+    """Replace a corrupt blob with the state, unless retention has deleted the checkpoint in the meantime."""
     with run.lock:  # retention holds it while it deletes the rows; it deletes the blobs later
         if _is_kept(run, row):
             run.blobs.delete(run.names.checkpoint(row.round, row.fragment, row.digest))

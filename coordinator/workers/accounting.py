@@ -54,7 +54,7 @@ def book_queued(run: LiveRun) -> None:
 
 
 def _not_booked(run: LiveRun, reports: dict[Key, RoundReport]) -> dict[Key, RoundReport]:
-    """Return those of `reports` that are not in the database yet and whose round is."""
+    """Return those of `reports` that are not in the database yet. Reports of unknown rounds are left out."""
     with run.context.database.read() as session:
         booked = {
             (worker, round_, epoch)

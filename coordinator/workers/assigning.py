@@ -83,7 +83,7 @@ def assign_from_memory(
 ) -> Assignment | None:
     """Return the result of `assign` if memory alone is enough: a live worker of the open round asks. Otherwise None.
 
-    Takes no lock. The answer is the one that was right at the moment when the open round was read.
+    Takes no lock. The answer is correct as of the moment when it reads the open round.
     """
     opening = run.open
     if opening is None or opening.number != state_round:

@@ -10,7 +10,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.rounds import steering
-from coordinator.run.live_run import Change, LiveRun, Model
+from coordinator.run.live_run import Change, LiveRun, RunModel
 from coordinator.store.identity import Actor, Identity
 from coordinator.store.tables import WorkerRow
 from coordinator.store.tokens import new_secret, secret_hash
@@ -153,7 +153,7 @@ def _units(count: int | None) -> str:
     return "an unknown number of units" if count is None else f"{count} units"
 
 
-def _model(change: Change, request: JoinRequest) -> Model:
+def _model(change: Change, request: JoinRequest) -> RunModel:
     """Return the run's model; the first worker fixes it. Raises Problem if this worker's model or training set
     differs."""
     run, model, private = change.run, change.run.model, change.run.spec.data.private
@@ -172,7 +172,7 @@ def _model(change: Change, request: JoinRequest) -> Model:
         check_pin("layout", pins.layout, layout.digest().hex())
         check_pin("frozen", pins.frozen, request.frozen.digest if request.frozen else None)
         check_pin("data", pins.data, request.data.digest if request.data else None)
-        model = Model(layout=layout, data=request.data, frozen=request.frozen)
+        model = RunModel(layout=layout, data=request.data, frozen=request.frozen)
         change.set_model(model)
         return model
     if difference := first_difference(model.layout.tensors, request.tensors):

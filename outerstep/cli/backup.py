@@ -48,7 +48,7 @@ def backup(
     settings = settings_of({"data_dir": data, "database_url": database_url, "backup_keep": keep})
     location = _location(locations, to)
     locations.check(location, settings.data_dir)
-    source = creating.Source(_database(settings), creating.files_of(settings.data_dir))
+    source = creating.BackupSource(_database(settings), creating.files_of(settings.data_dir))
     created = creating.create(source, store := locations.open_store(location), settings.backup_keep)
     manifest = created.manifest
     if output is Format.JSON:
@@ -80,7 +80,7 @@ def backups(place: PlaceArgument, output: FormatOption = Format.TABLE) -> None:
       outerstep coordinator backups /mnt/backups
     """
     checking, locations = _module("restore", "backups"), _module("locations", "backups")
-    infos = checking.Checker(locations.open_existing(_location(locations, place))).infos()
+    infos = checking.BackupChecker(locations.open_existing(_location(locations, place))).infos()
     if output is Format.JSON:
         print_json(infos)
     else:

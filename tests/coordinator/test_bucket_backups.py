@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.backup.create import Source, create, files_of
+from coordinator.backup.create import BackupSource, create, files_of
 from coordinator.backup.locations import open_existing, open_store
 from coordinator.backup.manifest import Content
 from coordinator.backup.restore import restore
-from coordinator.backup.store import Interrupted, content_of, never_interrupt
+from coordinator.backup.store import BackupInterrupted, content_of, never_interrupt
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
@@ -32,7 +32,7 @@ from tests.support.waiting import wait_until
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
 pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
 
-from coordinator.backup import lease, objects
+from coordinator.backup import bucket_lock, objects
 from coordinator.backup.bucket import BackupBucket
 from tests.support.s3_server import BUCKET, Request, S3Server, s3_server
 
@@ -165,15 +165,15 @@ def test_an_interrupted_upload_leaves_nothing_and_the_next_one_goes_on(
 
     def interrupt() -> None:
         if going.is_set():
-            raise Interrupted
+            raise BackupInterrupted
 
     def stop(request: Request) -> None:
         if "blobs/" in request.path:
             going.set()
 
     s3.after = stop
-    source = Source(sqlite.url_in(states[0]), files_of(states[0]))
-    with pytest.raises(Interrupted):
+    source = BackupSource(sqlite.url_in(states[0]), files_of(states[0]))
+    with pytest.raises(BackupInterrupted):
         create(source, open_store(url), 1, interrupt=interrupt)
     assert len(s3.keys(f"{prefix}/blobs/")) == 1
     s3.undisturbed()
@@ -206,7 +206,7 @@ def test_two_backups_at_once_are_refused_with_who_and_until_when(url: str, state
 def test_a_lock_is_renewed_while_it_is_held(
     s3: S3Server, url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "RENEW_S", 0.01)
+    monkeypatch.setattr(bucket_lock, "RENEW_S", 0.01)
     time = Time(1000.0)
     with BackupBucket(url, time).locked():
         time.now = 5000.0
@@ -218,7 +218,7 @@ def test_a_lock_is_renewed_while_it_is_held(
 
 def test_a_renewal_of_which_the_answer_is_lost_is_one(s3: S3Server, url: str, prefix: str) -> None:
     time = Time(1000.0)
-    held = lease.BucketLock(objects.Objects(url), time)
+    held = bucket_lock.BucketLock(objects.Objects(url), time)
     with held.held():
         s3.after = lambda request: (503, "SlowDown") if request.method == "PUT" else None
         time.now = 1100.0
@@ -232,7 +232,7 @@ def test_a_renewal_of_which_the_answer_is_lost_is_one(s3: S3Server, url: str, pr
 
 
 def test_a_lock_that_somebody_removed_is_lost(s3: S3Server, url: str, prefix: str) -> None:
-    held = lease.BucketLock(objects.Objects(url), Time(1000.0))
+    held = bucket_lock.BucketLock(objects.Objects(url), Time(1000.0))
     with held.held():
         s3.client().delete_object(Bucket=BUCKET, Key=f"{prefix}/lock")
         with pytest.raises(OuterstepError, match=f"another backup has taken the lock {url}/lock"):
@@ -245,15 +245,15 @@ def test_who_was_stopped_for_long_does_no_harm_to_who_took_over(
     url: str, states: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the first is about to name in a manifest, the second has removed."""
-    monkeypatch.setattr(lease, "RENEW_S", 1e6)  # it was stopped, and with it the thread
+    monkeypatch.setattr(bucket_lock, "RENEW_S", 1e6)  # it was stopped, and with it the thread
     manifest = back_up(states[0], url).manifest
     first = BackupBucket(url, Time(1000.0))
-    second = BackupBucket(url, Time(1000.0 + lease.LEASE_S + lease.CLOCKS_S))
+    second = BackupBucket(url, Time(1000.0 + bucket_lock.LEASE_S + bucket_lock.CLOCKS_S))
     with first.locked():
         assert all(first.holds(blob) for blob in manifest.blobs)
         database = first.scratch()
         shutil.copy(states[0] / sqlite.FILE, database)
-        made = create(Source(sqlite.url_in(states[2]), files_of(states[2])), second, keep=1)
+        made = create(BackupSource(sqlite.url_in(states[2]), files_of(states[2])), second, keep=1)
         assert (made.manifest.number, made.removed) == (2, [1])
         with pytest.raises(OuterstepError, match="another backup has taken the lock"):
             first.add(
@@ -269,7 +269,7 @@ def test_who_cannot_renew_the_lock_removes_nothing(s3: S3Server, two: str, prefi
     bucket = BackupBucket(two, time)
     there = s3.keys(f"{prefix}/blobs/")
     with bucket.locked():
-        time.now += lease.LEASE_S - lease.MARGIN_S + 1
+        time.now += bucket_lock.LEASE_S - bucket_lock.MARGIN_S + 1
         with pytest.raises(OuterstepError, match="could not be renewed in time"):
             bucket.remove_blobs(bucket.digests())
     assert s3.keys(f"{prefix}/blobs/") == there
@@ -479,7 +479,7 @@ def test_where_no_backup_is_it_says_so(s3: S3Server, url: str, prefix: str, stat
 def test_without_obstore_the_line_to_type_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "coordinator.backup.bucket")
     monkeypatch.delitem(sys.modules, "coordinator.backup.objects")
-    monkeypatch.delitem(sys.modules, "coordinator.backup.lease")
+    monkeypatch.delitem(sys.modules, "coordinator.backup.bucket_lock")
     monkeypatch.setitem(sys.modules, "obstore", None)
     import coordinator.backup
 

@@ -60,9 +60,9 @@ def test_whatever_is_known_of_a_member_ends_with_its_lease() -> None:
     assert members.metrics("w").loss == 2.5
     members.leave("w")
     assert not members.renew("w", now=2, metrics=Metrics(loss=2.5)), "a heartbeat on its way"
-    assert dict(members.by_token) == {}
+    assert dict(members.by_token_hash) == {}
     members.join("w", b"second", now=3)
-    assert dict(members.by_token) == {b"second": "w"}
+    assert dict(members.by_token_hash) == {b"second": "w"}
     assert members.metrics("w") == Metrics()
     assert members.ready == members.candidates() == set()
     assert (members.seeder, members.evaluators) == (None, set())

@@ -255,8 +255,8 @@ def test_a_range_of_a_delta_that_is_still_in_memory(shared: InThread, run: str) 
 def test_who_has_all_of_it_keeps_it_though_another_one_was_first(tmp_path: Path) -> None:
     """A part came twice at once: both requests held the whole, and the second found no file any more: a 500."""
     whole = partial_uploads.PartialUpload(4, digest(b"1234"), tmp_path / "whole", now=0.0)
-    with whole.used():
-        with whole.used():
+    with whole.kept():
+        with whole.kept():
             assert whole.add(0, Body(memoryview(b"1234"), 4, digest(b"1234"))) == []
             first = whole.body()
         second = whole.body()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -358,6 +359,20 @@ def test_where_data_differs_late_work_opposes_the_work_in_the_means_that_it_miss
     assert factors(judge(evidence, clipped=CLIPPED_OF_OTHER_DATA, least_agreement=0.0)) == [1.0] * 4
     evidence["w3"] = Evidence(sketched(-vectors[0]), 0.25, 1.0, late=1, missed=0.5)
     assert factors(judge(evidence, clipped=CLIPPED_OF_OTHER_DATA, least_agreement=0.0)) == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_the_little_that_remains_of_late_work_is_no_measure_of_the_others() -> None:
+    """Two of three were late and had a fifth of the usual norm: the third was shortened to theirs."""
+    vectors = honest(3, 0.0)
+    evidence = {f"w{i}": Evidence(sketched(each * np.float32(0.2)), 1 / 3, 1.0) for i, each in enumerate(vectors[:2])}
+    evidence["w2"] = Evidence(sketched(vectors[2]), 1 / 3, 1.0)
+    usual = evidence["w2"].measure.norm
+    rule: dict[str, Any] = {"clipped": CLIPPED_OF_OTHER_DATA, "least_agreement": 0.0}
+    assert factors(judge(evidence, usual, **rule))[2] < 1
+    evidence |= {f"w{i}": replace(evidence[f"w{i}"], late=1) for i in (0, 1)}
+    assert factors(judge(evidence, usual, **rule)) == [1.0] * 3
+    evidence["w2"] = Evidence(sketched(vectors[2] * np.float32(5)), 1 / 3, 1.0)
+    assert judge(evidence, usual, **rule).reference == pytest.approx(usual), "no higher than usual"
 
 
 def test_nobody_is_compared_with_late_work() -> None:

@@ -11,7 +11,7 @@ import pytest
 from fastapi import Request
 
 from coordinator.http.downloads import blob_response
-from coordinator.store.blobs import Blobs, Stored
+from coordinator.store.blobs import Blobs, StoredBlob
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.payloads import MemoryBudget
@@ -149,7 +149,7 @@ BLOB = "runs/r/deltas/0/0.aa"
 
 
 def answered(blobs: Blobs, content: bytes, **headers: str) -> Any:
-    stored = Stored(BLOB, digest(content), len(content))
+    stored = StoredBlob(BLOB, digest(content), len(content))
     return blob_response(request(**headers), blobs, stored, lambda: Problem("gone", "deleted"))
 
 

@@ -507,7 +507,7 @@ def _view(run: LiveRun) -> dict[str, Any]:
         "round": run.round,
         "model": run.model,
         "live workers": run.members.live(),
-        "member tokens": dict(run.members.by_token),
+        "member tokens": dict(run.members.by_token_hash),
         "open round": None if opening is None else opening.number,
         "assigned": set() if opening is None else set(opening.assigned),
         "contributed": [] if opening is None else [dict(each.contributed) for each in opening.fragments],

@@ -131,7 +131,7 @@ def _stale_tokens_work() -> list[Replacement]:
 
     def with_sticky_tokens(self: Members, *args: Any) -> None:
         init(self, *args)
-        self._by_token = _Sticky()
+        self._by_token_hash = _Sticky()
 
     def renew(self: Members, worker: str, now: float, metrics: Metrics) -> bool:
         if not real(self, worker, now, metrics):

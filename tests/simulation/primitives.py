@@ -92,6 +92,21 @@ class Condition:
         self._scheduler.wake(self._waiters)
 
 
+class Semaphore:
+    def __init__(self, scheduler: Scheduler, count: int) -> None:
+        self._free, self._changed = count, Condition(scheduler, Lock(scheduler))
+
+    def __enter__(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free > 0)
+            self._free -= 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._free += 1
+            self._changed.notify_all()
+
+
 class Event:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -246,6 +261,7 @@ class FakeThreading:
         self.RLock = lambda: Lock(scheduler, reentrant=True)
         self.Condition = lambda lock: Condition(scheduler, lock)
         self.Event = lambda: Event(scheduler)
+        self.Semaphore = lambda count: Semaphore(scheduler, count)
         self.Thread = lambda *args, **kwargs: Thread(scheduler, *args, **kwargs)
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from coordinator.backup.create import Created, Source, create, files_of
+from coordinator.backup.create import BackupSource, CreatedBackup, create, files_of
 from coordinator.backup.locations import Location, open_store
 from coordinator.backup.manifest import Content, Manifest
-from coordinator.backup.restore import Checker, new_admin_token, restore
+from coordinator.backup.restore import BackupChecker, new_admin_token, restore
 from coordinator.backup.store import is_whole
 from coordinator.store import sqlite
 from coordinator.store.blobs import FileReader, Reader
@@ -16,7 +16,7 @@ from coordinator.store.blobs import FileReader, Reader
 
 def back_up(
     data_dir: Path, place: Location, keep: int = 7, before_opening: Callable[[str], object] = lambda _: None
-) -> Created:
+) -> CreatedBackup:
     """Back up a data directory, whoever uses it; `before_opening` is called with the name of each blob."""
     open_blob = files_of(data_dir)
 
@@ -24,7 +24,7 @@ def back_up(
         before_opening(name)
         return open_blob(name)
 
-    return create(Source(sqlite.url_in(data_dir), opening), open_store(place), keep)
+    return create(BackupSource(sqlite.url_in(data_dir), opening), open_store(place), keep)
 
 
 def restored(place: Location, data_dir: Path, number: int | None = None) -> Manifest:
@@ -36,7 +36,7 @@ def restored(place: Location, data_dir: Path, number: int | None = None) -> Mani
 
 def damages(place: Location) -> dict[int, str]:
     """What is wrong with each backup, by number."""
-    return {info.number: info.damage for info in Checker(open_store(place)).infos()}
+    return {info.number: info.damage for info in BackupChecker(open_store(place)).infos()}
 
 
 def blobs_in(root: Path) -> set[str]:

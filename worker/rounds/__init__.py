@@ -43,13 +43,14 @@ came after its last contribution. The coordinator consumes each unit once.
 Threads
 =======
 
-    training loop   everything that reads or writes the model: inner steps, gather, merge, snapshots of the optimizers
-    upload (3)      make a contribution in order, wait until the work is durable, encode one at a time, upload
-    download (8)    wait for a delta, download it, compute the codec's residual, take the outer step
-    snapshot (1)    take the outer state's digests and write the snapshot
-    heartbeat (1)   renew the lease; tell the training loop that the run wants this worker to stop
+    training loop           everything that reads or writes the model: inner steps, gather, merge, snapshots of the
+                            optimizers
+    fragment (1 for each)   make the contribution, in order; upload it, 3 at once; take the outer step
+    download (8)            wait for a delta and download it
+    snapshot (1)            take the outer state's digests and write the snapshot
+    heartbeat (1)           renew the lease; tell the training loop that the run wants this worker to stop
 
-Downloads of different fragments step different parts of the outer state at once. The snapshot thread reads all of it,
+Fragments step different parts of the outer state at once. The snapshot thread reads all of it,
 and nothing changes it meanwhile. If one fragment fails, the others are abandoned, and the training loop decides:
 `Resync`, `WorkLost` and `Unwanted` drop the round's work, `RunEnded` and `Stopped` end the training.
 

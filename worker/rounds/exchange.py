@@ -130,13 +130,13 @@ class Exchange:
                     raise Resync(problem.detail) from problem
                 if problem.slug == "run-ended":  # it was stopped: a finished run has all deltas
                     raise RunEnded(problem.detail) from problem
+                if problem.slug not in ("contribution-lost", "not-published"):
+                    raise
+                if failed.is_set():
+                    raise Abandoned from problem
                 if problem.slug == "contribution-lost":
                     log.warning("%s: sending it again", problem.detail)
                     outcomes.append(self.contribute(contribution))
-                elif problem.slug != "not-published":
-                    raise
-            if failed.is_set():
-                raise Abandoned
             self.client.pause(_PAUSE_S)
 
     def log_verdict(self, contribution: Contribution, delta: wire.Payload) -> None:

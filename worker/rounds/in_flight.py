@@ -6,16 +6,13 @@ and download, not their sum. A worker never steps on its own un-averaged pseudo-
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import torch
-from torch import Tensor
 
-from protocol import wire
 from protocol.errors import OuterstepError
 from protocol.messages import Stage
 from worker.codecs import unpack_payload
@@ -49,9 +46,10 @@ class InFlight:
         arrived: Callable[["InFlight"], Any] | None = None,
     ) -> None:
         self._exchange, self.round, self.saved, self._arrived = exchange, round_number, saved, arrived
-        self._uploads = ThreadPoolExecutor(UPLOADS, "upload")
+        self._flights = ThreadPoolExecutor(max(len(exchange.state.own), 1), "fragment")
         self._downloads = ThreadPoolExecutor(DOWNLOADS, "download")
-        self._sent: dict[int, Future[Future[Residual]]] = {}
+        self._uploading = threading.Semaphore(UPLOADS)
+        self._sent: dict[int, Future[Residual]] = {}
         self._turn = threading.Event()  # set when it is the next fragment's turn
         self._turn.set()
         self.contributions: dict[int, Contribution] = {}
@@ -84,7 +82,7 @@ class InFlight:
         Fragments are made and uploaded in the order of the calls."""
         self._exchange.state.begin_changes()
         turn, self._turn = self._turn, threading.Event()
-        self._sent[p] = self._uploads.submit(self._contribute, p, make, self.saved, turn, self._turn)
+        self._sent[p] = self._flights.submit(self._fly, p, make, self.saved, turn, self._turn)
 
     def send_made(self, contribution: Contribution) -> None:
         """Send a contribution that is made already."""
@@ -94,7 +92,7 @@ class InFlight:
         """Wait until fragment p is stepped; return the part of its contribution that is not in the delta. Raises what
         `end` raises."""
         try:
-            return self._sent[p].result().result()
+            return self._sent[p].result()
         except Exception:
             self.end()
             raise
@@ -105,18 +103,16 @@ class InFlight:
         if self._ended:
             return
         self._ended = True
-        contributions = list(self._sent.values())
-        wait(contributions)
-        steps = [future.result() for future in contributions if future.exception() is None]
-        wait(steps)
+        flights = list(self._sent.values())
+        wait(flights)
         if self.saved is not None:
             wait([self.saved])  # in any case: the snapshot reads what changes after this
-        self._uploads.shutdown()
+        self._flights.shutdown()
         self._downloads.shutdown()
         if self._sent and not self._outcomes:
             self._exchange.state.reach(self.round)  # nothing was stepped, so the state is still whole
-        errors = [future.exception() for future in contributions] + [future.exception() for future in steps]
-        for error in sorted(filter(None, errors), key=lambda error: isinstance(error, Abandoned)):
+        errors = filter(None, (flight.exception() for flight in flights))
+        for error in sorted(errors, key=lambda error: isinstance(error, Abandoned)):
             raise error
 
     def abandon(self) -> None:
@@ -128,54 +124,49 @@ class InFlight:
         except (Abandoned, OuterstepError, httpx.HTTPError, OSError) as error:
             log.info("round %d: given up: %s", self.round, error or type(error).__name__)
 
-    def _contribute(
+    def _fly(
         self,
         p: int,
         make: Callable[[], Contribution],
         saved: Future[None] | None,
         turn: threading.Event,
         next_turn: threading.Event,
-    ) -> Future[Residual]:
-        turn.wait()
-        sent, fetched = threading.Event(), list[Future[tuple[wire.Payload, list[Outcome]]]]()
-
-        def on_line() -> None:
-            fetched.append(self._downloads.submit(self._exchange.await_delta, contribution, sent, self._failed))
-            next_turn.set()
-
+    ) -> Residual:
+        """Take one fragment from the model to its outer step. Return the part of its contribution that is not in the
+        delta."""
+        exchange, sent = self._exchange, threading.Event()
         try:
-            with self._abandon_others():
+            turn.wait()
+            with self._uploading:
+                self._check()
                 contribution = self.contributions[p] = make()
                 if saved is not None:
                     saved.result()
-                outcome = self._exchange.contribute(contribution, on_line)
-                unsent = self._downloads.submit(self._exchange.unsent, contribution)  # while waiting for the delta
-                return self._downloads.submit(self._step, contribution, outcome, unsent, fetched[0])
-        finally:
+                fetched = self._downloads.submit(exchange.await_delta, contribution, sent, self._failed)
+                outcome = exchange.contribute(contribution, next_turn.set)
             sent.set()
-            next_turn.set()  # also if it failed before it had a slot
-
-    def _step(
-        self,
-        contribution: Contribution,
-        outcome: Outcome,
-        unsent: Future[Tensor | None],
-        fetched: Future[tuple[wire.Payload, list[Outcome]]],
-    ) -> Residual:
-        exchange, p = self._exchange, contribution.fragment
-        with self._abandon_others():
+            unsent = exchange.unsent(contribution)  # while the delta is waited for
             with exchange.client.stages(Stage.AWAIT_DELTA):
                 delta, sent_again = fetched.result()
             outcome = sent_again[-1] if sent_again else outcome
+            self._check()
             with exchange.client.stages(Stage.OUTER_STEP):
                 exchange.state.step(p, delta)
             self._note_step(contribution, outcome)
             if outcome is None:
                 exchange.log_verdict(contribution, delta)
-                return unsent.result()
+                return unsent
             if isinstance(outcome, Superseded):
                 return outcome
             return Missed(unpack_payload(delta, torch.device("cpu"), len(exchange.state.theta[p])), outcome)
+        except Stopped:
+            raise  # not a failure: other uploads may finish within the grace period
+        except BaseException:
+            self._failed.set()  # first, so that nothing below starts anything
+            raise
+        finally:
+            next_turn.set()
+            sent.set()
 
     def _note_step(self, contribution: Contribution, outcome: Outcome) -> None:
         with self._lock:
@@ -187,15 +178,7 @@ class InFlight:
         if self._arrived is not None:
             self.arrival = self._downloads.submit(self._arrived, self)
 
-    @contextmanager
-    def _abandon_others(self) -> Iterator[None]:
-        """Raise Abandoned if another fragment has failed; if the block fails, let the others know."""
+    def _check(self) -> None:
+        """Raise Abandoned if another fragment has failed."""
         if self._failed.is_set():
             raise Abandoned
-        try:
-            yield
-        except Stopped:
-            raise  # not a failure: other uploads may finish within the grace period
-        except BaseException:
-            self._failed.set()
-            raise

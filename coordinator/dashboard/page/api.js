@@ -1,10 +1,10 @@
 // Client of the REST interface (docs/rest.md): requests, listings, and the stream of events.
 
-const ATTEMPTS = 4; // at a request that is rejected temporarily
+const ATTEMPTS = 4; // per request, if it is rejected temporarily
 const MAX_RETRY_AFTER_S = 30;
 const TIMEOUT_S = 15; // a broken connection may otherwise stay open for many minutes
 
-/** The coordinator rejected a request; the message is the problem's detail, which says what to do. */
+/** The coordinator rejected a request; the message is the problem's detail, with a remedy. */
 export class Refused extends Error {
   constructor(status, document) {
     super(document.detail || document.title || `the coordinator answered ${status}`);

@@ -37,7 +37,7 @@ function withoutStyles() {
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-const FEW = 8; // below this many whole numbers the library would label halves, as it draws up to ten labels
+const FEW = 8; // with fewer whole numbers the library would also label halves, because it draws up to ten labels
 
 /** Return the settings for an axis of whole numbers, whose labels must be whole too. */
 function whole(lines) {

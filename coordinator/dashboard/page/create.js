@@ -14,7 +14,7 @@ export async function createRun(session) {
   const form = specForm(schemas, () => (fromForm = true));
   const spec = h("textarea", { rows: 16, spellcheck: "false", required: true, class: "code" });
   const file = h("input", { type: "file", accept: ".toml,application/toml,text/plain" });
-  let fromForm = true; // the fields were edited after the TOML
+  let fromForm = true; // true if the fields were edited last, false if the TOML was
   file.addEventListener("change", async () => {
     if (file.files.length) spec.value = await file.files[0].text();
   });

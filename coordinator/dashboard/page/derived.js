@@ -56,7 +56,7 @@ export function stages(account) {
 
 /**
  * The rounds of each worker, for the timeline: rows of { worker, live, cells, slow }. A cell has `stages` (null: not
- * reported), `gone` (the worker was absent), `late_s` (by how much it was late) and `sent` (its contribution counts).
+ * reported), `gone` (the worker was absent), `late_s` (seconds that it was late) and `sent` (its contribution counts).
  * `slow`: the time of its inner steps relative to the median, averaged over the rounds.
  */
 export function timeline(details, workers) {

@@ -4,7 +4,7 @@ import { h, panel, write } from "./dom.js";
 import { ASKING, amount, count, natural, plural, share } from "./units.js";
 
 const SQUARES = 400;
-const SHADES = 6; // of assigned squares, by worker
+const SHADES = 6; // number of shades of assigned squares, by worker
 
 export function makeEpochs() {
   const map = h("div", { class: "units", role: "img" });
@@ -50,7 +50,7 @@ export function makeEpochs() {
     drawn = state;
     const shades = new Map(Object.keys(epoch.assigned).sort(natural).map((worker, i) => [worker, i % SHADES]));
     const squares = [];
-    let next = 0; // of the ranges
+    let next = 0; // index into the ranges
     for (let unit = epoch.first; unit < epoch.first + whole; unit += each) {
       while (next < ranges.length && ranges[next].stop <= unit) next += 1;
       const range = ranges[next]?.start <= unit ? ranges[next] : null;

@@ -41,7 +41,7 @@ async function show() {
   leave = view(main, session, ended, run);
 }
 
-/** The coordinator does not answer, so it is unknown what the token allows: try again. */
+/** Try again: the coordinator does not answer, so the page does not know what the token allows. */
 function wait(error) {
   main.replaceChildren(
     h("section", { class: "panel alone" }, h("p", { class: "trouble", role: "alert" }, error.message)),
@@ -50,7 +50,7 @@ function wait(error) {
   leave = () => clearTimeout(timer);
 }
 
-/** Replace a view that cannot go on by the reason. */
+/** Replace a view that cannot continue with the reason. */
 function ended(error) {
   leave();
   if (error instanceof Refused && error.status === 401) return signIn(error);

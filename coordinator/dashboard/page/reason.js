@@ -20,7 +20,7 @@ const CAUSES = {
   "worker-silent": "worker silent",
 };
 
-/** Return a run's badge: its state, or what holds it up. With `trouble`, the coordinator does not answer, and both are
+/** Return a run's badge: its state, or what holds it up. `trouble`: the coordinator does not answer, so both are
  * unknown. */
 export function stateBadge({ state, held_up_by: cause }, trouble = null) {
   if (trouble !== null) return h("span", { class: "badge unreachable", title: `${state} when last seen` }, "unreachable");

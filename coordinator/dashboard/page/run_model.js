@@ -9,13 +9,13 @@
 import { Unreachable, pause, runPath } from "./api.js";
 import { natural } from "./units.js";
 
-export const SHOWN_ROUNDS = 24; // in the timeline: each is a request of its own
+export const SHOWN_ROUNDS = 24; // in the timeline; each needs a separate request
 const SHOWN_EVENTS = 100;
 const NEW_ROUNDS = 3; // per refresh: the open one, and earlier ones that workers still report on
 const MIN_PAUSE_S = 1.5;
 const IDLE_S = 5;
-const WOKEN_AGE_S = 1; // of responses after an event
-const IDLE_AGE_S = 4; // shorter than the refresh interval, so that no response is older than the one before
+const WOKEN_AGE_S = 1; // oldest accepted response after an event
+const IDLE_AGE_S = 4; // otherwise; shorter than the refresh interval, so that no response is older than the last one
 const EPOCHS_EVERY_S = 15;
 
 export class RunModel {
@@ -27,14 +27,14 @@ export class RunModel {
     this.asked_at = 0;
     this.rounds = new Map(); // by number
     this.details = new Map(); // the last ones, with their fragments and accounts
-    this.hasRounds = this.hasDetails = false; // true once they were requested: an empty list is then known to be empty
+    this.hasRounds = this.hasDetails = false; // true once they were requested: then an empty list means none
     this.workers = null;
     this.workers_at = this.epochs_at = -Infinity; // when they were last requested
     this.epochs = null; // newest first; `ranges`: the units of the newest one
     this.ranges = [];
     this.events = null; // the last ones, oldest first
     this.trouble = null;
-    this.heard_at = 0; // the last event, or the last change by this page
+    this.heard_at = 0; // time of the last event, or of the last change by this page
     this.shown_until = -Infinity; // everything up to then is shown
     this.now = false; // the next refresh accepts only fresh responses
     this.wake = () => {};

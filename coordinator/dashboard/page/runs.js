@@ -8,7 +8,7 @@ import { goodput } from "./derived.js";
 import { stateBadge } from "./reason.js";
 
 const EVERY_S = 5;
-const AGE_S = 4; // of responses after the first one: a run may just have been created
+const AGE_S = 4; // oldest accepted response; the first one is fresh, because a run may just have been created
 const LINES = 12; // cards with a loss curve: each needs a request
 const POINTS = 60;
 

@@ -6,8 +6,8 @@ import { button, h, panel, write } from "./dom.js";
 import { duration, plural, share } from "./units.js";
 
 const [ROW, BAR, NAME, PHONE_NAME, AXIS] = [22, 12, 132, 84, 20]; // pixels
-const FEW = 16; // rows until all are requested
-const SLOW = 1.25; // times the median: worth mentioning
+const FEW = 16; // rows to show until the user asks for all
+const SLOW = 1.25; // times the median that is worth mentioning
 
 export function makeTimeline() {
   const canvas = h("canvas", { role: "img" });
@@ -141,7 +141,7 @@ export function makeTimeline() {
       }
     } else if (cell.sent) {
       pen.fillStyle = colour("train");
-      pen.globalAlpha = 0.45; // it has contributed, and not reported its times yet
+      pen.globalAlpha = 0.45; // the worker has contributed but not reported its times yet
       pen.fillRect(x, top, width, BAR);
       pen.globalAlpha = 1;
     }

@@ -6,7 +6,7 @@ import { ask, attempt, notify } from "./dialogs.js";
 import { button, h, panel, write } from "./dom.js";
 import { ASKING, UNKNOWN, amount, bytes, count, duration, loss, natural, share } from "./units.js";
 
-const FEW = 25; // rows until all are requested: 200 rows would push the events far down
+const FEW = 25; // rows to show until the user asks for all: 200 rows would push the events far down
 
 const fact = (worker, name) => worker.host[name] ?? null;
 const inRound = ({ metrics }) =>
