@@ -106,7 +106,7 @@ class Quotas:
     def line_check(self, caller: Hashable) -> Iterator[None]:
         """Count a line check while the block runs. Raises Problem `too-many-requests`."""
         if not self._line_checks[caller] and self._line_checks.total() >= LINE_CHECKS:
-            raise _too_many(f"{LINE_CHECKS} line checks are running, the most that there may be at once")
+            raise _too_many(f"{LINE_CHECKS} line checks are running, the limit for all tokens together")
         with _one_more(self._line_checks, caller, 1, "line check"):
             yield
 

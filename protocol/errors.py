@@ -10,7 +10,7 @@
     └── UnexpectedAnswer   an answer that no coordinator of this version gives
         ├── BeyondLimits    an answer that is compressed or larger than any of its kind
         ├── NoCoordinator   no coordinator is at the address, or none that is trusted: another try does not help
-        └── NotUnderstood   a coordinator's answer, in words of another version
+        └── NotUnderstood   a coordinator's answer that this version does not understand
 
 `Problem` is raised by the coordinator and raised again, with the same slug, by its clients (answers.py).
 """
@@ -65,7 +65,7 @@ PROBLEMS: dict[str, ProblemType] = {
     ),
     "not-found": ProblemType(404, REFUSED, "Nothing exists at this address."),
     "method-not-allowed": ProblemType(405, REFUSED, "This address does not support this method."),
-    "not-published": ProblemType(404, ACT, "Not available yet. The detail says what it waits for; ask again."),
+    "not-published": ProblemType(404, ACT, "Not available yet. The detail says what is missing; ask again."),
     "gone": ProblemType(410, ACT, "No longer available, as the detail says. Recover from the latest checkpoint."),
     "file-lost": ProblemType(410, ACT, "The coordinator lost this file. Use another checkpoint."),
     "range-not-satisfiable": ProblemType(416, ACT, "The Range is outside the file."),

@@ -243,5 +243,5 @@ def _code_of(problem: Problem) -> Exit:
     if problem.slug == "run-ended":
         log.info("%s", problem.detail)
         return Exit.DONE
-    log.error("the coordinator refuses: %s", problem)
+    log.error("the coordinator rejected the request: %s", problem)
     return Exit.REFUSED if problem.remedy is Remedy.REFUSED else Exit.RETRY

@@ -309,8 +309,8 @@ class DiLoCo:
                     break
             else:
                 log.warning(
-                    "round %d: %d inner steps on %d units; each unit is for one inner step, so if several batches "
-                    "make a step, divide the unit",
+                    "round %d: %d inner steps on %d units, but each unit is for one inner step. To use several batches "
+                    "per step, divide the unit",
                     self.round,
                     self.inner_step,
                     count(due),
@@ -423,7 +423,7 @@ class DiLoCo:
                 resources.enter_context(self._files)
             if (buffers := own_buffers(self.model)) and self.ranks.is_first:
                 log.warning(
-                    "%d buffers, such as %s, stay this worker's own: they are not averaged, and no export has them",
+                    "%d buffers, such as %s, stay local to this worker: they are neither averaged nor exported",
                     *(len(buffers), buffers[0]),
                 )
             self._joined = joined = self._join(resources)

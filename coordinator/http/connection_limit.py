@@ -42,10 +42,10 @@ class ConnectionLimit:
     def admit(self, connection: Closeable, address: str) -> str | None:
         """Admit a connection, as idle. Return None, or the reason why it is not admitted."""
         if self._open[address] >= self.per_address and not self._is_proxy(address):
-            return f"{self.per_address} connections from {address} are open, the most that one address may have"
+            return f"{self.per_address} connections from {address} are open, the limit for one address"
         if len(self._addresses) >= self.limit:
             if not self._idle:
-                return f"{self.limit} connections are open, the most that there may be, and all have requests"
+                return f"{self.limit} connections are open, the limit, and all have requests in progress"
             longest = next(iter(self._idle))
             self.remove(longest)
             longest.close_idle()

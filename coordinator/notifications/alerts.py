@@ -160,7 +160,7 @@ class Alerts:
             return begun.message  # it began before a restart, and no backup was made since
         late_s = MISSED_BACKUPS * backups.schedule.every_s
         if (last_age_s := backups.last_age_s) is not None and last_age_s > late_s:
-            return f"no backup has finished for a long time; {_last_backup(backups)}"
+            return f"the scheduled backup is overdue; {_last_backup(backups)}"
         return None
 
 

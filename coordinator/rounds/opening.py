@@ -32,7 +32,7 @@ def status(run: LiveRun) -> str:
     if opening is None:
         return why_not_open(run) or f"round {run.round} is about to open"
     so_far = f"round {opening.number} is open"
-    return so_far if run.state is RunState.RUNNING else f"{so_far}, and the run is {run.state}: no other opens"
+    return so_far if run.state is RunState.RUNNING else f"{so_far}; the run is {run.state}, so no other round opens"
 
 
 def fault_of(run: LiveRun) -> Fault | None:
@@ -72,7 +72,9 @@ def why_not_open(run: LiveRun) -> str | None:
         return "waiting for the first worker"
     if not run.seeded:
         seeder = run.members.seeder
-        return _with_silence(run, "waiting for state 0" if seeder is None else f"{seeder} uploads state 0")
+        return _with_silence(
+            run, "waiting for state 0" if seeder is None else f"waiting for {seeder} to upload state 0"
+        )
     ready, least = len(_candidates(run)), run.spec.members.min_workers
     if ready < least:
         return _with_silence(run, f"round {run.round} waits for workers: {ready} of at least {least} are ready")

@@ -140,7 +140,7 @@ def decide(
     if quorum_at is not None and graced_at <= capped_at:
         why = f"after {graced_at - quorum_at:.0f} s of grace"
     else:
-        why = f"by the cap of {policy.round_max_s:.0f} s per round"
+        why = f"after {policy.round_max_s:.0f} s, the longest that a round may take"
     return Close(
         tuple(sorted(contributed)),
         f"closed without {names_of(missing)} {why}; {len(contributed)} of {everybody} have contributed",

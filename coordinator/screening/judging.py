@@ -149,7 +149,7 @@ def _copies(evidence: Mapping[str, Evidence]) -> dict[str, Verdict]:
         for i in np.flatnonzero(products[k, :k] > COPIED):
             first = workers[i]
             if first not in found and math.isclose(norm, evidence[first].measure.norm, rel_tol=1 - COPIED):
-                found[worker] = Verdict(0.0, f"it repeats the contribution of {first}, and the same work counts once")
+                found[worker] = Verdict(0.0, f"it repeats the contribution of {first}, so it does not count again")
                 break
     return found
 
@@ -177,7 +177,7 @@ def _by_norm(each: Evidence, reference: float, work: float, clipped: float, leas
     ratio = norm / reference
     compared = f"its norm is {norm:.3g}, {ratio:.3g} times the round's {reference:.3g}"
     if ratio > LEFT_OUT * max(1.0, share):
-        return Verdict(0.0, f"{compared}: more than {LEFT_OUT:g} times does not come from training", ratio)
+        return Verdict(0.0, f"{compared}: more than {LEFT_OUT:g} times is not plausible for training", ratio)
     # The delta of the missed round is subtracted from late work, so its norm may be near 0.
     if norm < LAZY * min(1.0, share) * reference and not each.all_late:
         return Verdict(0.0, f"{compared}: less than {LAZY:g} times contains almost no work", ratio)
@@ -235,7 +235,7 @@ def _by_direction(
         worst = min(range(len(staying)), key=lambda i: agreements[i] - bounds[i])
         if most_left_out == 0 or agreements[worst] >= bounds[worst]:
             break
-        what = "it opposes the others" if agreements[worst] < -chance else "its direction is not that of the others"
+        what = "it opposes the others" if agreements[worst] < -chance else "its direction differs from the others'"
         reason = f"{what}: its median cosine with them is {agreements[worst]:.3f}, theirs is {usual[worst]:.3f}"
         judged[staying[worst]] = replace(judged[staying[worst]], factor=0.0, reason=reason)
         most_left_out -= 1

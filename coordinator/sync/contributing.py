@@ -160,7 +160,9 @@ def _is_due(run: LiveRun, arrival: Arrival) -> bool:
         if admission.open_for(run, header.worker, header.round, header.fragment, arrival.digest) is None:
             return False
         if run.blobs.stat(arrival.name) is None:
-            raise Problem("not-ready", "the same contribution came twice at once; send it again", retry_after_s=1)
+            raise Problem(
+                "not-ready", "the same contribution is being uploaded twice at once; resend it", retry_after_s=1
+            )
     except Problem as problem:
         arrival.error = problem
         return False

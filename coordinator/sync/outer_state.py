@@ -192,7 +192,7 @@ def go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
     round_ = checkpoint.round
     fetch_checkpoint(run, checkpoint)
     with run.change() as change:
-        change.record("rederived", f"fragment {fragment} of the outer state is derived again from checkpoint {round_}")
+        change.record("rederived", f"fragment {fragment} of the outer state is rebuilt from checkpoint {round_}")
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
         row.round, row.state_digest = round_, checkpoint.state_digest
         change.after_commit(partial(run.outer.set, fragment, State(round_, checkpoint.state_digest)))
@@ -268,7 +268,7 @@ def _check_pinned(run: LiveRun, worker: str, digests: list[bytes]) -> None:
     except Problem as problem:
         with run.change() as change:
             change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
-            change.record("seeder-refused", f"state 0 of {worker} is refused: {problem.detail}", worker=worker)
+            change.record("seeder-refused", f"state 0 of {worker} was rejected: {problem.detail}", worker=worker)
             change.after_commit(partial(run.members.dismiss_seeder, run.context.clock()))
             change.wake()
         raise
@@ -278,7 +278,7 @@ def _begin(change: Change, layout: Layout, digests: list[bytes]) -> None:
     """Start the run from state 0, once all its fragments are uploaded and in place."""
     digest, now = model_digest(digests), change.run.context.now()
     change.session.add(CheckpointRow(run_id=change.run.id, round=0, created_at=now, state_digest=digest))
-    message = f"state 0 is there: {layout.total_elements} parameters in {counted(len(digests), 'fragment')}"
+    message = f"state 0 was uploaded: {layout.total_elements} parameters in {counted(len(digests), 'fragment')}"
     change.record("seeded", message)
     set_state_0(change, digests)
     change.wake()

@@ -161,7 +161,7 @@ def _record_delta(
             change.record("round-published", f"round {round_} is published: {fragment.reason}", round=round_)
             if steps < round_steps(run):
                 message = f"in round {round_} every worker contributed after {steps} of {round_steps(run)} inner steps"
-                change.record("short-round", f"{message}: the others are trained in later rounds", round=round_)
+                change.record("short-round", f"{message}; the other steps follow in later rounds", round=round_)
             check_epochs(change)
             if finished:
                 change.set_state(RunState.FINISHED)

@@ -9,7 +9,7 @@ from coordinator.run.live_run import Change
 from coordinator.screening.judging import Judgement
 from coordinator.store.tables import ContributionRow
 
-ADVICE = "a script takes units(), or seeds its own batches by diloco.data_seed"
+ADVICE = "In a script, use units(), or seed the batches with diloco.data_seed"
 
 
 def report_equal_work(change: Change, round_: int, fragment: int) -> None:
@@ -28,8 +28,8 @@ def report_equal_work(change: Change, round_: int, fragment: int) -> None:
         if len(workers) > 1:
             loss_text = "" if loss is None else f"loss {loss:.6g}, "
             message = (
-                f"{', '.join(workers)} have sent the same ({loss_text}norm {norm:.6g}), as if they trained on the same "
-                f"data: they count twice and bring the work of one; {ADVICE}"
+                f"{', '.join(workers)} have sent the same contribution ({loss_text}norm {norm:.6g}), as if they "
+                f"trained on the same data. Together they add only the work of one worker. {ADVICE}"
             )
             _report(change, round_, fragment, workers, message)
 
@@ -40,9 +40,9 @@ def report_similar_work(change: Change, round_: int, fragment: int, judgement: J
     for pair in change.run.similarity.update(judgement.close, judgement.verdicts):
         one, other = pair
         message = (
-            f"{one} and {other} keep sending nearly the same, at {judgement.close[pair]:.2f} of the usual distance, as "
-            "if they trained on the same data with another dropout seed or precision: they count twice and bring "
-            f"little more than the work of one; {ADVICE}"
+            f"{one} and {other} keep sending nearly the same contributions ({judgement.close[pair]:.2f} times the "
+            "usual distance), as if they trained on the same data with another dropout seed or precision. They count "
+            f"twice, but add little more than the work of one worker. {ADVICE}"
         )
         _report(change, round_, fragment, list(pair), message)
 

@@ -176,7 +176,7 @@ def check_loss(change: Change) -> None:
     else:
         message = (
             f"the held-out loss has risen to {rise.loss:.4f} nats per token at state {rise.round}; the lowest was "
-            f"{rise.lowest:.4f}, and state {rise.good} was the last one near it"
+            f"{rise.lowest:.4f}, and state {rise.good} is the last one near that"
         )
         _report_spoilt(change, message, rise.round, good=rise.good, pauses=guard.action != "tell")
 
@@ -238,7 +238,7 @@ def _report_spoilt(change: Change, message: str, state: int, *, good: int, pause
             else:
                 without = suspects(_counted_since(change, to))
                 banned = ", ".join(without) or "nobody"
-                message = f"{message}. The run goes back to state {to}; banned: {banned}"
+                message = f"{message}. The run is rolled back to state {to}; banned: {banned}"
         else:
             message = f"{message}. The run is paused"
         change.set_state(RunState.PAUSED)
@@ -260,7 +260,7 @@ def _target(change: Change, record: GuardRecord, good: int) -> tuple[int | None,
     if to is None:
         return None, "No earlier checkpoint is kept, so the run is paused"
     if to in record.went_back:
-        return None, f"It went back to state {to} before, and that did not help, so the run is paused"
+        return None, f"The run was already rolled back to state {to}, which did not help, so it is paused"
     return to, ""
 
 

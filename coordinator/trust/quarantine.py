@@ -85,8 +85,8 @@ def update_reputations(change: Change, round_: int, counted: Mapping[str, float]
         _set(change, row, after := before.after(round_, counted[row.name]))
         if after.until > before.until:
             message = (
-                f"the contributions of {row.name} were left out again and again: it takes no part before round "
-                f"{after.until}, unless the run has too few others"
+                f"the contributions of {row.name} were left out again and again. It is excluded until round "
+                f"{after.until}, unless too few other workers contribute"
             )
             change.record("quarantined", message, worker=row.name, until=after.until)
 

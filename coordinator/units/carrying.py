@@ -92,7 +92,7 @@ def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, float, boo
         missed = largest_shares(session, run, header.fragment, known)
     refused = f"header field carried is {header.carried[:5]}: fragment {header.fragment} cannot carry work of round"
     if contributed is not None:
-        detail = f"{refused} {since.start}, as {worker} has contributed to round {contributed} since"
+        detail = f"{refused} {since.start}, because {worker} has contributed to round {contributed} since then"
         raise Problem("units-not-held", f"{detail}; drop that work")
     for round_ in known:
         if round_ not in assigned:

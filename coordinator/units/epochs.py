@@ -132,7 +132,7 @@ def _count_fault(change: Change, pool: Pool) -> str | None:
     tokens, unit_tokens = pool.row.tokens, change.run.spec.unit_tokens
     if (consumed or 0) * unit_tokens == tokens:
         return None
-    return f"{consumed} units are consumed, but contributions had {tokens / unit_tokens:g}"
+    return f"{consumed} units are consumed, but contributions contained {tokens / unit_tokens:g}"
 
 
 def coverage_fault(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> str | None:

@@ -135,7 +135,7 @@ def reclaim_units(session: Session, pool: Pool, worker: str, round_: int, carrie
             raise Problem(
                 "units-not-held",
                 f"of the carried work units [{start}, {stop}), those from {at} on no longer belong to {worker}: they"
-                " were used, or dealt again; drop that work",
+                " were used, or assigned to another worker; drop that work",
             )
 
 

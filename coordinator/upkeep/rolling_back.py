@@ -203,10 +203,10 @@ def _end_leases_and_ban(change: Change, without: Collection[str]) -> None:
 def _record(change: Change, to: int, prefix: str, without: Collection[str], who: str) -> None:
     run = change.run
     names = sorted(without)
-    banned = f"; {', '.join(names)} may not take part any longer" if names else ""
+    banned = f"; banned: {', '.join(names)}" if names else ""
     message = (
-        f"{who} rolled the run back from state {run.round} to state {to}{banned}. What later rounds left is in "
-        f"{prefix}, and every worker joins again"
+        f"{who} rolled the run back from state {run.round} to state {to}{banned}. The files of later rounds "
+        f"are in {prefix}, and every worker joins again"
     )
     change.record("rolled-back", message, round=to, from_round=run.round, place=prefix, without=names, by=who)
     change.row.rolled_back = {"round": to, "from_round": run.round, "place": prefix}
@@ -232,7 +232,7 @@ def set_aside_newer(run: LiveRun) -> None:
     prefix = next_prefix(run)
     with run.change() as change:  # before moving: after a crash in between, only this is repeated
         message = (
-            f"the database is older than the files (it knows {run.round} rounds, there are files of round {latest}): "
+            f"the database is older than the files (it has {run.round} rounds, but there are files of round {latest}): "
             f"it was restored from a backup. The run continues from round {run.round}; the newer files were moved to "
             f"{prefix}, and every worker joins again"
         )

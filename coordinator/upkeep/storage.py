@@ -76,7 +76,7 @@ class Storage:
             if now - outage.logged >= REMIND_S:
                 outage.logged = now
                 lasted = duration_text(now - outage.since)
-                logger.error("%s, for %s now; %d writes have failed", fault.reason, lasted, outage.failures)
+                logger.error("%s; this has lasted %s, and %d writes have failed", fault.reason, lasted, outage.failures)
         return fault
 
     def check(self) -> None:
@@ -84,7 +84,9 @@ class Storage:
         for cause, outage in list(self._outages.items()):
             if self._clock() - outage.last >= QUIET_S and self._can_be_written():
                 lasted = duration_text(outage.last - outage.since)
-                logger.warning("over after %s: %s; %d writes had failed", lasted, outage.fault.reason, outage.failures)
+                logger.warning(
+                    "writing works again after %s (%s; %d writes failed)", lasted, outage.fault.reason, outage.failures
+                )
                 with self._lock:
                     del self._outages[cause]
 

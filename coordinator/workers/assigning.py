@@ -74,8 +74,8 @@ def _check_carried(change: Change, worker: str, carried: Sequence[Sequence[int]]
     claimed = sum(stop - start for start, stop in carried)
     most = carriable_units(change.session, change.run, worker)
     if claimed > most:
-        detail = f"{worker} carries {claimed} work units; since it contributed last it was assigned {most}"
-        raise Problem("units-not-held", f"{detail}: drop that work")
+        detail = f"{worker} carries {claimed} work units, but was assigned only {most} since its last contribution"
+        raise Problem("units-not-held", f"{detail}; drop that work")
 
 
 def assign_from_memory(

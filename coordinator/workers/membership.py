@@ -253,7 +253,7 @@ def _claim_name(change: Change, row: WorkerRow, by: Identity, actor: Actor) -> N
                 "`outerstep token create --scope join` for many boxes, `--scope worker --names N` for several workers",
             )
     row.token = by.token
-    change.audit(actor, "name-claimed", f"the name {row.name} belongs to the token {by.token} now")
+    change.audit(actor, "name-claimed", f"the name {row.name} now belongs to the token {by.token}")
 
 
 def _owned(run: LiveRun, worker: str) -> Problem:

@@ -194,7 +194,7 @@ def _train(
             snapshot = machine.snapshot_bytes(built.elements, moments)
             exam.conclude("disk", machine.judge_disk(place, snapshot))
     if exam.is_wrong("data") or opened is None or built is None or exam.is_wrong("model") or device is None:
-        exam.skip(["step"], "it needs data, model and device")
+        exam.skip(["step"], "it needs the data, the model and the device")
         return elements, None
     taken = exam.check(
         "step",

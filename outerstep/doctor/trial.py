@@ -211,10 +211,10 @@ def judge_choice(seen: TrialSteps, wanted: object) -> Finding:
     said = "; ".join(seen.reasons)
     if isinstance(wanted, int) and wanted > seen.share:
         remedy = f"--micro-batch {seen.share} does the same; auto takes as many as fit"
-        return warning("step", f"{said}, which is more than exist: all run at once", remedy)
+        return warning("step", f"{said}, which is more than a batch has: all run at once", remedy)
     if isinstance(wanted, int) and seen.share % wanted:
         rest = seen.share % wanted
-        said = f"{said} does not divide them: the last micro-batch has only {rest}, but takes nearly as long"
+        said = f"{said} does not divide the batch: the last micro-batch has only {rest}, but takes nearly as long"
         return warning("step", said, f"give a divisor of {seen.share}")
     if seen.at_once < seen.share and not isinstance(wanted, int):
         return fine("step", f"{said}; here {seen.at_once} at once")

@@ -72,8 +72,8 @@ class DiLoCoCallback(RunWorker, Callback):
             own_order = isinstance(sampler, RandomSampler) and sampler.generator is None
         if not own_order:
             log.warning(
-                "the training data are not shuffled by shuffle=True without a generator (%s): give each worker "
-                "different data, or all of them train on the same",
+                "Outerstep cannot set the order of the training data (%s; it needs shuffle=True without a generator): "
+                "give each worker different data, or all of them train on the same",
                 type(sampler).__name__,
             )
 

@@ -49,7 +49,7 @@ def test_the_run_goes_on_from_the_round_that_the_database_knows(tmp_path: Path) 
     restore(lives.data_dir, tmp_path / "backup.db")
     with lives.life() as running:
         (event,) = events(running, "r", "restored-from-backup")
-        assert "it knows 2 rounds, there are files of round 4" in event["message"]
+        assert "it has 2 rounds, but there are files of round 4" in event["message"]
         live = running.live("r")
         aside = {name.rpartition("/")[0] for name, _ in live.blobs.list(live.names.set_aside)}
         rounds = {"checkpoints/4", "contributions/4", "deltas/3", "deltas/4"}

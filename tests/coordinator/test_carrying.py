@@ -51,7 +51,7 @@ def test_more_units_than_it_was_assigned_cannot_be_carried(shared: InThread, run
     c, late = late_member(shared, run, clock, 1)
     (start, stop), *_ = late
     detail = problem(claim(c, 1, [[start, stop + 1000]]), "units-not-held")["detail"]
-    assert "carries 1005 work units; since it contributed last it was assigned 5" in detail
+    assert "carries 1005 work units, but was assigned only 5 since" in detail
     assert ask(c, 1, late).action is Action.TRAIN
 
 

@@ -84,7 +84,7 @@ def test_units_that_come_back_keep_their_epoch_open_until_somebody_has_trained_o
     [
         pytest.param("UPDATE unit_ranges SET start = 1 WHERE start = 0 AND run_id = {}", "units [0, 1) were never trained on", id="gap"),
         pytest.param("UPDATE unit_ranges SET stop = stop + 1 WHERE start = 0 AND run_id = {}", "were trained on twice", id="overlap"),
-        pytest.param("UPDATE runs SET tokens = tokens + 32 WHERE id = {}", "contributions had 16", id="ledger"),
+        pytest.param("UPDATE runs SET tokens = tokens + 32 WHERE id = {}", "contributions contained 16", id="ledger"),
     ],
 )  # fmt: skip
 def test_a_broken_epoch_is_told(shared: InThread, run: str, small_data: None, statement: str, said: str) -> None:

@@ -32,7 +32,7 @@ def test_workers_with_equal_work_are_told_of_once(shared: InThread, run: str) ->
         {"round": 1, "fragment": 0, "workers": ["a", "b"]},
         {"round": 1, "fragment": 0, "workers": ["c", "d"]},
     ]
-    assert told[0]["message"].startswith("round 1: a, b have sent the same (loss 1.5, norm ")
+    assert told[0]["message"].startswith("round 1: a, b have sent the same contribution (loss 1.5, norm ")
 
 
 def test_more_of_them_are_told_of_again(shared: InThread, run: str) -> None:
@@ -65,7 +65,7 @@ def test_a_loss_that_nobody_told_is_unknown(shared: InThread, run: str) -> None:
             member.step(round_)
     assert [info(shared, run, f"/rounds/{round_}")["loss"] for round_ in (0, 1)] == [None, 1.5]
     (told,) = events(shared, run, "equal")
-    assert told["message"].startswith("round 0: a, b have sent the same (norm ")
+    assert told["message"].startswith("round 0: a, b have sent the same contribution (norm ")
 
 
 def test_another_dropout_seed_or_precision_hides_no_equal_work(shared: InThread, run: str) -> None:

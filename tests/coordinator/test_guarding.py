@@ -115,7 +115,7 @@ def test_a_risen_loss_pauses_the_run_and_the_operator_may_go_on(shared: InThread
     assert evaluate(members, 6, 3.7) == "a"
     (event,) = events(shared, run, "spoilt")
     assert "risen to 3.7000 nats per token at state 6; the lowest was 3.0000" in event["message"]
-    assert "state 4 was the last one near it. The run is paused" in event["message"]
+    assert "state 4 is the last one near that. The run is paused" in event["message"]
     assert info(shared, run)["state"] == "paused"
     play_round(members, 6)  # the open one closes
     shared.await_state(run, 7)
@@ -187,7 +187,7 @@ def test_the_run_goes_back_without_who_stands_out_and_goes_on(shared: InThread, 
     (spoilt,) = events(shared, run, "spoilt")
     assert "back to state 3; banned: m" in spoilt["message"]
     (event,) = events(shared, run, "rolled-back")
-    assert "the guard rolled the run back from state 5 to state 3; m may not take part" in event["message"]
+    assert "the guard rolled the run back from state 5 to state 3; banned: m" in event["message"]
     assert info(shared, run)["state"] == "running"
     assert info(shared, run, "/workers/m")["state"] == "banned"
 
@@ -208,7 +208,7 @@ def test_where_nobody_stands_out_the_run_goes_back_and_waits_and_a_second_time_i
     play(shared, members, run, [4.0, 4.0], first=2)
     assert info(shared, run)["state"] == "paused"
     second = events(shared, run, "spoilt")[-1]
-    assert "went back to state 1 before, and that did not help" in second["message"]
+    assert "rolled back to state 1, which did not help" in second["message"]
     assert second["data"]["to"] is None
 
 

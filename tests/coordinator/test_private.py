@@ -135,7 +135,7 @@ def test_a_worker_cannot_take_the_units_of_another_as_work_that_it_carries(
 ) -> None:
     b = left_behind(shared, run)
     refused = b.http.put(b.path("/assignment"), json={"state_round": 1, "carried": [[0, 5]]})
-    assert "since it contributed last it was assigned 0" in problem(refused, "units-not-held")["detail"]
+    assert "but was assigned only 0 since" in problem(refused, "units-not-held")["detail"]
 
 
 def test_private_sets_are_of_one_tokenizer(shared: InThread, run: str) -> None:

@@ -30,7 +30,9 @@ def test_before_state_0_is_there(shared: InThread, run: str) -> None:
     a = enlist(shared, run, "a")
     assert info(shared, run)["reason"] == heartbeat(a)[1] == "waiting for state 0"
     assert a.assignment(None).action == "seed"
-    assert info(shared, run)["reason"] == heartbeat(a)[1] == why_not(shared, run, 0) == "a uploads state 0"
+    assert (
+        info(shared, run)["reason"] == heartbeat(a)[1] == why_not(shared, run, 0) == "waiting for a to upload state 0"
+    )
 
 
 def test_while_a_round_waits_for_workers_and_while_it_is_open(shared: InThread, run: str) -> None:
@@ -56,7 +58,7 @@ def test_while_the_last_round_for_now_is_open_and_after_it(
         member.assignment(0)
     a.take_part(0)
     steer(shared, run, state)
-    said = f"round 0 is open, and the run is {state}: no other opens"
+    said = f"round 0 is open; the run is {state}, so no other round opens"
     assert heartbeat(a) == (directive, said)
     assert why_not(shared, run, 1) == said
     assert info(shared, run)["reason"].startswith("round 0: waiting for 1 of 2 workers (b); ")

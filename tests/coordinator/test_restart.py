@@ -159,7 +159,7 @@ def test_the_outer_state_is_derived_again_from_checkpoint_and_deltas(
     damage(lives.states.path(1, 2))
     with lives.life() as running:
         assert [event["message"] for event in events(running, "r", "rederived")] == [
-            "fragment 1 of the outer state is derived again from checkpoint 0"
+            "fragment 1 of the outer state is rebuilt from checkpoint 0"
         ]
         assert running.live("r").outer.states == [(2, member.base(0)), (2, member.base(1))]
         for round_ in (2, 3):

@@ -132,7 +132,7 @@ def test_a_worker_may_be_left_out_until_it_is_readmitted(shared: InThread, run: 
     assert roll_back(shared, run, 1, without=["b"]).is_success
     assert info(shared, run, "/workers/b")["state"] == "banned"
     (event,) = events(shared, run, "rolled-back")
-    assert "b may not take part" in event["message"]
+    assert "banned: b" in event["message"]
     again = Member(shared.client(), run, "b")
     problem(again.ask_to_join(shared.admin_token), "banned")
     with shared.client() as admin:

@@ -19,7 +19,7 @@ def test_one_worker_seeds_and_the_others_wait_for_it(shared: InThread, run: str)
     a, b = enlist(shared, run, "a"), enlist(shared, run, "b")
     assert info(shared, run)["state"] == "seeding"
     assert b.assignment(None).action == "seed"
-    assert (a.assignment(None).action, a.assignment(None).reason) == ("wait", "b uploads state 0")
+    assert (a.assignment(None).action, a.assignment(None).reason) == ("wait", "waiting for b to upload state 0")
     b.seed()
     assert info(shared, run)["state"] == "running"
     assert a.assignment(None).action == "recover"

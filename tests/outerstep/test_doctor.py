@@ -586,8 +586,8 @@ def test_a_batch_that_the_processes_cannot_share(running: InThread, run: str, tm
 @pytest.mark.parametrize(
     ("size", "told"),
     [
-        (64, "micro-batch of 4 of 4 sequences: --micro-batch 64, which is more than exist"),
-        (3, "--micro-batch 3 does not divide them: the last micro-batch has only 1"),
+        (64, "micro-batch of 4 of 4 sequences: --micro-batch 64, which is more than a batch has"),
+        (3, "--micro-batch 3 does not divide the batch: the last micro-batch has only 1"),
     ],
 )
 def test_a_micro_batch_that_does_not_fit_the_batch(

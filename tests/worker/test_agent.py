@@ -203,7 +203,7 @@ def test_the_log_goes_to_a_file_too(coordinator: InThread, tmp_path: Path, caplo
     file = tmp_path / "worker.log"
     for _ in range(2):
         assert run_worker(settings(coordinator, tmp_path, run="other", log_file=file)) == Exit.REFUSED
-    assert file.read_text().count("ERROR the coordinator refuses: not-found: there is no run other") == 2
+    assert file.read_text().count("ERROR the coordinator rejected the request: not-found: there is no run other") == 2
     assert run_worker(settings(coordinator, tmp_path, log_file=tmp_path)) == Exit.USAGE
     assert caplog.records[-1].getMessage() == f"--log-file: {tmp_path}: is a directory"
 

@@ -175,7 +175,7 @@ def test_a_signal_to_one_process_is_for_all(start: Start, tmp_path: Path, victim
         assert worker.wait() == [0, 0], worker.told()
         found = [worker.result(rank) for rank in range(2)]
         assert [(len(each["losses"]), each["stopped"]) for each in found] == [(toy.STEPS + 2, True)] * 2
-        assert "handed in the work on 2 units before leaving" in worker.told()
+        assert "contributed the work on 2 units before leaving" in worker.told()
         worker = start(running, "fsdp", 2)
         assert worker.wait() == [0, 0], worker.told()
         finished(running)

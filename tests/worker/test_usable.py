@@ -110,7 +110,7 @@ def test_what_does_not_train_the_model_is_refused_before_the_run_is_joined(
 def test_parameters_that_no_optimizer_has_are_told(caplog: pytest.LogCaptureFixture) -> None:
     model = toy.make_model()
     usable_optimizers(model, sgd(model.get_submodule("0")))
-    assert "1 trainable parameters are in none of the optimizers that DiLoCo was given, such as 2.weight" in caplog.text
+    assert "1 trainable parameters, such as 2.weight, are in none of the optimizers" in caplog.text
 
 
 def test_frozen_parameters_in_an_optimizer_are_no_fault(caplog: pytest.LogCaptureFixture) -> None:

@@ -35,5 +35,5 @@ def test_a_worker_that_climbs_is_left_out_and_told_and_stays_in_step(
         assert info.tokens == sum(run.told(name).tokens for name in "abc")
     told = [record.getMessage() for record in caplog.records]
     assert [each.split(";")[0] for each in told if "left out" in each] == [
-        f"round {round_}: our contribution was left out of the mean" for round_ in range(3)
+        f"round {round_}: this worker's contribution was left out of the mean" for round_ in range(3)
     ]

@@ -112,8 +112,8 @@ class Progress:
             self._warned_same_rows = True
             log.warning(
                 "all %d processes of this worker have the same loss, as if each trained on all rows of a unit: "
-                "give each its own part of them, such as rows[rank::size], or use unit_sampler() or batches(), "
-                "which divide them; if the loss was averaged over the processes, report it in one of them only",
+                "give each process its own rows, such as rows[rank::size], or use unit_sampler() or batches(), which "
+                "divide them. If the loss was averaged over the processes, report it in only one of them",
                 len(reported),
             )
         return sum(reported) / len(reported) if reported else None

@@ -62,7 +62,7 @@ class Outage:
                 return
             self._logged, since = now, self._since
         if first:
-            log.warning("%s; retrying in %.1f s, and for as long as it takes", describe(error), wait_s)
+            log.warning("%s; retrying in %.1f s, then until it succeeds", describe(error), wait_s)
         else:
             log.warning("%s; still retrying after %.0f s", describe(error), now - since)
 

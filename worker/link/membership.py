@@ -216,7 +216,7 @@ class Heartbeat:
         reply = self._membership.act(lambda token: self._client.renew_lease(token, worker, metrics))
         self._interval_s = reply.lease_s / 3
         if reply.directive is not self._directive and reply.directive is not Directive.CONTINUE:
-            log.info("the coordinator says %s: %s", reply.directive, reply.reason)
+            log.info("the coordinator sent the directive %s: %s", reply.directive, reply.reason)
         self._directive = reply.directive
         if reply.directive is Directive.STOP:
             self.run_ended.set()

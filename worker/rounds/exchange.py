@@ -96,7 +96,7 @@ class Exchange:
                 raise
             # An earlier upload of ours stands. The same work may have other bytes: GPUs are not deterministic.
             if not _same_units(problem.members.get("units"), contribution.units):
-                log.warning("%s, of other work units; that one stands", problem.detail)
+                log.warning("%s; it contains other work units, and is kept", problem.detail)
                 return Superseded()
         return None
 
@@ -148,7 +148,7 @@ class Exchange:
             self._verdict_logged = contribution.round
             what = "was left out of the mean" if factor == 0 else f"counts {factor:.3g} times in the mean"
             log.warning(
-                "round %d: our contribution %s; the run's events and `verdicts` in GET %s show why",
+                "round %d: this worker's contribution %s; the run's events and `verdicts` in GET %s show why",
                 *(contribution.round, what, f"/v1/runs/{self.client.run}/rounds/{contribution.round}"),
             )
 
@@ -183,11 +183,11 @@ class Exchange:
                 accepted.append(count(contribution.units))
                 continue
             log.warning(
-                "round %d, fragment %d was not handed in: %s", contribution.round, contribution.fragment, reason
+                "round %d, fragment %d was not contributed: %s", contribution.round, contribution.fragment, reason
             )
         if accepted:
             units = max(accepted)
-            log.info("round %d: handed in the work on %d units before leaving", contributions[0].round, units)
+            log.info("round %d: contributed the work on %d units before leaving", contributions[0].round, units)
 
     def _encode(self, contribution: Contribution) -> tuple[list[Buffer], float]:
         """Return the frames to upload, and the norm of their values."""

@@ -300,7 +300,7 @@ class Round:
         )
         if carry.late:
             log.warning(
-                "round %d closed without some of this worker's work, which goes into the next round",
+                "round %d closed without some of this worker's work, which is carried into the next round",
                 self.assignment.round,
             )
         return carry, self._in_flight.arrival

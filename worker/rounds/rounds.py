@@ -409,8 +409,8 @@ class Rounds:
         changed = [each for each in self._ranks.all(self._training.writes.changed()) if each is not None]
         if changed:
             log.warning(
-                "round %d: this round's inner steps are not handed in: the model's parameters, %s for one, differ "
-                "from what the last step left (EMA weights that were swapped in, for example)",
+                "round %d: the inner steps of this round are not contributed: parameters of the model, such as %s, "
+                "were changed after the last step (for example by swapping in EMA weights)",
                 self._round.assignment.round,
                 changed[0],
             )

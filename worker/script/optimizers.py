@@ -81,9 +81,9 @@ def _check_that_they_train(model: nn.Module, optimizers: Sequence[Optimizer]) ->
     left = [name for name, parameter in trainable_parameters(model).items() if id(parameter) not in stepped]
     if left:
         log.warning(
-            "%d trainable parameters are in none of the optimizers that DiLoCo was given, such as %s: if another "
-            "optimizer steps them, give DiLoCo both, in the order in which they step; if none does, "
-            "requires_grad_(False) keeps them from being sent",
+            "%d trainable parameters, such as %s, are in none of the optimizers that DiLoCo was given. If another "
+            "optimizer steps them, give DiLoCo both, in the order in which they step. If none does, call "
+            "requires_grad_(False), so that they are not sent",
             len(left),
             left[0],
         )
@@ -119,8 +119,8 @@ class RunSchedules:
         if scheduled:
             self._unknown_to = []
             log.warning(
-                "the learning rate of %s has a scheduler that DiLoCo was not given: in a worker that joins late "
-                "or is restarted, it starts again, at another rate than on other workers. Give connect(…, "
+                "the learning rate of %s has a scheduler that DiLoCo was not given. If a worker joins late or is "
+                "restarted, the scheduler starts again, and the rate differs from other workers'. Give connect(…, "
                 "scheduler=scheduler), or scheduler=[] if it follows diloco.global_step itself",
                 scheduled[0],
             )

@@ -75,8 +75,8 @@ def keep_changed_settings(optimizer: Optimizer, before: list[dict[str, Any]], no
             told[f"{key} = {value}, before: {was[key]}"] = None
     if told:
         log.warning(
-            "%s was changed in this script since the snapshot was written: %s; the script's values are used from "
-            "now on, and the optimizer's moments are those of the snapshot",
+            "the script's settings of %s have changed since the snapshot was written: %s. The script's values are "
+            "used, with the optimizer's moments from the snapshot",
             type(optimizer).__name__,
             "; ".join(told),
         )
