@@ -83,18 +83,22 @@ class Settings(BaseSettings):
     max_head_lines: int = Field(100, ge=10, description="number of headers of a request")
     head_s: float = Field(20.0, gt=0, description="seconds that a request's line and headers may take to arrive")
     upload_idle_s: float = Field(
-        60.0, gt=0, description="a body that sends nothing for this long, or a response that is not read, is dropped"
+        60.0,
+        gt=0,
+        description="a request is aborted if its body sends nothing, or its response is not read, for this long",
     )
     min_body_bytes_per_s: float = Field(
-        512.0, ge=0, description="a body that sends fewer bytes per second, over upload_idle_s, is dropped"
+        512.0,
+        ge=0,
+        description="a request is aborted if its body sends fewer bytes per second, averaged over upload_idle_s",
     )
 
     # Limits for the holder of one token. All tokens exchanged for one join token count as one.
     requests_per_s: float = Field(
         200.0,
         gt=0,
-        description="requests per second of one token, over five seconds; a listing counts as one per ten requested "
-        "items, a message as one per 16 KiB; an admin's requests are not counted",
+        description="requests per second of one token, averaged over five seconds. A listing counts as one per ten "
+        "requested items, a message as one per 16 KiB. An admin's requests are not counted",
     )
     streams_per_token: int = Field(16, ge=1, description="event streams of one token at once")
     polls_per_token: int = Field(
@@ -108,7 +112,7 @@ class Settings(BaseSettings):
     parts_bytes_per_member: int = Field(
         4 << 30,
         ge=1,
-        description="bytes of one member's incomplete payloads; a single one is always accepted",
+        description="bytes of one member's incomplete payloads; a single payload is accepted even if it is larger",
     )
 
     @field_validator("admin_token")

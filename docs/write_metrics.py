@@ -21,19 +21,19 @@ coordinator answers `GET /metrics` in Prometheus' text format:
 curl --header "Authorization: Bearer $(cat viewer.token)" https://coordinator.example.org/metrics
 ```
 
-Any valid token will do; a viewer's is enough (`outerstep token create --scope viewer`). A token for all runs gets all
-runs and the server's metrics, a token for one run gets that run only. A scrape counts as one request of the token, and
-one more for each run in it. [deployment.md](deployment.md#prometheus-and-grafana) has the scrape configuration, alerts
-and a dashboard.
+Any valid token will do; a viewer's is enough (`outerstep token create --scope viewer`). With a token for all runs you
+get all runs and the server's metrics, with a token for one run only that run. A scrape counts as one request, plus one
+for each run in it. [deployment.md](deployment.md#prometheus-and-grafana) has the scrape configuration, alerts and a
+dashboard.
 
 - **Values are read at the scrape**, from memory and with about ten small queries per run, on the threads that answer
-  listings. A scrape holds a run's lock no longer than a listing of runs does.
+  listings. A scrape delays a run no more than a listing of runs does.
 - **Unknown values have no series**, such as the age of a round that is not open. Ages are by the coordinator's clock.
-- **The number of series is bounded.** {MAX_RUNS} runs have series: active ones first, then the newest. Of each run,
-  {MAX_WORKERS} live workers have series, in the order of their names. Two metrics count those left out. Routes are
-  those of [rest.md](rest.md), whatever addresses are requested.
-- **Counters** start at 0 when the coordinator starts. Those of divergences, bytes, seconds of stages and joins
-  continue, because they are in the database.
+- **The number of series is bounded.** {MAX_RUNS} runs have series: active ones first, then the newest. In each run, the
+  first {MAX_WORKERS} live workers by name have series. Two metrics count those left out. The label `route` is a route
+  of [rest.md](rest.md) or `none`, so requests for unknown addresses add no series.
+- **Counters** start at 0 when the coordinator starts. But the counters of divergences, bytes, stage seconds and joins
+  are stored in the database and continue.
 """
 
 LIBRARY = """

@@ -191,8 +191,9 @@ def recommend(found: list[Setting], wanted: float) -> tuple[Setting, str]:
     equal = [each for each in enough if _loss(each) < least + NOISE]
     best = min(equal, key=lambda each: each.cost.upload_bytes + each.cost.download_bytes)
     return best, (
-        f"{name(best)} loses about {_loss(best):.3f} nats per byte compared with synchronous training; of the "
-        f"settings with at least {wanted:.0%} of the time in inner steps, none loses less, and it moves the least."
+        f"{name(best)} loses about {_loss(best):.3f} nats per byte compared with synchronous training. No "
+        f"setting with at least {wanted:.0%} of the time in inner steps loses less; of several equal ones, this one "
+        "sends the fewest bytes."
     )
 
 

@@ -43,11 +43,11 @@ OF_RUNS = (
     _of_runs("state", "1", "1 for the run's state, 0 for the others", "state"),
     _of_runs("paused_by_guard", "1", "1 while the guard has paused the run because its model looks spoilt"),
     _of_runs(
-        "held_up", "1", "1 for the cause that holds the run up, 0 for the others (`held_up_by`, docs/rest.md)", "cause"
+        "held_up", "1", "1 for the cause that holds up the run, 0 for the others (`held_up_by`, docs/rest.md)", "cause"
     ),
     _of_runs("round", "rounds", "the open or next round, counted from 0"),
     _of_runs("rounds_expected", "rounds", "the run's total number of rounds, if known"),
-    _of_runs("step", "inner steps", "inner steps of the schedule completed before that round"),
+    _of_runs("step", "inner steps", "inner steps of the schedule completed before the open or next round"),
     _of_runs("tokens", "tokens", "tokens that the model was trained on; a gauge, because a rollback lowers it"),
     _of_runs("live_workers", "workers", "workers that hold a lease"),
     _of_runs("quarantined_workers", "workers", "live workers in quarantine"),
@@ -79,7 +79,7 @@ OF_RUNS = (
     _of_workers("last_seen_seconds", "s", "time since the worker's last heartbeat, or since it joined"),
     _of_workers("rounds_behind", "rounds", "how far the worker's round is behind the run's"),
     _of_workers("tokens_per_second", "tokens/s", "training speed, as measured by the worker"),
-    _of_workers("inner_step", "inner steps", "the inner step of its round that the worker is at"),
+    _of_workers("inner_step", "inner steps", "the worker's current inner step within its round"),
     _of_workers("joins_total", "times", "how often the worker has joined the run; more than once if it lost its lease"),
 )
 
@@ -105,7 +105,8 @@ OF_THE_SERVER = (
     _of_the_server(
         "connections_refused_total",
         "connections",
-        "closed before a request was complete, by problem: `not-ready` (too many), `head-too-large`, `request-timeout`",
+        "connections closed before a request was complete, by problem: `not-ready` (too many), `head-too-large`, "
+        "`request-timeout`",
         "problem",
     ),
     _of_the_server("event_streams_open", "streams", "open streams of server-sent events"),

@@ -80,7 +80,7 @@ class ModelSpec(Section):
         None, description="a model that ships with Outerstep"
     )
     vocab_size: Annotated[int, Field(gt=0, le=1 << 24)] | None = Field(
-        None, description="with a preset: its vocabulary size, such as the tokenizer's; none: the preset's"
+        None, description="with a preset: the vocabulary size, for example your tokenizer's; default: the preset's own"
     )
     config: dict[str, Any] | None = Field(
         None, description="a transformers configuration for AutoModelForCausalLM.from_config; needs its model_type"
@@ -96,13 +96,13 @@ class ModelSpec(Section):
         ),
     )
     revision: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="with a repository of the hub: its branch, tag or commit; none: the default branch"
+        None, description="with a repository of the hub: its branch, tag or commit; default: the default branch"
     )
     run: Name | None = Field(
         None, description="another run on this coordinator, of the same shape: its parameters are state 0"
     )
     round: Annotated[int, Field(ge=0, lt=1 << 40)] | None = Field(
-        None, description="with `run`: the checkpoint of that round; none: the latest"
+        None, description="with `run`: the checkpoint of that round; default: the latest"
     )
     lora: LoraSpec | None = Field(None, description="train adapters instead of the model")
 

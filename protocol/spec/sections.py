@@ -46,10 +46,10 @@ class DataSpec(Section):
         "python-stdlib",
         min_length=1,
         description=(
-            "on the worker, a directory or glob of text files, of .jsonl, .parquet or .bin files (token ids of nanoGPT "
-            "or llm.c), of .txt or .jsonl with .gz or .zst, or a token set by `outerstep data prepare`; the address of "
-            'such a token set (https://, hf://, s3://, gs:// or az://); "hub:NAME[:CONFIG[:SPLIT]]"; "python-stdlib"; '
-            'or "custom" for a script\'s own data'
+            "a directory or glob on the worker; the address of a token set by `outerstep data prepare` (https://, "
+            'hf://, s3://, gs:// or az://); "hub:NAME[:CONFIG[:SPLIT]]"; "python-stdlib"; or "custom" for a script\'s '
+            "own data. A directory or glob may contain text files, .jsonl (both also with .gz or .zst), .parquet, .bin "
+            "(token ids of nanoGPT or llm.c), or a token set"
         ),
     )
     tokenizer: Annotated[str, Field(min_length=1)] | None = Field(
@@ -66,8 +66,9 @@ class DataSpec(Section):
     holdout: Fraction = Field(
         0.05,
         description=(
-            "share of the data kept out of training: text files by hash of their name, other documents by hash of "
-            "their text; of .bin files those called val, or else the end; a token set has its own"
+            "share of the data kept out of training. Text files are chosen by hash of their name, other documents by "
+            "hash of their text. Of .bin files, those called val are held out, or else the end. A token set has its "
+            "own held-out data"
         ),
     )
     private: bool = Field(
@@ -106,7 +107,8 @@ class InnerSpec(Section):
     muon_learning_rate: Rate | None = Field(
         None,
         description=(
-            "Muon's own peak learning rate; none: learning_rate, since Muon's steps are scaled to the size of AdamW's"
+            "Muon's own peak learning rate. Default: learning_rate, since Muon's steps are scaled to the size of "
+            "AdamW's"
         ),
     )
     beta1: Fraction = Field(0.9, description="AdamW's beta 1")
@@ -132,8 +134,8 @@ class InnerSpec(Section):
         ge=0,
         le=1_000_000_000,
         description=(
-            "W, inner steps of linear warmup: step s, counted from 0, has (s + 1) / W of the peak, so the first step "
-            "trains too; transformers' schedules have s / W, the same rates one step later"
+            "W, inner steps of linear warmup. Step s, counted from 0, has (s + 1) / W of the peak, so the first step "
+            "trains too. The schedules of transformers have s / W: the same rates, one step later"
         ),
     )
     joiner_warmup_steps: int = Field(
@@ -179,7 +181,7 @@ class SyncSpec(Section):
     """When and how the workers synchronise."""
 
     rounds: Rounds = Field(
-        ..., description="outer steps until the run is finished; more if all workers handed rounds in early"
+        ..., description="outer steps until the run is finished; more if some rounds ended early for all workers"
     )
     inner_steps: InnerSteps | Literal["auto"] = Field(
         500, description='H, inner steps per round; "auto" gives each worker as many as it completes in round_s'
@@ -203,9 +205,9 @@ class SyncSpec(Section):
     aggregation: Literal["screened", "clipped", "mean", "trimmed", "median"] = Field(
         "screened",
         description=(
-            'how contributions are averaged into a delta: "mean", weighted by tokens; "clipped", the same with norms '
-            'limited to those of the others; "screened", the same without contributions that point against the '
-            'others; "trimmed" and "median", value by value'
+            'how contributions are averaged into a delta. "mean": weighted by tokens. "clipped": like mean, but norms '
+            'are limited to those of the others. "screened": like clipped, but contributions that oppose the others '
+            'are left out. "trimmed" and "median": per value'
         ),
     )
     fragment_elements: Annotated[int, Field(ge=256, le=1 << 28)] = Field(
@@ -227,10 +229,10 @@ class SyncSpec(Section):
     alpha: Literal["carry"] | Annotated[float, Field(ge=0, le=1)] = Field(
         "carry",
         description=(
-            'what a worker continues from: "carry", the new global parameters plus what it has trained since it sent '
-            "its own; a number is the weight of its local parameters when they are mixed with the global ones "
-            "(Streaming DiLoCo's alpha; 0 drops what it has trained since, 1 keeps all of its own), with or without "
-            "an overlap"
+            'what a worker continues from. "carry": the new global parameters, plus what it has trained since it sent '
+            "its contribution. A number: a mix of its local and the global parameters, with this weight of the local "
+            "ones (Streaming DiLoCo's alpha). 0 drops what it has trained since, 1 ignores the global parameters. "
+            "Either works with or without an overlap"
         ),
     )
 
@@ -342,8 +344,8 @@ class GuardSpec(Section):
     action: Literal["tell", "pause", "rollback"] = Field(
         "pause",
         description="tell: only record an event (but values out of bounds always pause the run). pause: the run waits"
-        " for its operator. rollback: the run returns to the newest checkpoint before the damage, excludes contributors"
-        " since then that stand out, and continues; if none stands out, or it happens again, it waits",
+        " for its operator. rollback: the run returns to the newest checkpoint before the damage, bans workers whose"
+        " contributions since then stand out, and continues. If none stands out, or it happens again, the run pauses",
     )
     loss_rise: float = Field(
         0.5, gt=0, le=1e6, description="nats per token above the lowest held-out loss so far that count as damage"
@@ -368,8 +370,8 @@ class PinSpec(Section):
     data: _Digest | None = Field(None, description="of the training set")
     state: _Digest | None = Field(
         None,
-        description="of state 0. Equal seeds make equal models with the same versions of torch and transformers, on"
-        " most machines; pin it if yours do",
+        description="of state 0. With the same versions of torch and transformers, equal seeds give equal models on"
+        " most machines; pin the state if your machines do",
     )
 
 

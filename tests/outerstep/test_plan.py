@@ -140,7 +140,6 @@ def test_the_recommendation_loses_the_least_of_those_that_reach_the_share():
             assert each.loss > best.loss - plan.NOISE
     assert plan.name(best) in reason
     assert "50%" in reason
-    assert reason.count(".") - reason.count("0.") == 1, "one sentence"
 
 
 def test_on_a_fast_line_fewer_bytes_decide_between_what_loses_as_little():
