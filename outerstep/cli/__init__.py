@@ -117,14 +117,15 @@ def _doctor() -> typer.Typer:
 
 
 def _run() -> typer.Typer:
-    from outerstep.cli import models, privacy, run, steer, watch, workers
+    from outerstep.cli import privacy
+    from outerstep.cli.run import models, runs, steer, watch, workers
 
     commands: dict[str, Callable[..., None]] = {
-        "create": run.create,
-        "ls": run.list_runs,
-        "show": run.show,
-        "units": run.units,
-        "checkpoints": run.checkpoints,
+        "create": runs.create,
+        "ls": runs.list_runs,
+        "show": runs.show,
+        "units": runs.units,
+        "checkpoints": runs.checkpoints,
         "pause": steer.pause,
         "resume": steer.resume,
         "drain": steer.drain,

@@ -11,7 +11,7 @@ import typer
 from outerstep.cli.errors import UsageError, import_extra
 from outerstep.cli.options import Connection, with_connection
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say_lines
-from outerstep.cli.run import RunArgument, read_spec
+from outerstep.cli.run.runs import RunArgument, read_spec
 from outerstep.display import table
 from protocol.messages import WorkerInfo
 from protocol.spec.run import RunSpec

@@ -24,7 +24,7 @@ from outerstep.cli.options import (
     find_token,
     owner_at_terminal,
 )
-from outerstep.cli.run import read_spec
+from outerstep.cli.run.runs import read_spec
 from protocol import __version__
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from outerstep.advice import advice
+from outerstep.cli.run.advice import advice
 from protocol.spec.run import parse_spec
 from tests.outerstep.conftest import Served
 from tests.support.tokenizers import write_tokenizer

@@ -11,8 +11,8 @@ import pytest
 from dp_accounting.rdp import RdpAccountant
 from typer.testing import CliRunner
 
-from outerstep.advice import advice
 from outerstep.cli import app
+from outerstep.cli.run.advice import advice
 from outerstep.common.exit_codes import Exit
 from outerstep.privacy import epsilon, noise_multiplier
 from protocol.spec.run import parse_spec

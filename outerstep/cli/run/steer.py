@@ -7,7 +7,7 @@ import typer
 from outerstep.cli.errors import UsageError
 from outerstep.cli.options import Connection, with_connection
 from outerstep.cli.printing import Format, FormatOption, print_json, say
-from outerstep.cli.run import RunArgument, WorkerArgument
+from outerstep.cli.run.runs import RunArgument, WorkerArgument
 from outerstep.common.exit_codes import Exit
 from outerstep.common.quantities import bytes_text
 from protocol.messages import RollBack, RunChange, RunInfo, RunState, WorkerChange

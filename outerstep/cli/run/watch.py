@@ -23,7 +23,7 @@ from outerstep.cli.printing import (
     say,
     time_text,
 )
-from outerstep.cli.run import RunArgument
+from outerstep.cli.run.runs import RunArgument
 from outerstep.display import event_line
 from outerstep.follow import follow
 from outerstep.live_view import display_for

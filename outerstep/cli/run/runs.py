@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from outerstep.advice import advice
 from outerstep.cli.errors import UsageError
 from outerstep.cli.options import (
     Connection,
     with_connection,
 )
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
+from outerstep.cli.run.advice import advice
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, counted, held_out_text, natural
 from outerstep.display import round_table, table, worker_table
 from outerstep.follow import FIRST_ROUNDS

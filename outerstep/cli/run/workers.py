@@ -7,7 +7,7 @@ from typing import Any
 
 from outerstep.cli.options import Connection, with_connection
 from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
-from outerstep.cli.run import RunArgument, WorkerArgument, shares_text
+from outerstep.cli.run.runs import RunArgument, WorkerArgument, shares_text
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
 from outerstep.display import table, tables
 from outerstep.follow import FIRST_ROUNDS

@@ -15,7 +15,7 @@ from outerstep.cli.options import (
     with_connection,
 )
 from outerstep.cli.printing import Format, FormatOption, print_json, say
-from outerstep.cli.run import RunArgument, read_spec
+from outerstep.cli.run.runs import RunArgument, read_spec
 from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
 from outerstep.common.connections import error_text
 from outerstep.common.quantities import count_text, held_out_text

@@ -1,0 +1,1 @@
+"""`outerstep run`: the commands on one run."""
