@@ -282,6 +282,9 @@ class FakeLoop:
 
     call_soon = call_soon_threadsafe
 
+    def call_later(self, seconds: float, act: Callable[..., object], *args: Any) -> None:
+        self._scheduler.spawn(lambda: act(*args), "timer", delay_s=seconds)
+
 
 class FakeAsyncio:
     """The module `asyncio`: coroutines that never really wait, but hand over to the scheduler inside."""

@@ -11,6 +11,7 @@ import torch
 
 from harness.coordinator import InThread
 from protocol.messages import RunDetail, RunState, WorkerInfo
+from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.rank_script import STAGES, RankProcesses
 from tests.worker.toy import coordinator_thread
@@ -50,6 +51,8 @@ def worker_of(running: InThread, name: str = "a") -> WorkerInfo:
 
 def finished(running: InThread, *names: str) -> str:
     """The digest of the run's last state, which all workers have as well."""
+    # The coordinator may be the last to take the outer step.
+    wait_until(lambda: run_of(running).state_digest is not None)
     run = run_of(running)
     assert run.state is RunState.FINISHED
     for name in names or ("a",):
