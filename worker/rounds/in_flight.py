@@ -20,7 +20,7 @@ from worker.errors import Stopped
 from worker.rounds.exchange import UPLOADS, Abandoned, Exchange, Outcome
 from worker.state.work import Contribution, Missed, Residual, Superseded, count
 
-DOWNLOADS = 8  # threads: one may ask for a fragment's delta while another waits to step with it
+DOWNLOADS = 8  # deltas that are waited for at once; more wait for one of these
 
 log = logging.getLogger(__name__)
 
