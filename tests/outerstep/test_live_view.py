@@ -31,7 +31,8 @@ class Drawn:
         with self._display:
             for each in looks:
                 self._display.show(each)
-        self._screen.write(self._out.getvalue().replace("\n", "\r\n"))
+        for character in self._out.getvalue().replace("\n", "\r\n"):  # a read may end within an escape sequence
+            self._screen.write(character)
         return self._screen.lines
 
 

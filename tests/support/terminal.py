@@ -12,6 +12,7 @@ from tests.support import at_terminal
 
 WITHIN_S = 60.0  # by when something is given up that never comes
 _TOKEN = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])|\x1b\][^\x07]*\x07|[\s\S]")
+_BEGUN = re.compile(r"\x1b(\[\??[0-9;]*|\][^\x07]*)?\Z")  # an escape sequence whose end has not been read yet
 
 
 class Screen:
@@ -21,6 +22,7 @@ class Screen:
         self.width, self.height = width, height
         self._rows: list[list[str]] = [[]]
         self._row = self._column = 0
+        self._begun = ""
         self.cursor_shown = True
 
     @property
@@ -28,6 +30,12 @@ class Screen:
         return ["".join(row).rstrip() for row in self._rows]
 
     def write(self, text: str) -> None:
+        """Put `text` on the screen. It may end within an escape sequence: one read of a terminal returns what is there,
+        not what belongs together."""
+        text = self._begun + text
+        begun = _BEGUN.search(text)
+        self._begun = begun.group() if begun else ""
+        text = text.removesuffix(self._begun)
         for token in _TOKEN.finditer(text):
             private, numbers, letter = token.groups()
             if letter is None:
