@@ -4,13 +4,13 @@ A mutant is a list of replacements: (where it lies, its name there, what is ther
 to find it, so that the proof is quick; the test looks through the first 500 where it no longer does.
 """
 
-import builtins
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from sqlalchemy.orm import Session
@@ -55,21 +55,10 @@ class Mutant:
 @contextmanager
 def planted(mutant: Mutant) -> Iterator[None]:
     """The bug is in the code while the block runs."""
-    replacements = mutant.replacements()
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replacements]
-    for owner, name, value in replacements:
-        assert hasattr(owner, name) or hasattr(builtins, name), (
-            f"{owner} has no {name} that a bug could take the place of"
-        )
-        setattr(owner, name, value)
-    try:
+    with ExitStack() as patches:
+        for owner, name, value in mutant.replacements():
+            patches.enter_context(patch.object(owner, name, value))
         yield
-    finally:
-        for owner, name, value in before:
-            if value is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
