@@ -121,8 +121,8 @@ def _ended(
         return Exit.RETRY
     except Exception as error:
         if is_out_of_memory(error):
-            told = memory_error_of(error) or "no more is available"
-            log.error("not enough memory: %s; try --parameters bf16, or several GPUs (--gpus N)", told)
+            reason = memory_error_of(error) or "no more is available"
+            log.error("not enough memory: %s; try --parameters bf16, or several GPUs (--gpus N)", reason)
             return Exit.REFUSED
         log.exception("unexpected error; restarting this worker resumes its work")
         return Exit.RETRY

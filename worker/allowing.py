@@ -68,10 +68,10 @@ def permit(spec: RunSpec, allowed: Allowed, ask: Callable[[str], bool] | None = 
     """Return if everything the spec asks for is allowed, or if the owner allows it now: `ask` asks a yes-or-no
     question; None if nobody can be asked. Raises NotAllowed, and DataError for places that cannot exist."""
     while refused := not_allowed(spec, allowed):
-        told = f"the run {spec.name} asks for what the owner of this machine has not allowed: "
-        told += "; ".join(each.what for each in refused)
-        if ask is None or not ask(f"{told}. Allow it?"):
-            raise NotAllowed(f"{told}. If you trust the author of its spec, add: {as_options(refused)}")
+        refusal = f"the run {spec.name} asks for what the owner of this machine has not allowed: "
+        refusal += "; ".join(each.what for each in refused)
+        if ask is None or not ask(f"{refusal}. Allow it?"):
+            raise NotAllowed(f"{refusal}. If you trust the author of its spec, add: {as_options(refused)}")
         allowed = allowed.including(refused)
 
 
@@ -88,8 +88,8 @@ def permit_data(spec: RunSpec, roots: tuple[str, ...], *, own_source: bool) -> N
         each for each in not_allowed(spec, Allowed((), roots, own_source=own_source)) if each.option == DATA_ROOT
     ]
     if refused := [each for each in refused if each.what.startswith("data.")]:
-        told, needed = "; ".join(each.what for each in refused), [each.value for each in refused]
-        raise NotAllowed(f"{told}. If you trust the author of the spec, give training_set(data_root={needed})")
+        places, needed = "; ".join(each.what for each in refused), [each.value for each in refused]
+        raise NotAllowed(f"{places}. If you trust the author of the spec, give training_set(data_root={needed})")
 
 
 def options_for(spec: RunSpec) -> list[str]:

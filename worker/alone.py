@@ -107,8 +107,8 @@ class AloneSteps:
 
     def _end_round(self) -> None:
         loss = self._progress.end_inner_steps(self.inner_step, self.inner_step * self._box.spec.unit_tokens)
-        told = UNKNOWN if loss is None else f"{loss:.4f}"  # None if all steps were skipped
-        log.info("round %d: loss %s, %s", self.round, told, speed_text(self._progress.metrics()))
+        shown = UNKNOWN if loss is None else f"{loss:.4f}"  # None if all steps were skipped
+        log.info("round %d: loss %s, %s", self.round, shown, speed_text(self._progress.metrics()))
         if loss is not None and not math.isfinite(loss):
             raise ModelError(f"round {self.round}: the training has diverged: loss {loss}; lower the learning rate")
         self.round, self.inner_step, scaler = self.round + 1, 0, self._box.step.scaler

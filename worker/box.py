@@ -89,8 +89,8 @@ def set_up(
     log.info("opening the training set")
     data = open_training_set(spec.with_source(settings.data), check=check, stop=stop, shards=shard_cache(settings))
     if spec.data.holdout and not data.held_out_tokens:
-        told = "nothing is held out, or less than a sequence of %d tokens: this worker measures no held-out loss"
-        log.warning(told, spec.data.sequence_length)
+        warning = "nothing is held out, or less than a sequence of %d tokens: this worker measures no held-out loss"
+        log.warning(warning, spec.data.sequence_length)
     if settings.parameters == "bf16":
         cast_parameters(model, torch.bfloat16)
     use = _device_use(spec, settings, model, precision, device, ranks.size)

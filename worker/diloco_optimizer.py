@@ -222,9 +222,9 @@ def _compare(
     if not is_nesterov or any(has[name] != wanted for name, wanted in outer.items()):
         of_run = f"SGD(lr={outer['lr']}, momentum={outer['momentum']}, nesterov=True)"
         keys = [name for name in ("lr", "momentum", "nesterov", "weight_decay") if name in has]
-        told = ", ".join(f"{name}={has[name]}" for name in keys)
+        settings = ", ".join(f"{name}={has[name]}" for name in keys)
         raise ValueError(
-            f"outer_optimizer is {type(made).__name__}({told}), but the run {spec.name} takes its outer steps with "
+            f"outer_optimizer is {type(made).__name__}({settings}), but the run {spec.name} takes its outer steps with "
             f"{of_run}: see [outer] in its spec"
         )
 

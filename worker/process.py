@@ -116,8 +116,8 @@ def stop_on_signals(stop: threading.Event, out_of_time: Callable[[], object] | N
             return
         stop.set()
         # On a thread, because the main one may be in the middle of logging.
-        told = "asked to stop: handing in the work done and leaving; a second signal ends the process at once"
-        threading.Timer(0, log.info, [told]).start()
+        message = "asked to stop: handing in the work done and leaving; a second signal ends the process at once"
+        threading.Timer(0, log.info, [message]).start()
         if out_of_time is not None:
             last_resort.start()
         if _waits:

@@ -83,16 +83,16 @@ class Ranks:
         if self.size == 1:
             return act()
         error: Exception | None = None
-        told: list[Any] = [None]  # the result, and the error
+        outcome: list[Any] = [None]  # the result, and the error
         if rank == self.rank:
             try:
-                told = [(act(), None)]
+                outcome = [(act(), None)]
             except Exception as raised:  # noqa: BLE001, whatever it is: the others wait for it
-                error, told = raised, [(None, _portable(raised))]
+                error, outcome = raised, [(None, _portable(raised))]
         with _raising_rank_lost():
-            dist.broadcast_object_list(told, src=rank, group=self._group)
+            dist.broadcast_object_list(outcome, src=rank, group=self._group)
         result: T
-        result, theirs = told[0]
+        result, theirs = outcome[0]
         if theirs is not None:
             raise error or theirs
         return result
@@ -133,10 +133,10 @@ class Ranks:
         step."""
         if self.size == 1:
             return list(flags)
-        told = torch.tensor(flags, dtype=torch.uint8)
+        combined = torch.tensor(flags, dtype=torch.uint8)
         with _raising_rank_lost():
-            dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group)
-        return [bool(each) for each in told]
+            dist.all_reduce(combined, dist.ReduceOp.MAX, group=self._group)
+        return [bool(each) for each in combined]
 
     def send_receive(self, sent: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> None:
         """Send each vector to the rank that is its key, and fill each expected vector from its rank. Uses the default
@@ -186,5 +186,5 @@ def _raising_rank_lost() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        told = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise RankLost(f"{LOST} ({told})") from error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RankLost(f"{LOST} ({reason})") from error

@@ -104,7 +104,7 @@ class StepLog:
 
 def _line(facts: dict[str, Any]) -> bytes:
     """Return one line. Numbers that are not finite, which JSON lacks, become null."""
-    told = {
+    finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in facts.items()
     }
-    return json.dumps(told).encode() + b"\n"
+    return json.dumps(finite).encode() + b"\n"

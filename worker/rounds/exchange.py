@@ -218,10 +218,10 @@ class Exchange:
         )
 
 
-def _same_units(told: Any, units: UnitRanges) -> bool:
+def _same_units(reported: Any, units: UnitRanges) -> bool:
     """Return True if a problem's member `units` names the same units, in any order and ranges."""
     try:
-        return in_order(told) == in_order(units)
+        return in_order(reported) == in_order(units)
     except (TypeError, ValueError):  # missing, or no list of ranges
         return False
 

@@ -56,9 +56,7 @@ class InFlight:
         self.inner_steps = 0
         self._lock = threading.Lock()
         self._failed = threading.Event()
-        self._outcomes: dict[
-            int, tuple[int, Outcome]
-        ] = {}  # by fragment that was stepped: its number of units, and the outcome
+        self._outcomes: dict[int, tuple[int, Outcome]] = {}  # by fragment that was stepped; the int: its units
         self._ended = False
         self.arrival: Future[Any] | None = None
 

@@ -61,7 +61,7 @@ def keep_changed_settings(optimizer: Optimizer, before: list[dict[str, Any]], no
     """Keep the settings that the script has changed in an optimizer that has just loaded a state, and warn of them:
     those that differ between its last process, `before`, and this one, `now`. All others, such as a rate that has
     decayed since, stay as loaded."""
-    told: dict[str, None] = {}
+    differences: dict[str, None] = {}
     for group, was, values in zip(optimizer.param_groups, before, now, strict=False):
         if "initial_lr" not in values:  # from a scheduler that is not used any more
             group.pop("initial_lr", None)
@@ -72,13 +72,13 @@ def keep_changed_settings(optimizer: Optimizer, before: list[dict[str, Any]], no
                 group[key].fill_(value)
             else:
                 group[key] = value
-            told[f"{key} = {value}, before: {was[key]}"] = None
-    if told:
+            differences[f"{key} = {value}, before: {was[key]}"] = None
+    if differences:
         log.warning(
             "the script's settings of %s have changed since the snapshot was written: %s. The script's values are "
             "used, with the optimizer's moments from the snapshot",
             type(optimizer).__name__,
-            "; ".join(told),
+            "; ".join(differences),
         )
 
 

@@ -76,7 +76,7 @@ def tokenised(
 
 def tokenise(task: Task, encode: Encoder, end: int | None, dtype: npt.DTypeLike) -> TaskTokens:
     """Return the ids of a task. Each document is followed by the id `end`, unless that is None."""
-    parts = (_Part(end, dtype), _Part(end, dtype))
+    parts = (_IdCollector(end, dtype), _IdCollector(end, dtype))
     batch: list[Piece] = []
     size = 0
     for piece in task.pieces():
@@ -89,12 +89,12 @@ def tokenise(task: Task, encode: Encoder, end: int | None, dtype: npt.DTypeLike)
     return TaskTokens(task.size, task.rows, parts[False].text(), parts[True].text())
 
 
-def _encode(batch: Sequence[Piece], encode: Encoder, parts: "tuple[_Part, _Part]") -> None:
+def _encode(batch: Sequence[Piece], encode: Encoder, parts: "tuple[_IdCollector, _IdCollector]") -> None:
     for piece, ids in zip(batch, encode([piece.text for piece in batch]), strict=True):
         parts[piece.held_out].add(piece, ids)
 
 
-class _Part:
+class _IdCollector:
     """Collects the training or the held-out ids of a task."""
 
     def __init__(self, end: int | None, dtype: npt.DTypeLike) -> None:
