@@ -13,6 +13,10 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+SOURCES = (
+    *("protocol", "coordinator", "worker", "outerstep", "harness", "migrations"),
+    *("benchmarks", "docs", "tests", "examples"),
+)
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
@@ -81,6 +85,24 @@ def test_code_in_tables_and_anchors_are_as_on_a_git_host(site: Path) -> None:
     rest = (site / "rest.html").read_text(encoding="utf-8")
     assert "&quot;paused&quot; | &quot;draining&quot;" in rest or '"paused" | "draining"' in rest
     assert 'id="events-tokens-line-checks-metrics-health"' in rest
+
+
+_FILE = re.compile(r"`([\w./-]+\.(?:py|c))`")
+_NOT_OURS = {"protocol.py", "train.py"}  # a script's own
+
+
+def test_source_files_that_pages_name_exist() -> None:
+    """As paths, or as the end of one: pages name them beside the folder or module that they belong to."""
+    ours = [f"/{path.relative_to(ROOT)}" for top in SOURCES for path in (ROOT / top).rglob("*") if path.is_file()]
+    pages = [*ROOT.glob("*.md"), *(page for page in DOCS.glob("*.md") if page.name != "log.md")]
+    named = {(page.name, file) for page in pages for file in _FILE.findall(page.read_text(encoding="utf-8"))}
+    gone = [
+        (page, file)
+        for page, file in sorted(named)
+        if "NAME" not in file and file not in _NOT_OURS and not any(each.endswith(f"/{file}") for each in ours)
+    ]
+    assert not gone
+    assert len(named) > 100
 
 
 BROKEN = [
