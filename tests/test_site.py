@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 SOURCES = (
     *("protocol", "coordinator", "worker", "outerstep", "harness", "migrations"),
-    *("benchmarks", "docs", "tests", "examples"),
+    *("benchmarks", "docs", "tests", "examples", ".ci"),
 )
 
 
