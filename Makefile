@@ -2,8 +2,8 @@
 # make test    the tests of every part, on all CPUs, in minutes: while you work
 # make check   what must hold before a change is merged, and what `.ci/run` runs in a clean clone: format, lint, types,
 #              `make test`, whole systems (marked `system`: kills at every crash point, several processes) and 150 seeds of
-#              the simulation. `make --jobs=2 check` runs two of its parts side by side. The parts are `test`, `systems`,
-#              `simulated`, `types` and `lint`
+#              the simulation. `make --jobs=2 check` runs two of its parts side by side. The parts are `systems`, `kills`,
+#              `simulated`, `test`, `types` and `lint`
 # make nightly    `make check` and what takes longer (marked `nightly`): images, installations, the tutorial, the demo, planted
 #              bugs, 1000 more seeds, a soak, benchmarks in short, and `make test` with blobs in memory
 # make simulate    SEEDS=100000 simulated runs under faults, on all CPUs, with the invariants checked after every step
@@ -27,7 +27,7 @@ BIN := $(VENV)/bin
 # compiles what it imports.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo test check systems simulated nightly lint types simulate soak gpu screenshots docs dist clean
+.PHONY: demo test check systems kills simulated nightly lint types simulate soak gpu screenshots docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -36,16 +36,20 @@ demo: $(VENV)/installed
 # Tests wait about as long as they compute, so there is one process more than CPUs. Each runs whole files, whose tests share
 # a coordinator.
 PROCESSES := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
-PYTEST := $(BIN)/python -m pytest --numprocesses=$(PROCESSES) --dist=loadfile --durations=15
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder --durations=15
 
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not system and not nightly"
 
-check: systems simulated test types lint
+check: systems kills simulated test types lint
 
 # Whole systems start several processes each, and some measure memory or hold ports: one after the other.
+SYSTEMS := $(BIN)/python -m pytest -m "system and not nightly" --durations=15
 systems: $(VENV)/installed-dev
-	$(BIN)/python -m pytest -m "system and not nightly" --ignore=tests/simulation --durations=15
+	$(SYSTEMS) --ignore=tests/simulation --ignore-glob='tests/test_*crash_points.py'
+
+kills: $(VENV)/installed-dev
+	$(SYSTEMS) tests/test_*crash_points.py
 
 simulated: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m "system and not nightly" tests/simulation
