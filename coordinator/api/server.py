@@ -4,7 +4,8 @@ A line check sends random bytes up or down, so that a box can measure its connec
 """
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Annotated
 
@@ -67,7 +68,7 @@ async def line_check_down(
 ) -> StreamingResponse:
     """Send this many bytes; with 0, only check that the token allows joining. One check at a time per token."""
     headers = {"Content-Length": str(count), "Cache-Control": "private, no-store"}
-    return _CountedDownload(_noise(count), media_type=_MEDIA_TYPE, headers=headers)
+    return _CountedDownload(iter(()), media_type=_MEDIA_TYPE, headers=headers)
 
 
 @router.post(
@@ -91,16 +92,23 @@ class _CountedDownload(StreamingResponse):
     running."""
 
     async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
-        if not int(self.headers["content-length"]):
+        count = int(self.headers["content-length"])
+        if not count:
             await super().__call__(scope, receive, send)
             return
         service: Coordinator = scope["app"].state.coordinator
-        with service.quotas.line_check(lineage_of(scope["state"]["identity"])):
+        with ExitStack() as counted:
+            counted.enter_context(service.quotas.line_check(lineage_of(scope["state"]["identity"])))
+            self.body_iterator = random_bytes(count, counted.close)
             await super().__call__(scope, receive, send)
 
 
-async def _noise(count: int) -> AsyncIterator[bytes]:
+async def random_bytes(count: int, before_last: Callable[[], None]) -> AsyncIterator[bytes]:
+    """Yield `count` random bytes. Call `before_last` before the last ones: a client that has them may ask again before
+    this coroutine continues."""
     for at in range(0, count, CHUNK_BYTES):
+        if at + CHUNK_BYTES >= count:
+            before_last()
         yield _random_chunk()[: count - at]
 
 

@@ -1,11 +1,14 @@
 """Line checks: random bytes down, any bytes up and away; more than 8 MiB are refused before they are read."""
 
+import asyncio
 import socket
 import zlib
 from collections.abc import Iterator
 
 import pytest
 
+from coordinator.api import server
+from coordinator.http.uploads import CHUNK_BYTES
 from harness.coordinator import InThread
 from protocol.messages import LINE_CHECK_BYTES, Scope
 from tests.coordinator.crew import problem
@@ -22,6 +25,21 @@ def test_down_come_as_many_bytes_as_were_asked_for(shared: InThread, count: int)
         assert reply.headers["cache-control"] == "private, no-store"
         if count > 1000:
             assert len(zlib.compress(reply.content)) >= count, "what lies between may compress it away"
+
+
+@pytest.mark.parametrize("count", [1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
+def test_a_check_no_longer_counts_once_its_last_bytes_are_sent(count: int) -> None:
+    """The next one was refused, to be repeated 5 s later, where the client was quicker than the coordinator."""
+    parts: list[bytes] = []
+    ended_at: list[int] = []
+
+    async def read() -> None:
+        async for part in server.random_bytes(count, lambda: ended_at.append(len(parts))):
+            parts.append(part)
+
+    asyncio.run(read())
+    assert sum(map(len, parts)) == count
+    assert ended_at == [len(parts) - 1]
 
 
 def test_up_goes_a_body_of_which_nothing_is_left(shared: InThread) -> None:
