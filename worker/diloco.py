@@ -266,8 +266,8 @@ class DiLoCo:
     def data_seed(self) -> int:
         """A seed below 2^63 that differs for every worker, process and round, and is the same when a round is resumed.
 
-        For a loop that draws its own batches, without units(): with the same seed everywhere, all workers would train
-        on the same data, and nothing could detect it.
+        For a loop that draws its own batches, without units(). With the same seed everywhere, all workers would train
+        on the same data; the coordinator then records the event `equal`.
         """
         return round_seed(self.spec.seed, self.name, self.round, self.ranks.rank)
 

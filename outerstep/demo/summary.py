@@ -90,8 +90,8 @@ def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
         less_up = summary.allreduce_bytes / summary.upload_bytes
         less_down = summary.allreduce_bytes / summary.download_bytes
         lines += [
-            f"                  per-step fp32 all-reduce: {bytes_text(summary.allreduce_bytes)} up and as much down, "
-            f"{less_up:.0f} and {less_down:.0f} times as much",
+            f"                  per-step fp32 all-reduce: {bytes_text(summary.allreduce_bytes)} each way, "
+            f"{less_up:.0f} times the upload and {less_down:.0f} times the download",
             f"                  (ring: 2·(n−1)/n · {FP32_BYTES} bytes · {run.elements:,} parameters · {steps} steps, "
             f"n = {summary.workers})",
         ]

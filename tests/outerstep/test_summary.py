@@ -79,7 +79,7 @@ def test_the_text_says_the_figures_and_the_formula():
         "not measured → 2.000 bits per byte",
         "2 workers and the coordinator are bit-identical",
         "4 kB up, 6 kB down (int8, 4 rounds of 10 inner steps)",
-        "per-step fp32 all-reduce: 160 kB up and as much down, 40 and 27 times as much",
+        "per-step fp32 all-reduce: 160 kB each way, 40 times the upload and 27 times the download",
         "(ring: 2·(n−1)/n · 4 bytes · 1,000 parameters · 40 steps, n = 2)",
         "1 min 1 s",
         "Time per worker   5.0 s: wait 4%, train 90%, sync 6%\n",
