@@ -325,6 +325,20 @@ def test_noise_is_left_out_where_the_others_agree() -> None:
     assert factors(judged(vectors)) == [1.0, 1.0, 0.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_where_all_agree_little_nobody_is_left_out_for_agreeing_less(seed: int) -> None:
+    """As late in training: one of the demo's four honest workers had 0.02, the others 0.10 and 0.18. Whether it was left
+    out depended on the sketch's error, and so did the digest of the run."""
+    vectors = honest(4, 0.1, seed=seed)
+    (noise,), rng = honest(1, 0.0, seed=seed + 100), np.random.default_rng(seed)
+    vectors[0] = (math.sqrt(0.004 / N) * rng.standard_normal(N) + math.sqrt(0.996) * noise).astype(np.float32)
+    verdicts = judged(vectors).verdicts
+    assert verdicts["w0"].cosine == pytest.approx(0.02, abs=0.02)
+    assert [each.factor for each in verdicts.values()] == [1.0] * 4
+    vectors[0] = -vectors[1]
+    assert judged(vectors).verdicts["w0"].factor == 0, "what opposes the others is left out"
+
+
 def test_less_agreement_is_asked_of_less_work_and_none_of_workers_with_data_of_their_own() -> None:
     vectors = honest(4, 0.4)
     stranger = 0.2 * vectors[0] + honest(1, seed=7)[0]  # agrees with the others, a fifth as much as they do
