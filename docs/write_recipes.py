@@ -64,10 +64,10 @@ outerstep worker https://coordinator.example.org --run opendiloco-150m-h500 --da
 ```
 
 `--data-root hub:` allows the recipe to use data, tokenizers and weights from the Hugging Face hub. Without it the
-worker asks at a terminal, and otherwise prints the option to add; the same holds for a recipe's directories. At its
-first start a worker downloads and tokenises `data.source` once, into its cache (C4 in English: 305 GB). Text from the
-hub (`hub:…`) needs `pip install 'outerstep[data]'` on the workers. A gated repository, as Mistral's has been, also
-needs HF_TOKEN there, from an account that has accepted its terms.
+worker asks you at a terminal; elsewhere it ends and prints the option to add. Directories in a recipe work the same
+way. At its first start a worker downloads and tokenises `data.source` once, into its cache (C4 in English: 305 GB).
+Text from the hub (`hub:…`) needs `pip install 'outerstep[data]'` on the workers. A gated repository, as Mistral's has
+been, also needs HF_TOKEN there, from an account that has accepted its terms.
 
 With many boxes, prepare the set on one of them instead, and set `data.source` to where you put it, which may be
 `https://`, `hf://` or `s3://`. Without `data.tokenizer` the other boxes do not need the tokenizer:
@@ -82,13 +82,15 @@ What depends on the box, such as its precision, is an option of the worker: `out
 
 Computed by `docs/write_recipes.py` with the arithmetic of `outerstep plan`, for workers with one H100 each that reach
 {UTILISATION:.0%} of its {FLOPS / 1e12:.0f} TFLOP/s in bf16, and lines of {LINE}.
-The coordinator's line must carry those of all workers at once, or syncs take longer; `outerstep plan` prints the rate.
+Syncs take longer if the coordinator's line is slower than the lines of all workers together; `outerstep plan` prints
+the rate it needs.
 We ran none of these at full size; the tests run each recipe in miniature.
 
-- **tokens**: what all workers together train on; if that is more than the set has, in several epochs.
+- **tokens**: what all workers together train on, in several epochs if the set has fewer.
 - **GPU**: fp32 weights, gradients and the optimizer's state, without the activations of a micro-batch.
 - **time**: of inner steps, and of syncs that training waits for.
-- **a sync**: the bytes of one worker, up and down. **in inner steps**: the share of the time that is not syncs.
+- **a sync**: the bytes of one worker, up and down. **in inner steps**: the share of the time spent training rather than
+  waiting for syncs.
 - **against all-reduce**: how many times as much a fp32 all-reduce after every step would move.
 
 """

@@ -7,7 +7,7 @@ ROUNDS = 24
 PROMPT = "def "
 
 # Small enough for a minute on two CPU cores: 0.14 M parameters on the sources of Python's standard library. The
-# learning rates suit about 20 rounds; longer runs need more outer momentum. The grace period is long because a
+# learning rates suit about 20 rounds; longer runs need more outer momentum. The grace is long because a
 # temporarily slow machine is no reason to leave a worker out. Fragments are small so that there are several.
 SPEC = """\
 name = "{name}"

@@ -307,8 +307,8 @@ class MembersSpec(Section):
     grace_factor: float = Field(
         0.5, ge=0, le=100, description="stragglers get this share of the time that the quorum needed"
     )
-    grace_min_s: Seconds = Field(5.0, description="shortest grace period")
-    grace_max_s: Seconds = Field(600.0, description="longest grace period")
+    grace_min_s: Seconds = Field(5.0, description="shortest grace for stragglers")
+    grace_max_s: Seconds = Field(600.0, description="longest grace for stragglers")
     round_max_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = Field(
         14_400.0,
         description="after this time a round closes even without a quorum, if min_workers have contributed",

@@ -130,7 +130,7 @@ class PrivateRelease(Release):
         return metrics.model_copy(update={"loss": None, "private_contributions": self.contributions})
 
     def end_round(self) -> None:
-        log.info("%g contributions have left this worker under [privacy]", self.contributions)
+        log.info("%g contributions released under [privacy] so far", self.contributions)
 
     def _factor(self, norm: float, fragments: Sequence[int]) -> float:
         share = sum(self._elements[p] for p in fragments) / sum(self._elements)
@@ -151,7 +151,7 @@ def release_for(spec: RunSpec, elements: Sequence[int], files: StateDir | None, 
     release = PrivateRelease(spec.privacy, elements, Spent(files, owner, sum(elements)), ranks)
     log.info(
         "the run is private: contributions are clipped to a norm of %g and sent with Gaussian noise of %g on each "
-        "value; losses are not reported; %g contributions have left this worker so far",
+        "value; losses are not reported; %g contributions released so far",
         *(spec.privacy.clip_norm, spec.privacy.noise, release.contributions),
     )
     if not spec.data.private:
