@@ -50,7 +50,7 @@ class MemoryBlobs:
         with self._lock:
             return self._contents.setdefault(name, content) is content
 
-    def open(self, name: str) -> BytesReader:
+    def open(self, name: str, *, fresh: bool = False) -> BytesReader:
         return BytesReader(self._content(name))
 
     def fetch(self, name: str, target: Path) -> None:
@@ -58,9 +58,10 @@ class MemoryBlobs:
         target.unlink(missing_ok=True)
         target.write_bytes(content)
 
-    def delete(self, name: str) -> None:
+    def delete(self, *names: str) -> None:
         with self._lock:
-            self._contents.pop(name, None)
+            for name in names:
+                self._contents.pop(name, None)
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         with self._lock:
@@ -158,14 +159,14 @@ class Disturbed:
         self._after(name)
         return created
 
-    def open(self, name: str) -> Reader:
-        return self._blobs.open(name)
+    def open(self, name: str, *, fresh: bool = False) -> Reader:
+        return self._blobs.open(name, fresh=fresh)
 
     def fetch(self, name: str, target: Path) -> None:
         self._blobs.fetch(name, target)
 
-    def delete(self, name: str) -> None:
-        self._blobs.delete(name)
+    def delete(self, *names: str) -> None:
+        self._blobs.delete(*names)
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         return self._blobs.list(prefix)

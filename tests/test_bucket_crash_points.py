@@ -28,7 +28,7 @@ pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[
 pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
 
 from coordinator.backup.bucket_lock import CLOCKS_S, LEASE_S
-from coordinator.backup.objects import PART_BYTES
+from outerstep.common.objects import PART_BYTES
 from tests.support.s3_server import BUCKET, Request, S3Server, s3_server
 
 pytestmark = pytest.mark.system

@@ -27,11 +27,11 @@ from blake3 import blake3
 from coordinator.backup.bucket_lock import PATH as LOCK
 from coordinator.backup.bucket_lock import BucketLock, LockLost
 from coordinator.backup.manifest import Content, Manifest, encode
-from coordinator.backup.objects import Objects
 from coordinator.backup.store import DamagedBackup, manifest_of
 from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.payloads import READ_BYTES
 from outerstep.common.connections import error_text
+from outerstep.common.objects import Objects
 from protocol.errors import OuterstepError
 
 _MANIFEST = re.compile(r"([1-9][0-9]*)\.json")

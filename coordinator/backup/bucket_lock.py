@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pydantic import ValidationError
 
 from coordinator.backup.manifest import Frozen
-from coordinator.backup.objects import Objects, Version
+from outerstep.common.objects import Objects, Version
 from protocol.errors import OuterstepError
 
 logger = logging.getLogger(__name__)

@@ -63,6 +63,10 @@ class FileReader:
         self.close()
 
 
+class StoreOutage(OSError):
+    """The store cannot be reached, or refuses; the message says why."""
+
+
 class Blobs(Protocol):
     """A store of blobs. Thread-safe.
 
@@ -78,14 +82,14 @@ class Blobs(Protocol):
         The blob is durable when this returns, in either case. A local file stays where it is.
         """
 
-    def open(self, name: str) -> Reader:
-        """Open a blob. It stays readable if it is deleted in the meantime. Raises FileNotFoundError."""
+    def open(self, name: str, *, fresh: bool = False) -> Reader:
+        """Open a blob. Raises FileNotFoundError. `fresh`: read the store, even if there is a local copy of the blob."""
 
     def fetch(self, name: str, target: Path) -> None:
         """Copy a blob to the local file `target`, replacing an older one. Raises FileNotFoundError."""
 
-    def delete(self, name: str) -> None:
-        """Delete a blob, if it exists."""
+    def delete(self, *names: str) -> None:
+        """Delete blobs, if they exist."""
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield the name and size of each blob under `prefix`, which ends with `/`, in no particular order."""

@@ -21,6 +21,7 @@ from sqlalchemy.orm import Session
 
 import migrations
 from coordinator.store import sqlite
+from coordinator.store.blobs import StoreOutage
 from coordinator.store.data_directory import RESTORED
 from coordinator.store.tables import Base
 from protocol import __version__
@@ -194,6 +195,8 @@ def fault_of(error: BaseException) -> Fault | None:
         return next((Fault(*each) for each in found if each is not None), None)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Fault(Cause.STORAGE_FULL, sqlite.DISK_FULL)
+    if isinstance(error, StoreOutage):
+        return Fault(Cause.STORAGE_UNAVAILABLE, str(error))
     if isinstance(error, OSError) and error.errno == errno.EROFS:
         return Fault(Cause.STORAGE_UNAVAILABLE, "the coordinator's disk is read-only")
     return None

@@ -41,19 +41,20 @@ class DirectoryBlobs:
         fsync(final.parent)
         return created
 
-    def open(self, name: str) -> FileReader:
+    def open(self, name: str, *, fresh: bool = False) -> FileReader:
         return FileReader(self.root / name)
 
     def fetch(self, name: str, target: Path) -> None:
         target.unlink(missing_ok=True)
         os.link(self.root / name, target)
 
-    def delete(self, name: str) -> None:
-        path = self.root / name
-        path.unlink(missing_ok=True)
-        with self._folders, suppress(OSError):  # not empty, or gone
-            path.parent.rmdir()
-            self._durable_folders.discard(path.parent)
+    def delete(self, *names: str) -> None:
+        for name in names:
+            path = self.root / name
+            path.unlink(missing_ok=True)
+            with self._folders, suppress(OSError):  # not empty, or gone
+                path.parent.rmdir()
+                self._durable_folders.discard(path.parent)
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         for folder, _, names in os.walk(self.root / prefix, onerror=_raise_unless_missing):

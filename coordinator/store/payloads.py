@@ -12,7 +12,8 @@ from typing import Self
 
 from blake3 import blake3
 
-from coordinator.store.blobs import Blobs, FileReader, Reader
+from coordinator.store.blobs import Blobs, FileReader, Reader, StoreOutage
+from outerstep.common.connections import error_text
 from outerstep.common.files import aligned
 from protocol.wire import Payload
 
@@ -133,14 +134,16 @@ def has_digest(blobs: Blobs, name: str, digest: bytes) -> bool:
 
 def fault_in(blobs: Blobs, name: str, digest: bytes) -> str | None:
     """Return what is wrong with a blob that should have this BLAKE3 digest: "missing", "corrupt" or "unreadable (why)".
-    None if it is intact."""
+    None if it is intact. Raises StoreOutage."""
     try:
-        with blobs.open(name) as reader:
+        with blobs.open(name, fresh=True) as reader:
             return None if digest_of(reader) == digest else "corrupt"
     except FileNotFoundError:
         return "missing"
+    except StoreOutage:
+        raise  # nothing is wrong with the blob, as far as anybody can tell
     except OSError as error:
-        return f"unreadable ({error.strerror})"
+        return f"unreadable ({error_text(error)})"
 
 
 # --- in memory --------------------------------------------------------------------------------------------------------

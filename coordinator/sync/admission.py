@@ -8,6 +8,7 @@ from sqlalchemy import func, select
 from coordinator.rounds.opening import status
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenRound
+from coordinator.store.blobs import StoreOutage
 from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow
 from coordinator.units import carrying
@@ -181,6 +182,8 @@ def _units_of(run: LiveRun, worker: str, round_: int, fragment: int, digest: byt
     try:
         with StoredPayload(run.blobs.open(run.names.contribution(round_, fragment, worker, digest))) as payload:
             return payload.header.units if isinstance(payload.header, ContributionHeader) else None
+    except StoreOutage:
+        raise
     except (OSError, WireError):
         return None
 

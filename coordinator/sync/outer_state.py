@@ -17,7 +17,7 @@ from sqlalchemy import delete, select
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.outer import State
 from coordinator.run.waiters import EVENTS
-from coordinator.store.blobs import FileReader
+from coordinator.store.blobs import FileReader, StoreOutage
 from coordinator.store.database import disk_is_full
 from coordinator.store.payloads import Body, StoredPayload
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow, OuterStateRow
@@ -157,8 +157,8 @@ def restore(run: LiveRun) -> None:
                 go_back_to_checkpoint(run, fragment)
             catch_up(run, fragment)
     except (OuterstepError, OSError) as error:  # other runs continue; this one reports what it needs
-        if disk_is_full(error):
-            raise  # not damage: the next start finds space, or fails again
+        if disk_is_full(error) or isinstance(error, StoreOutage):
+            raise  # not damage: the next start finds space or the store, or fails again
         logger.exception("%s: the outer state cannot be restored", run.name)
         outer.block(str(error))
         return

@@ -75,9 +75,7 @@ def clean(run: LiveRun) -> None:
     deletes the rest (`upkeep/restoring.py`).
     """
     for kind, first in forget(run).items():
-        for name, _ in run.blobs.list(run.names.kind(kind)):
-            if round_of(name) < first:
-                run.blobs.delete(name)
+        run.blobs.delete(*(name for name, _ in run.blobs.list(run.names.kind(kind)) if round_of(name) < first))
 
 
 def forget(run: LiveRun) -> dict[Kind, int]:

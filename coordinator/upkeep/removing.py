@@ -49,9 +49,7 @@ def remove_rows(run: LiveRun, by: Actor, *, verifying: bool) -> None:
 def remove_blobs(context: RunContext, name: str) -> None:
     """Remove all files of a run whose rows are deleted."""
     names = RunNames(name)
-    for blob, _ in list(context.blobs.list(names.all)):
-        if blob != names.removed:
-            context.blobs.delete(blob)
+    context.blobs.delete(*(blob for blob, _ in context.blobs.list(names.all) if blob != names.removed))
     context.data.forget(name)
     context.blobs.delete(names.removed)
 

@@ -125,7 +125,7 @@ def sweep(run: LiveRun) -> None:
             known = names_of(run, session, oldest)
         for name in found - known:
             logger.info("%s: deleting %s, which is not needed", run.name, name)
-            run.blobs.delete(name)
+        run.blobs.delete(*(found - known))
 
 
 def _contributions(run: LiveRun, session: Session, oldest: int) -> set[str]:

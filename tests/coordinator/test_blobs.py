@@ -2,8 +2,9 @@
 
 import errno
 import gc
+import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from coordinator.store import directory_blobs
 from coordinator.store.blobs import Blobs, FileReader, RunNames, move, round_of
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
+from harness.seaweedfs import SeaweedFS
 from harness.stores import MemoryBlobs, read
+
+_numbers = itertools.count()
 
 NAMES = RunNames("r")
 NAME = NAMES.contribution(1, 0, "w", bytes(32))
@@ -25,10 +29,20 @@ def data(tmp_path: Path) -> Iterator[DataDirectory]:
         yield data
 
 
-@pytest.fixture(params=[DirectoryBlobs, lambda data: MemoryBlobs()], ids=["directory", "memory"])
+@pytest.fixture
+def bucket(store: SeaweedFS, data: DataDirectory) -> Blobs:
+    from coordinator.store.object_blobs import ObjectBlobs
+    from outerstep.common.objects import Objects
+
+    return ObjectBlobs(Objects(store.url(f"{next(_numbers)}/prefix")), data)
+
+
+@pytest.fixture(params=["directory", "memory", "bucket"])
 def blobs(request: pytest.FixtureRequest, data: DataDirectory) -> Blobs:
-    opened: Callable[[DataDirectory], Blobs] = request.param
-    return opened(data)
+    if request.param == "bucket":
+        found: Blobs = request.getfixturevalue("bucket")
+        return found
+    return DirectoryBlobs(data) if request.param == "directory" else MemoryBlobs()
 
 
 def test_what_was_put_is_there_until_it_is_deleted(blobs: Blobs) -> None:

@@ -32,8 +32,9 @@ from tests.support.waiting import wait_until
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
 pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
 
-from coordinator.backup import bucket_lock, objects
+from coordinator.backup import bucket_lock
 from coordinator.backup.bucket import BackupBucket
+from outerstep.common import objects
 from tests.support.s3_server import BUCKET, Request, S3Server, s3_server
 
 SHORT = "every_rounds = 1\nkeep = 1"
@@ -478,7 +479,7 @@ def test_where_no_backup_is_it_says_so(s3: S3Server, url: str, prefix: str, stat
 
 def test_without_obstore_the_line_to_type_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "coordinator.backup.bucket")
-    monkeypatch.delitem(sys.modules, "coordinator.backup.objects")
+    monkeypatch.delitem(sys.modules, "outerstep.common.objects")
     monkeypatch.delitem(sys.modules, "coordinator.backup.bucket_lock")
     monkeypatch.setitem(sys.modules, "obstore", None)
     import coordinator.backup

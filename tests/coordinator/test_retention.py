@@ -85,8 +85,9 @@ class Deleting:
     def __init__(self, real: Blobs, on_delete: Callable[[str, Callable[[str], None]], None]) -> None:
         self._real, self._on_delete = real, on_delete
 
-    def delete(self, name: str) -> None:
-        self._on_delete(name, self._real.delete)
+    def delete(self, *names: str) -> None:
+        for name in names:
+            self._on_delete(name, self._real.delete)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)

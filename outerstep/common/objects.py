@@ -1,34 +1,47 @@
 """The objects below a prefix of a bucket, through obstore. Errors are translated for the operator, and large objects
 are uploaded in parts.
 
-Backups rely on three guarantees of object stores. An object exists completely or not at all. A read after a write sees
-it. Of several concurrent attempts to create an object, or to replace the same version of it, only one succeeds.
+Coordinators rely on three guarantees of object stores. An object exists completely or not at all. A read after a write
+sees it. Of several concurrent attempts to create an object, or to replace the same version of it, only one succeeds.
+
+    s3://BUCKET/PREFIX                 S3, or the endpoint in AWS_ENDPOINT_URL
+    s3+https://HOST/BUCKET/PREFIX      another store with the interface of S3, such as R2, Ceph or SeaweedFS; or s3+http
+    gs://BUCKET/PREFIX                 Google Cloud Storage
+    az://CONTAINER/PREFIX              Azure Blob Storage
 """
 
 import errno
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 import obstore
 from obstore import exceptions, store
 
+from protocol.digest import Buffer
 from protocol.errors import OuterstepError, Transient
 
 # The environment variables with credentials that obstore reads, by URL scheme.
 SCHEMES = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "s3+https": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "s3+http": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
 
 PART_BYTES = 8 << 20  # per request, up and down; PARTS_AT_ONCE of an upload are in memory
 PARTS_AT_ONCE = 4
+MULTIPART_BYTES = 64 << 20
+STREAM_BYTES = 1 << 20
+_REMOVED_AT_ONCE = 1000  # what S3 allows in one request
 _PARTS = 9_000  # most parts of one object; S3 allows 10,000
 RETRIES: dict[str, Any] = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
 # The first is for parts over the slowest usable network, the second for small requests. A removal ends, in success or
@@ -47,6 +60,44 @@ _NO_CREDENTIALS = ("/latest/api/token", "/computeMetadata/", "/metadata/identity
 _ANOTHER_REGION = ("redirect without LOCATION", "AuthorizationHeaderMalformed")  # S3's answers
 
 
+@dataclass(frozen=True)
+class Bucket:
+    """Where the objects below a URL are. `endpoint`: the address of the store, None for the one that the environment or
+    the scheme implies. `prefix` neither begins nor ends with a slash."""
+
+    scheme: str
+    name: str
+    prefix: str
+    endpoint: str | None
+
+    @classmethod
+    def of(cls, url: str) -> Self:
+        """Raises OuterstepError for a URL that is none of a bucket."""
+        parts = urlsplit(url)
+        if parts.scheme not in SCHEMES:
+            known = ", ".join(f"{each}://" for each in SCHEMES)
+            raise OuterstepError(f"{url} is not the URL of a bucket, which begins with one of {known}")
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise OuterstepError(
+                f"the URL of a bucket has no key, query or fragment: credentials are in {SCHEMES[parts.scheme]}"
+            )
+        scheme, _, transport = parts.scheme.partition("+")
+        path = parts.path.strip("/")
+        if not transport:
+            name, prefix, endpoint, form = parts.netloc, path, None, "BUCKET/PREFIX"
+        else:
+            name, _, prefix = path.partition("/")
+            endpoint, form = f"{transport}://{parts.netloc}", "HOST/BUCKET/PREFIX"
+        if not name or not parts.netloc:
+            raise OuterstepError(f"{url} names no bucket: use {parts.scheme}://{form}")
+        return cls(scheme, name, prefix, endpoint)
+
+    @property
+    def url(self) -> str:
+        """The URL without the endpoint, as obstore reads it."""
+        return f"{self.scheme}://{self.name}/{self.prefix}".rstrip("/")
+
+
 class Objects:
     """The objects below a URL; `str(objects)` is the URL. Thread-safe.
 
@@ -55,10 +106,8 @@ class Objects:
 
     def __init__(self, url: str) -> None:
         self._url = url.rstrip("/")
-        parts = urlsplit(self._url)
-        self._bucket, self._credentials = parts.netloc, SCHEMES[parts.scheme]
-        if not self._bucket:
-            raise OuterstepError(f"{url} names no bucket: use {parts.scheme}://BUCKET/PREFIX")
+        self.bucket = Bucket.of(self._url)
+        self._credentials = SCHEMES[urlsplit(self._url).scheme]
         self._small, self._large = self._opened(_TIMEOUT), self._opened(_PART_TIMEOUT)
 
     def __str__(self) -> str:
@@ -97,6 +146,28 @@ class Objects:
         with self._explained("read", path):
             return ObjectReader(self, path, int(obstore.head(self._small, path)["size"]))
 
+    def size(self, path: str) -> int | None:
+        """Return the size of an object in bytes; None if it does not exist."""
+        try:
+            with self._explained("read", path):
+                return int(obstore.head(self._small, path)["size"])
+        except FileNotFoundError:
+            return None
+
+    def download(self, path: str, write: Callable[[memoryview], object]) -> int:
+        """Pass the whole object to `write`, in pieces. Return its size in bytes. Raises FileNotFoundError, and what
+        `write` raises."""
+        with self._explained("read", path):
+            found = obstore.get(self._large, path)
+            size, got = int(found.meta["size"]), 0
+            for piece in found.stream(min_chunk_size=STREAM_BYTES):
+                view = memoryview(piece)
+                got += len(view)
+                write(view)
+        if got != size:
+            raise Transient(f"{self.name(path)} broke off after {got} of {size} bytes")
+        return size
+
     def read(self, path: str, start: int, stop: int) -> bytes:
         """Return the bytes [start, stop) of an object. Raises FileNotFoundError."""
         with self._explained("read", path):
@@ -108,6 +179,27 @@ class Objects:
         """Create a small object and return its version; None if it exists. If the answer to an earlier attempt was
         lost, the existing object may be the one that this call has created."""
         return self._put_if(path, content, "create")
+
+    def create_from(self, path: str, source: Buffer | Path) -> bool:
+        """Create an object from bytes or a local file. Return False if it exists, also if the answer to an earlier
+        attempt was lost. More than MULTIPART_BYTES are sent in parts."""
+        size = source.stat().st_size if isinstance(source, Path) else len(memoryview(source).cast("B"))
+        try:
+            with self._explained("write", path):
+                if size <= MULTIPART_BYTES:
+                    obstore.put(self._large, path, _input(source), mode="create", use_multipart=False)
+                    return True
+                # obstore cannot complete an upload in parts on condition. So of two that begin at once the later one
+                # replaces the earlier: callers name objects by their digest, and both have the same bytes.
+                if self.size(path) is not None:
+                    return False
+                part_bytes = max(PART_BYTES, -(-size // _PARTS))
+                obstore.put(self._large, path, _input(source), chunk_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
+                return True
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
+            return False
+        except FileNotFoundError as error:  # a lifecycle rule of the bucket or an operator has removed the parts
+            raise Transient(f"the parts of {self.name(path)} were removed before the upload was complete") from error
 
     def replace(self, path: str, content: bytes, version: Version) -> Version | None:
         """Replace version `version` of a small object, and return the new version; None if the object no longer has
@@ -126,13 +218,15 @@ class Objects:
         except FileNotFoundError as error:  # a lifecycle rule of the bucket or an operator has removed the parts
             raise Transient(f"the parts of {self.name(path)} were removed before the upload was complete") from error
 
-    def delete(self, paths: list[str]) -> None:
+    def delete(self, paths: Sequence[str]) -> None:
         """Remove objects, if they exist."""
-        try:
-            with self._explained("remove", paths[0]):
-                obstore.delete(self._small, paths)
-        except FileNotFoundError:
-            pass  # some stores report missing objects
+        for start in range(0, len(paths), _REMOVED_AT_ONCE):
+            some = list(paths[start : start + _REMOVED_AT_ONCE])
+            try:
+                with self._explained("remove", some[0]):
+                    obstore.delete(self._small, some)
+            except FileNotFoundError:
+                pass  # some stores report missing objects
 
     def _put_if(self, path: str, content: bytes, mode: Any) -> Version | None:
         try:
@@ -145,7 +239,8 @@ class Objects:
         options = {"connect_timeout": timedelta(seconds=10), "timeout": timeout, "allow_http": True}  # AWS_ENDPOINT_URL
         try:
             from_url: Any = store.from_url  # Any, because its annotations only allow particular stores
-            return from_url(self._url, client_options=options, retry_config=RETRIES)
+            of_endpoint = {} if self.bucket.endpoint is None else {"endpoint": self.bucket.endpoint}
+            return from_url(self.bucket.url, client_options=options, retry_config=RETRIES, **of_endpoint)
         except (exceptions.BaseError, ValueError) as error:
             if any(each in str(error) for each in _NO_CREDENTIALS):
                 raise self._no_credentials() from error
@@ -196,7 +291,7 @@ class Objects:
         return OuterstepError(f"there are no credentials for {self}: set {self._credentials} (docs/deployment.md)")
 
     def _no_bucket(self) -> OuterstepError:
-        return OuterstepError(f"there is no bucket {self._bucket!r} for {self}: create it, or give another one")
+        return OuterstepError(f"there is no bucket {self.bucket.name!r} for {self}: create it, or give another one")
 
 
 class ObjectReader:
@@ -234,6 +329,10 @@ class ObjectReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _input(source: Buffer | Path) -> Any:
+    return source if isinstance(source, Path) else memoryview(source).cast("B")
 
 
 def _version(meta: Any) -> Version:

@@ -1,0 +1,188 @@
+"""Blobs as objects of a bucket, below a prefix.
+
+Objects are created on condition that none has the name, which the store decides. Blobs that are read, and files that
+are put, are kept as local copies, up to CACHE_BYTES: the average reads every contribution twice, and workers without
+direct transfers read every delta. A copy is never better than the object: `open(name, fresh=True)` reads the store.
+"""
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+from coordinator.store.blobs import FileReader, Reader, StoreOutage
+from coordinator.store.data_directory import DataDirectory
+from outerstep.common.objects import ObjectReader, Objects
+from protocol.digest import Buffer
+from protocol.errors import OuterstepError
+
+CACHE_BYTES = 4 << 30
+LARGEST_SHARE = 4  # of the cache, one blob takes at most a fourth
+
+
+class ObjectBlobs:
+    """Blobs whose names are paths below a prefix of a bucket. The methods are documented in `Blobs`."""
+
+    def __init__(self, objects: Objects, data: DataDirectory, cache_bytes: int = CACHE_BYTES) -> None:
+        self._objects, self._data = objects, data
+        self._copies = _LocalCopies(cache_bytes)
+
+    def put(self, name: str, source: Buffer | Path) -> bool:
+        with _outages():
+            created = self._objects.create_from(name, source)
+        if created and isinstance(source, Path):
+            self._keep(name, source)
+        return created
+
+    def open(self, name: str, *, fresh: bool = False) -> Reader:
+        if fresh:
+            self._copies.drop(name)
+            return self._streamed(name)
+        with self._copies.turn(name):
+            if (copy := self._copies.open(name)) is not None:
+                return copy
+            with _outages():
+                size = self._objects.size(name)
+            if size is None:
+                raise FileNotFoundError(self._objects.name(name))
+            if not self._fits(size):
+                return self._streamed(name)
+            file = self._data.scratch()
+            try:
+                self._download(name, file)
+                self._copies.add(name, file, self._data.scratch(), size)
+                return FileReader(file)
+            finally:
+                file.unlink(missing_ok=True)
+
+    def fetch(self, name: str, target: Path) -> None:
+        file = self._data.scratch()
+        try:
+            self._download(name, file)
+            file.replace(target)
+        finally:
+            file.unlink(missing_ok=True)
+
+    def delete(self, *names: str) -> None:
+        for name in names:
+            self._copies.drop(name)
+        with _outages():
+            self._objects.delete(names)
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        with _outages():
+            for name, size in self._objects.within(prefix.rstrip("/")):
+                yield f"{prefix}{name}", size
+
+    def stat(self, name: str) -> int | None:
+        with _outages():
+            return self._objects.size(name)
+
+    def _download(self, name: str, file: Path) -> None:
+        with _outages(), file.open("xb") as out:
+            self._objects.download(name, out.write)
+
+    def _streamed(self, name: str) -> Reader:
+        with _outages():
+            return _Streamed(self._objects.open(name))
+
+    def _keep(self, name: str, source: Path) -> None:
+        size = source.stat().st_size
+        if self._fits(size):
+            self._copies.add(name, source, self._data.scratch(), size)
+
+    def _fits(self, size: int) -> bool:
+        """Return True if a blob of this size may be kept locally."""
+        if size * LARGEST_SHARE > self._copies.limit_bytes:
+            return False
+        try:
+            self._data.check_space(size)
+        except OSError:
+            return False
+        return True
+
+
+class _Streamed:
+    """An object that is read from the store, as a `Reader`."""
+
+    def __init__(self, reader: ObjectReader) -> None:
+        self._reader, self.size = reader, reader.size
+
+    def read_into(self, memory: memoryview, at: int) -> int:
+        with _outages():
+            return self._reader.read_into(memory, at)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _LocalCopies:
+    """Local files with the content of blobs, at most `limit_bytes` together. Those that were not used for longest go
+    first. Thread-safe."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._lock = threading.Lock()
+        self._files: OrderedDict[str, tuple[Path, int]] = OrderedDict()  # by blob: the file and its size
+        self._bytes = 0
+        self._turns: dict[str, tuple[threading.Lock, int]] = {}  # by blob: a lock, and how many want it
+
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """Of several threads that ask for one blob, let one go on at a time: so only the first downloads it."""
+        with self._lock:
+            turn, waiting = self._turns.get(name, (threading.Lock(), 0))
+            self._turns[name] = turn, waiting + 1
+        try:
+            with turn:
+                yield
+        finally:
+            with self._lock:
+                turn, waiting = self._turns.pop(name)
+                if waiting > 1:
+                    self._turns[name] = turn, waiting - 1
+
+    def open(self, name: str) -> FileReader | None:
+        with self._lock:
+            if name not in self._files:
+                return None
+            self._files.move_to_end(name)
+            return FileReader(self._files[name][0])
+
+    def add(self, name: str, file: Path, copy: Path, size: int) -> None:
+        """Keep the content of `file`, under the unused path `copy`."""
+        os.link(file, copy)
+        with self._lock:
+            self._drop(name)
+            self._files[name] = copy, size
+            self._bytes += size
+            while self._bytes > self.limit_bytes:
+                self._drop(next(iter(self._files)))
+
+    def drop(self, name: str) -> None:
+        with self._lock:
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        file, size = self._files.pop(name, (None, 0))
+        if file is not None:
+            file.unlink(missing_ok=True)
+            self._bytes -= size
+
+
+@contextmanager
+def _outages() -> Iterator[None]:
+    """Raise errors of the store as `StoreOutage`, an OSError."""
+    try:
+        yield
+    except OuterstepError as error:
+        raise StoreOutage(str(error)) from error
