@@ -24,7 +24,6 @@ from coordinator.logs import FORMATS
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import OpenStore
-from coordinator.store.directory_blobs import DirectoryBlobs
 from outerstep.common import tracing
 from outerstep.common.connections import set_congestion_control
 from protocol import __version__
@@ -64,7 +63,7 @@ def make_server(
     *,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
-    store: OpenStore = DirectoryBlobs,
+    store: OpenStore | None = None,
 ) -> tuple[Server, socket.socket]:
     """Return a server and its bound socket. Raises OSError if the address is in use, and OuterstepError if the data
     directory is in use."""

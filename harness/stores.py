@@ -1,9 +1,12 @@
-"""The blob store of a coordinator in a thread: its data directory, or memory with `pytest --blobs=memory`; and helpers
-that read and damage blobs."""
+"""The blob store of a coordinator in a thread: its data directory, memory with `pytest --blobs=memory`, or a bucket
+with `pytest --blobs=bucket`; and helpers that read and damage blobs."""
 
+import atexit
+import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -11,6 +14,8 @@ from coordinator.run.live_run import LiveRun
 from coordinator.store.blobs import Blobs, Kind, Reader, round_of
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
+from coordinator.store.opening import store_at
+from harness.seaweedfs import SeaweedFS, seaweedfs
 from protocol.digest import Buffer
 
 
@@ -79,13 +84,29 @@ class MemoryBlobs:
             raise FileNotFoundError(name) from None
 
 
-in_memory = False  # set by `--blobs=memory`
+kind = "directory"  # set by `--blobs`
 _by_directory: dict[Path, MemoryBlobs] = {}  # so that a coordinator that restarts on its directory finds them
+_servers = ExitStack()  # ends with the process
+atexit.register(_servers.close)
 
 
 def store(data: DataDirectory) -> Blobs:
     """Return the store of a coordinator with this data directory."""
-    return _by_directory.setdefault(data.root, MemoryBlobs()) if in_memory else DirectoryBlobs(data)
+    match kind:
+        case "memory":
+            return _by_directory.setdefault(data.root, MemoryBlobs())
+        case "bucket":
+            url = _server().url(f"{os.getpid()}{data.root}")
+            return store_at(url)(data)
+        case _:
+            return DirectoryBlobs(data)
+
+
+@cache
+def _server() -> SeaweedFS:
+    server = _servers.enter_context(seaweedfs())
+    os.environ.update(server.environment)
+    return server
 
 
 def read(blobs: Blobs, name: str) -> bytes:

@@ -22,12 +22,12 @@ SAID = "said"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--blobs", choices=("directory", "memory"), default="directory", help="where coordinators keep blobs"
+        "--blobs", choices=("directory", "memory", "bucket"), default="directory", help="where coordinators keep blobs"
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    stores.in_memory = config.getoption("--blobs") == "memory"
+    stores.kind = config.getoption("--blobs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

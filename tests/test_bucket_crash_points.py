@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.backup.create import BackupSource, CreatedBackup, create, files_of
+from coordinator.backup.create import BackupSource, CreatedBackup, create
 from coordinator.backup.locations import open_store
 from coordinator.backup.restore import restore
 from coordinator.store import sqlite
+from coordinator.store.opening import reader_of
 from harness.coordinator import coordinator_thread
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, play_round
@@ -103,7 +104,7 @@ def run(folder: Path, s3: S3Server, data_dir: Path, url: str, killing: Killing |
 def later(data_dir: Path, url: str) -> CreatedBackup:
     """A backup once the lock of any other that was killed is another's."""
     at = time.time() + LEASE_S + CLOCKS_S
-    return create(BackupSource(sqlite.url_in(data_dir), files_of(data_dir)), open_store(url, lambda: at), keep=1)
+    return create(BackupSource(sqlite.url_in(data_dir), reader_of(data_dir)), open_store(url, lambda: at), keep=1)
 
 
 @pytest.mark.covers("reliability:bucket-backup-killed")

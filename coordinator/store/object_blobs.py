@@ -5,7 +5,9 @@ are put, are kept as local copies, up to CACHE_BYTES: the average reads every co
 direct transfers read every delta. A copy is never better than the object: `open(name, fresh=True)` reads the store.
 """
 
+import itertools
 import os
+import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -28,7 +30,7 @@ class ObjectBlobs:
 
     def __init__(self, objects: Objects, data: DataDirectory, cache_bytes: int = CACHE_BYTES) -> None:
         self._objects, self._data = objects, data
-        self._copies = _LocalCopies(cache_bytes)
+        self._copies = _LocalCopies(data.root / "copies", cache_bytes)
 
     def put(self, name: str, source: Buffer | Path) -> bool:
         with _outages():
@@ -53,7 +55,7 @@ class ObjectBlobs:
             file = self._data.scratch()
             try:
                 self._download(name, file)
-                self._copies.add(name, file, self._data.scratch(), size)
+                self._copies.add(name, file, size)
                 return FileReader(file)
             finally:
                 file.unlink(missing_ok=True)
@@ -92,7 +94,7 @@ class ObjectBlobs:
     def _keep(self, name: str, source: Path) -> None:
         size = source.stat().st_size
         if self._fits(size):
-            self._copies.add(name, source, self._data.scratch(), size)
+            self._copies.add(name, source, size)
 
     def _fits(self, size: int) -> bool:
         """Return True if a blob of this size may be kept locally."""
@@ -126,11 +128,14 @@ class _Streamed:
 
 
 class _LocalCopies:
-    """Local files with the content of blobs, at most `limit_bytes` together. Those that were not used for longest go
-    first. Thread-safe."""
+    """Files in `folder` with the content of blobs, at most `limit_bytes` together. Those that were not used for longest
+    go first. None are kept from an earlier process. Thread-safe."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder, self.limit_bytes = folder, limit_bytes
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._files: OrderedDict[str, tuple[Path, int]] = OrderedDict()  # by blob: the file and its size
         self._bytes = 0
@@ -158,8 +163,9 @@ class _LocalCopies:
             self._files.move_to_end(name)
             return FileReader(self._files[name][0])
 
-    def add(self, name: str, file: Path, copy: Path, size: int) -> None:
-        """Keep the content of `file`, under the unused path `copy`."""
+    def add(self, name: str, file: Path, size: int) -> None:
+        """Keep the content of `file`, as another name of it."""
+        copy = self._folder / str(next(self._numbers))
         os.link(file, copy)
         with self._lock:
             self._drop(name)

@@ -5,7 +5,8 @@ committed before the response is sent; a rejected upload leaves neither. Blobs b
 wait for the lock at the same time are committed together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from sqlalchemy import bindparam, insert, update
 
@@ -76,13 +77,48 @@ def _accept(run: LiveRun, header: ContributionHeader, body: Body, measured: Meas
     if not admission.admit(run, header, body.digest):  # checked before the fsync, to save it
         return False
     name = run.names.contribution(header.round, header.fragment, header.worker, body.digest)
-    run.blobs.put(name, body.source)  # without the lock: the disk is slow
-    arrival = Arrival(header, name, body.digest, body.size, body.content, measured)
-    run.arrivals.append(arrival)
-    _commit(run, arrival)
+    with _without_leftover(run, header, body.digest, name):
+        run.blobs.put(name, body.source)  # without the lock: the store is slow
+        arrival = Arrival(header, name, body.digest, body.size, body.content, measured)
+        run.arrivals.append(arrival)
+        _commit(run, arrival)
     if arrival.error is not None:
         raise arrival.error
     return arrival.created
+
+
+@contextmanager
+def _without_leftover(run: LiveRun, header: ContributionHeader, digest: bytes, name: str) -> Iterator[None]:
+    """Let the block create the blob `name` and commit its row. If the contribution is rejected, delete the blob
+    afterwards, without the lock.
+
+    Of several requests with the same bytes, the last one deletes it. Raises Problem `not-ready` while it is deleted.
+    """
+    with run.lock:
+        if name in run.deleting:
+            raise Problem("not-ready", "a rejected upload with the same bytes is being deleted", retry_after_s=1)
+        run.uploading[name] += 1
+    try:
+        yield
+    finally:
+        with run.lock:
+            run.uploading[name] -= 1
+            last = not run.uploading[name]
+            if last:
+                del run.uploading[name]
+            leftover = last and not _is_accepted(run, header, digest)
+            if leftover:
+                run.deleting.add(name)
+        if leftover:
+            try:
+                run.blobs.delete(name)
+            finally:
+                run.deleting.discard(name)
+
+
+def _is_accepted(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
+    """Return True if a contribution with these bytes was accepted: then both share the blob."""
+    return admission.accepted_digest(run, header.worker, header.round, header.fragment) == digest
 
 
 def _commit(run: LiveRun, own: Arrival) -> None:
@@ -104,7 +140,6 @@ def _commit(run: LiveRun, own: Arrival) -> None:
             raise
         finally:
             for arrival in arrivals:
-                _delete_if_refused(run, arrival)
                 arrival.processed = True
 
 
@@ -159,25 +194,10 @@ def _is_due(run: LiveRun, arrival: Arrival) -> bool:
         header = arrival.header
         if admission.open_for(run, header.worker, header.round, header.fragment, arrival.digest) is None:
             return False
-        if run.blobs.stat(arrival.name) is None:
-            raise Problem(
-                "not-ready", "the same contribution is being uploaded twice at once; resend it", retry_after_s=1
-            )
     except Problem as problem:
         arrival.error = problem
         return False
     return True
-
-
-def _delete_if_refused(run: LiveRun, arrival: Arrival) -> None:
-    """Delete the blob of a rejected contribution, unless the accepted contribution has the same bytes: then both share
-    the blob."""
-    header = arrival.header
-    if (
-        arrival.error is not None
-        and admission.accepted_digest(run, header.worker, header.round, header.fragment) != arrival.digest
-    ):
-        run.blobs.delete(arrival.name)
 
 
 def _consume(

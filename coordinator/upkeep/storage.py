@@ -1,4 +1,5 @@
-"""Faults of the disk or the database: full, locked, read-only. A fault is shown while it lasts.
+"""Faults of the disk, the bucket or the database: full, out of reach, locked, read-only. A fault is shown while it
+lasts.
 
 Nothing needs to be undone: a failed write leaves neither a file nor a row. The request gets `storage-full` or
 `not-ready`, and its sender retries. Because writes fail many times per second, the log has one line when a fault
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.run.live_run import LiveRun
+from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fault, fault_of
 from outerstep.common.quantities import duration_text
@@ -21,6 +23,7 @@ from protocol.messages import Cause
 logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 1 << 20
+PROBE = "probe"  # a blob
 QUIET_S = 30.0  # without a failed write, before the disk is probed: the small probe may fit when a delta does not
 REMIND_S = 300.0
 
@@ -43,8 +46,8 @@ class Storage:
     `note` may be called from any thread; `check` and `tick` are called a few times per second.
     """
 
-    def __init__(self, data: DataDirectory, database: Database, clock: Callable[[], float]) -> None:
-        self._data, self._database, self._clock = data, database, clock
+    def __init__(self, data: DataDirectory, blobs: Blobs, database: Database, clock: Callable[[], float]) -> None:
+        self._data, self._blobs, self._database, self._clock = data, blobs, database, clock
         self._lock = threading.Lock()
         self._outages: dict[Cause, _Outage] = {}
         self._recorded_full: set[int] = set()  # runs whose latest event about the disk reports it as full
@@ -94,6 +97,8 @@ class Storage:
         try:
             self._data.check_space(PROBE_BYTES)
             write_probe(self._data.scratch())
+            self._blobs.put(PROBE, b"")
+            self._blobs.delete(PROBE)
             self._database.probe()
         except Exception as error:
             if self.note(error) is None:

@@ -44,11 +44,12 @@ def backup(
       outerstep coordinator backup s3://bucket/outerstep --data ./data
     """
     creating, locations = _module("create", "backup"), _module("locations", "backup")
+    opening = import_extra("coordinator.store.opening", extra="coordinator", command="outerstep coordinator backup")
     os.umask(0o077)  # its files must not be readable by other users
     settings = settings_of({"data_dir": data, "database_url": database_url, "backup_keep": keep})
     location = _location(locations, to)
     locations.check(location, settings.data_dir)
-    source = creating.BackupSource(_database(settings), creating.files_of(settings.data_dir))
+    source = creating.BackupSource(_database(settings), opening.reader_of(settings.data_dir))
     created = creating.create(source, store := locations.open_store(location), settings.backup_keep)
     manifest = created.manifest
     if output is Format.JSON:

@@ -21,6 +21,7 @@ from protocol.messages import Finding, LoggedError, ServerStatus
 FLAGS = {
     "data_dir": "--data",
     "database_url": "--database-url",
+    "blobs": "--blobs",
     "host": "--host",
     "port": "--port",
     "tls_certificate": "--tls-certificate",
@@ -72,6 +73,14 @@ def coordinator(
     ctx: typer.Context,
     data: DataOption = None,
     database_url: DatabaseOption = None,
+    blobs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Keep contributions, deltas and checkpoints in a bucket: s3://BUCKET/PREFIX, gs://, az://, or "
+            "s3+https://HOST/BUCKET/PREFIX. Default: in the data directory.",
+        ),
+    ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all, :: for all including IPv6.")
     ] = None,
@@ -101,9 +110,9 @@ def coordinator(
 
     It applies the database migrations, continues where it stopped, and prints its address and the next steps when it is
     ready. Its first start creates an admin token in admin.token in the data directory. Each option can also
-    be set by an environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _HOST, _PORT, _TLS_CERTIFICATE,
-    _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S, _BACKUP_KEEP, _NOTIFY_URL,
-    _NOTIFY_FORMAT.
+    be set by an environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _BLOBS, _HOST, _PORT,
+    _TLS_CERTIFICATE, _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S, _BACKUP_KEEP,
+    _NOTIFY_URL, _NOTIFY_FORMAT.
 
     \b
     Example:
@@ -113,6 +122,7 @@ def coordinator(
     given = {
         "data_dir": data,
         "database_url": database_url,
+        "blobs": blobs,
         "host": host,
         "port": port,
         "tls_certificate": tls_certificate,

@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -13,7 +13,13 @@ from outerstep.cli.errors import UsageError, import_extra, validated
 from outerstep.cli.options import TOKEN_VARIABLE, checked_url, find_token
 from outerstep.cli.printing import Format, FormatOption, print_json, say, say_lines
 from outerstep.cli.worker import FLAGS, worker
+from outerstep.common.exit_codes import Exit
 from protocol.text import printable
+
+BlobsOption = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="Check this bucket instead, as `outerstep coordinator --blobs` does."),
+]
 
 # Worker settings whose options have another name.
 _OPTIONS = {"state_dir": "state", "compile": "compile_model"}
@@ -31,17 +37,25 @@ def with_options_of_worker(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @with_options_of_worker
-def doctor(*, output: FormatOption = Format.TABLE, **options: Any) -> None:
+def doctor(*, blobs: BlobsOption = None, output: FormatOption = Format.TABLE, **options: Any) -> None:
     """Check whether this machine can train a run as a worker, and say what to fix.
 
     Takes the same options as `outerstep worker` and checks everything that it needs: the address, the token, the run,
     the state directory, the data, the model. It runs a few inner steps on the device, measures the network connection,
     and estimates the duration of a round. It does not join the run, and changes neither it nor the state directory.
 
+    With --blobs alone, it checks a bucket for a coordinator instead: that it can be reached, written, read, listed, and
+    that it never replaces an object.
+
     \b
     Example:
       OUTERSTEP_TOKEN=… outerstep doctor https://coordinator.example.org --run my-run
+      outerstep doctor --blobs s3://my-bucket/outerstep
     """
+    if blobs is not None:
+        if options["url"] is not None or options["run"] is not None:
+            raise UsageError("--blobs checks a bucket for a coordinator: give neither URL nor --run")
+        _examine_bucket(blobs, output)
     settings_of = import_extra("worker.settings", extra="worker", command="outerstep doctor")
     url, run = options["url"], options["run"]
     if url is None:
@@ -71,6 +85,23 @@ def doctor(*, output: FormatOption = Format.TABLE, **options: Any) -> None:
     else:
         say_lines("\n" + "\n  ".join(map(printable, conclusion.lines)))
     raise typer.Exit(conclusion.code)
+
+
+def _examine_bucket(url: str, output: Format) -> None:
+    """Check a bucket, show the findings, and exit."""
+    checks = import_extra("outerstep.common.bucket_check", extra="remote", command="outerstep doctor --blobs")
+    findings = []
+    for finding in checks.check_bucket(checks.Objects(url)):
+        findings.append(finding)
+        if output is not Format.JSON:
+            say(f"{finding.name:<12} {'wrong' if finding.fault else 'fine':<8} {finding.fault or finding.said}")
+    last = findings[-1]
+    code = Exit.DONE if last.fault is None else Exit.RETRY if last.passing else Exit.REFUSED
+    if output is Format.JSON:
+        print_json({"exit_code": code, "findings": [asdict(each) for each in findings]})
+    elif code is Exit.DONE:
+        say(f"\nready: start the coordinator with: outerstep coordinator --blobs {shlex.quote(url)}")
+    raise typer.Exit(code)
 
 
 def worker_command(options: dict[str, Any]) -> str:

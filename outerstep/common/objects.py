@@ -154,6 +154,12 @@ class Objects:
         except FileNotFoundError:
             return None
 
+    def modified_at(self, path: str) -> float:
+        """Return when an object was created or replaced, in seconds since 1970 by the store's clock. Raises
+        FileNotFoundError."""
+        with self._explained("read", path):
+            return float(obstore.head(self._small, path)["last_modified"].timestamp())
+
     def download(self, path: str, write: Callable[[memoryview], object]) -> int:
         """Pass the whole object to `write`, in pieces. Return its size in bytes. Raises FileNotFoundError, and what
         `write` raises."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.backup.create import BackupSource, create, files_of
+from coordinator.backup.create import BackupSource, create
 from coordinator.backup.locations import open_existing, open_store
 from coordinator.backup.manifest import Content
 from coordinator.backup.restore import restore
@@ -22,6 +22,7 @@ from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
 from coordinator.store.blobs import FileReader
+from coordinator.store.opening import reader_of
 from harness.coordinator import SettableClock, coordinator_thread
 from protocol.digest import digest
 from protocol.errors import OuterstepError, Transient
@@ -173,7 +174,7 @@ def test_an_interrupted_upload_leaves_nothing_and_the_next_one_goes_on(
             going.set()
 
     s3.after = stop
-    source = BackupSource(sqlite.url_in(states[0]), files_of(states[0]))
+    source = BackupSource(sqlite.url_in(states[0]), reader_of(states[0]))
     with pytest.raises(BackupInterrupted):
         create(source, open_store(url), 1, interrupt=interrupt)
     assert len(s3.keys(f"{prefix}/blobs/")) == 1
@@ -254,7 +255,7 @@ def test_who_was_stopped_for_long_does_no_harm_to_who_took_over(
         assert all(first.holds(blob) for blob in manifest.blobs)
         database = first.scratch()
         shutil.copy(states[0] / sqlite.FILE, database)
-        made = create(BackupSource(sqlite.url_in(states[2]), files_of(states[2])), second, keep=1)
+        made = create(BackupSource(sqlite.url_in(states[2]), reader_of(states[2])), second, keep=1)
         assert (made.manifest.number, made.removed) == (2, [1])
         with pytest.raises(OuterstepError, match="another backup has taken the lock"):
             first.add(

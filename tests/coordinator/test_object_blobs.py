@@ -65,7 +65,7 @@ def blobs(s3: S3Server, data: DataDirectory, prefix: str) -> ObjectBlobs:
 
 
 def copies(data: DataDirectory) -> list[int]:
-    return sorted(file.stat().st_size for file in (data.root / "incoming").iterdir())
+    return sorted(file.stat().st_size for file in (data.root / "copies").iterdir())
 
 
 def asked(s3: S3Server, method: str) -> int:
@@ -141,7 +141,7 @@ def test_a_spoilt_copy_is_no_damage(blobs: ObjectBlobs, data: DataDirectory) -> 
     """Otherwise an acknowledged contribution would be deleted because a local disk has flipped a bit."""
     blobs.put(NAME, b"some bytes")
     read(blobs, NAME)
-    (copy,) = (data.root / "incoming").iterdir()
+    (copy,) = (data.root / "copies").iterdir()
     copy.write_bytes(b"SOME bytes")
     assert fault_in(blobs, NAME, digest(b"some bytes")) is None
     assert read(blobs, NAME) == b"some bytes"

@@ -19,7 +19,7 @@ from harness.coordinator import InThread, SettableClock
 from harness.stores import disturbed, names, read, the
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
-from tests.coordinator.crew import crew, info, play_round, problem
+from tests.coordinator.crew import crew, info, play_round, problem, refusing
 from tests.support.waiting import wait_until
 
 
@@ -234,10 +234,36 @@ def test_a_contribution_that_is_refused_after_it_became_durable_leaves_no_blob(s
     assert names(shared.live(run), "contributions") == []
 
 
-def test_a_contribution_whose_blob_a_refused_twin_took_away_is_asked_for_again(shared: InThread, run: str) -> None:
+def test_a_rejected_upload_leaves_the_blob_to_its_twin(shared: InThread, run: str) -> None:
+    """Both have the same bytes, and so the same blob."""
     (a,) = crew(shared, run, ["a"], rounds=1)
     assignment, values = a.assignment(0), a.pseudo_gradients(0)[0]
     live = shared.live(run)
-    with disturbed(live, "contributions", after=live.blobs.delete):
+    twin = iter([lambda: problem(a.contribute(assignment, 0, values), "internal")])
+
+    def send_twin(_: str) -> None:
+        with refusing(shared, "INSERT ON contributions"):
+            next(twin, lambda: None)()
+
+    with disturbed(live, "contributions", after=send_twin):
+        assert a.contribute(assignment, 0, values).status_code == 201
+    assert len(names(live, "contributions", 0)) == 1
+
+
+def test_while_a_rejected_upload_is_deleted_its_twin_is_not_accepted(
+    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=1)
+    assignment, values = a.assignment(0), a.pseudo_gradients(0)[0]
+    live = shared.live(run)
+
+    def delete(*names: str) -> None:
         problem(a.contribute(assignment, 0, values), "not-ready")
+        real(*names)
+
+    real = live.blobs.delete
+    with monkeypatch.context() as patched, refusing(shared, "INSERT ON contributions"):
+        patched.setattr(live.blobs, "delete", delete)
+        problem(a.contribute(assignment, 0, values), "internal")
+    assert names(live, "contributions", 0) == []
     assert a.contribute(assignment, 0, values).status_code == 201

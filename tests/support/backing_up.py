@@ -5,20 +5,21 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from coordinator.backup.create import BackupSource, CreatedBackup, create, files_of
+from coordinator.backup.create import BackupSource, CreatedBackup, create
 from coordinator.backup.locations import Location, open_store
 from coordinator.backup.manifest import Content, Manifest
 from coordinator.backup.restore import BackupChecker, new_admin_token, restore
 from coordinator.backup.store import is_whole
 from coordinator.store import sqlite
 from coordinator.store.blobs import FileReader, Reader
+from coordinator.store.opening import reader_of
 
 
 def back_up(
     data_dir: Path, place: Location, keep: int = 7, before_opening: Callable[[str], object] = lambda _: None
 ) -> CreatedBackup:
     """Back up a data directory, whoever uses it; `before_opening` is called with the name of each blob."""
-    open_blob = files_of(data_dir)
+    open_blob = reader_of(data_dir)
 
     def opening(name: str) -> Reader:
         before_opening(name)

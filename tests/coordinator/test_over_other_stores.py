@@ -1,4 +1,4 @@
-"""The coordinator's own tests, over a store of blobs that is not a directory."""
+"""The coordinator's own tests, over stores of blobs that are not a directory."""
 
 import re
 import subprocess
@@ -25,11 +25,12 @@ ABOUT_BLOBS = [
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
-def test_the_coordinators_tests_pass_over_blobs_in_memory() -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("blobs", ["memory", "bucket"])
+def test_the_coordinators_tests_pass_over_other_blobs(blobs: str) -> None:
     here = Path(__file__).parent
     files = [str(here / f"test_{each}.py") for each in ABOUT_BLOBS]
-    command = [sys.executable, "-m", "pytest", "-q", "--blobs=memory", "-p", "no:cacheprovider", *files]
+    command = [sys.executable, "-m", "pytest", "-q", f"--blobs={blobs}", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=here.parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
     passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)

@@ -1,0 +1,108 @@
+"""Opening the store of a coordinator's blobs: its data directory, or a bucket.
+
+A store belongs to one coordinator: its start deletes blobs that its database does not name. So a bucket has the object
+`owner`, and the data directory the file `bucket`, with the same random id. A directory without that id does not get the
+bucket, and a directory with it does not start without the bucket.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from coordinator.store.blobs import Blobs, FileReader, OpenStore, Reader
+from coordinator.store.data_directory import DataDirectory
+from coordinator.store.directory_blobs import DirectoryBlobs
+from outerstep.common.files import fsync, write_new
+from protocol.errors import OuterstepError
+
+if TYPE_CHECKING:
+    from outerstep.common.objects import Objects
+
+logger = logging.getLogger(__name__)
+
+MARK = "bucket"  # in the data directory
+OWNER = "owner"  # in the bucket
+
+
+def store_at(url: str | None, now: Callable[[], float] = time.time) -> OpenStore:
+    """Return what opens the store at `url`; None: the data directory. Opening raises OuterstepError if the store cannot
+    be used, or belongs to another data directory."""
+
+    def opened(data: DataDirectory) -> Blobs:
+        return _directory(data) if url is None else _bucket(url, data, now)
+
+    return opened
+
+
+def reader_of(data_dir: Path) -> Callable[[str], Reader]:
+    """Return a function that opens the blobs of a data directory, or of its bucket, for reading. The coordinator may be
+    running."""
+    if (marked := _marked(data_dir)) is None:
+        return lambda name: FileReader(data_dir / name)
+    objects = _objects(marked[1])
+    return objects.open
+
+
+def _objects(url: str) -> "Objects":
+    try:
+        from outerstep.common.objects import Objects
+    except ModuleNotFoundError as error:
+        if error.name != "obstore":
+            raise
+        raise OuterstepError(f"{url} needs obstore: pip install 'outerstep[coordinator,remote]'") from error
+    return Objects(url)
+
+
+def _directory(data: DataDirectory) -> Blobs:
+    if (marked := _marked(data.root)) is not None:
+        raise OuterstepError(f"the blobs of {data.root} are in the bucket {marked[1]}: give --blobs {marked[1]}")
+    return DirectoryBlobs(data)
+
+
+def _bucket(url: str, data: DataDirectory, now: Callable[[], float]) -> Blobs:
+    objects = _objects(url)
+    from coordinator.store.object_blobs import ObjectBlobs
+    from outerstep.common.bucket_check import check_bucket
+
+    marked = _marked(data.root)
+    if marked is None and any((data.root / "runs").glob("*/c*/*")):
+        raise OuterstepError(f"the blobs of {data.root} are in its folder runs: start without --blobs")
+    for finding in check_bucket(objects, now):
+        if finding.fault is not None:
+            raise OuterstepError(f"the bucket {objects} cannot be used: {finding.fault}")
+    own = secrets.token_hex(16) if marked is None else marked[0]
+    if marked is None:
+        _mark(data, own, url)  # first, so that a killed first start can be repeated
+    objects.create_from(OWNER, own.encode())
+    found = objects.get(OWNER)
+    if found is None or found[0] != own.encode():
+        if marked is None:
+            (data.root / MARK).unlink()
+        raise OuterstepError(
+            f"the bucket {objects} belongs to the coordinator of another data directory: give another prefix"
+        )
+    if marked is not None and marked[1] != url:
+        logger.info("the blobs are now at %s, no longer at %s", url, marked[1])
+        _mark(data, own, url)
+    logger.info("blobs are in the bucket %s", objects)
+    return ObjectBlobs(objects, data)
+
+
+def _marked(root: Path) -> tuple[str, str] | None:
+    """Return the id and the URL of the bucket that has the blobs of this data directory; None if it has them itself."""
+    try:
+        own, _, url = (root / MARK).read_text(encoding="utf-8").strip().partition(" ")
+    except FileNotFoundError:
+        return None
+    return own, url
+
+
+def _mark(data: DataDirectory, own: str, url: str) -> None:
+    file = data.scratch()
+    write_new(file, f"{own} {url}\n".encode())
+    fsync(file)
+    file.replace(data.root / MARK)
+    fsync(data.root)
