@@ -28,6 +28,7 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
     wanted = {
         "data_dir": "/data",
         "database_url": "sqlite:////database/run.db",
+        "blobs": "s3://bucket/prefix",
         "host": "0.0.0.0",
         "port": "80",
         "tls_certificate": "/c.pem",
@@ -62,6 +63,7 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
     assert Settings().model_dump() == {
         "data_dir": Path("/data"),
         "database_url": "sqlite:////database/run.db",
+        "blobs": "s3://bucket/prefix",
         "host": "0.0.0.0",
         "port": 80,
         "tls_certificate": Path("/c.pem"),
