@@ -185,9 +185,14 @@ class LiveRun:
         self.arrivals: deque[Arrival] = deque()  # to be committed by the next thread that gets the lock
         self.uploading: Counter[str] = Counter()  # by blob: how many requests are uploading this contribution
         self.deleting: set[str] = set()  # blobs of rejected contributions that are being deleted
+        self.vanished: set[str] = set()  # blobs that were deleted or moved while they were being uploaded
         self.events_recorded = 0  # since the last trimming
         self.similarity = SimilarityHistory()
         self.counters = Counters()
+
+    def note_vanished(self, *names: str) -> None:
+        """Record that blobs are deleted or moved: uploads of them must not be accepted. Call it under the lock."""
+        self.vanished.update(name for name in names if name in self.uploading)
 
     def traced(self, name: str, number: int, fragment: int) -> AbstractContextManager[None]:
         """Trace the block as a part of round `number`, if tracing is on."""

@@ -106,6 +106,7 @@ def _without_leftover(run: LiveRun, header: ContributionHeader, digest: bytes, n
             last = not run.uploading[name]
             if last:
                 del run.uploading[name]
+                run.vanished.discard(name)
             leftover = last and not _is_accepted(run, header, digest)
             if leftover:
                 run.deleting.add(name)
@@ -194,6 +195,8 @@ def _is_due(run: LiveRun, arrival: Arrival) -> bool:
         header = arrival.header
         if admission.open_for(run, header.worker, header.round, header.fragment, arrival.digest) is None:
             return False
+        if arrival.name in run.vanished:
+            raise Problem("not-ready", "the blob vanished during the upload; resend it", retry_after_s=1)
     except Problem as problem:
         arrival.error = problem
         return False

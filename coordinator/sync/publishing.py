@@ -198,7 +198,9 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
         def apply() -> None:
             for worker in workers:
                 lost = fragment.contributed.pop(worker)
-                run.blobs.delete(run.names.contribution(round_, index, worker, lost.digest))
+                name = run.names.contribution(round_, index, worker, lost.digest)
+                run.note_vanished(name)
+                run.blobs.delete(name)
             fragment.state, fragment.quorum_at, fragment.weights = collecting, None, {}
             opening.without_earlier_units.clear()
             opening.consumed.clear()

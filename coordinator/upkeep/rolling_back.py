@@ -286,6 +286,7 @@ def set_aside(run: LiveRun, state: int, prefix: str) -> None:
 
 
 def _move(run: LiveRun, names: list[str], prefix: str) -> None:
+    run.note_vanished(*names)
     for name in names:
         move(run.blobs, name, prefix + name.removeprefix(run.names.all), run.context.data.scratch())
 

@@ -250,6 +250,22 @@ def test_a_rejected_upload_leaves_the_blob_to_its_twin(shared: InThread, run: st
     assert len(names(live, "contributions", 0)) == 1
 
 
+def test_a_contribution_whose_blob_is_taken_away_is_asked_for_again(shared: InThread, run: str) -> None:
+    """As a rollback does, or the loss of an accepted contribution with the same bytes."""
+    (a,) = crew(shared, run, ["a"], rounds=1)
+    assignment, values = a.assignment(0), a.pseudo_gradients(0)[0]
+    live = shared.live(run)
+
+    def take_away(name: str) -> None:
+        with live.lock:
+            live.note_vanished(name)
+            live.blobs.delete(name)
+
+    with disturbed(live, "contributions", after=take_away):
+        problem(a.contribute(assignment, 0, values), "not-ready")
+    assert a.contribute(assignment, 0, values).status_code == 201
+
+
 def test_while_a_rejected_upload_is_deleted_its_twin_is_not_accepted(
     shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
