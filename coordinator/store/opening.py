@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from coordinator.store.blobs import Blobs, FileReader, OpenStore, Reader
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
-from outerstep.common.files import fsync, write_new
+from outerstep.common.files import replace_file
 from protocol.errors import OuterstepError
 
 if TYPE_CHECKING:
@@ -101,8 +101,4 @@ def _marked(root: Path) -> tuple[str, str] | None:
 
 
 def _mark(data: DataDirectory, own: str, url: str) -> None:
-    file = data.scratch()
-    write_new(file, f"{own} {url}\n".encode())
-    fsync(file)
-    file.replace(data.root / MARK)
-    fsync(data.root)
+    replace_file(data.root / MARK, lambda file: file.write(f"{own} {url}\n".encode()))

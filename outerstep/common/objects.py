@@ -190,22 +190,19 @@ class Objects:
         """Create an object from bytes or a local file. Return False if it exists, also if the answer to an earlier
         attempt was lost. More than MULTIPART_BYTES are sent in parts."""
         size = source.stat().st_size if isinstance(source, Path) else len(memoryview(source).cast("B"))
+        if size > MULTIPART_BYTES:
+            # obstore cannot complete an upload in parts on condition. So of two that begin at once the later one
+            # replaces the earlier: callers name objects by their digest, and both have the same bytes.
+            if self.size(path) is not None:
+                return False
+            self._put_in_parts(path, size, _input(source))
+            return True
         try:
             with self._explained("write", path):
-                if size <= MULTIPART_BYTES:
-                    obstore.put(self._large, path, _input(source), mode="create", use_multipart=False)
-                    return True
-                # obstore cannot complete an upload in parts on condition. So of two that begin at once the later one
-                # replaces the earlier: callers name objects by their digest, and both have the same bytes.
-                if self.size(path) is not None:
-                    return False
-                part_bytes = max(PART_BYTES, -(-size // _PARTS))
-                obstore.put(self._large, path, _input(source), chunk_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
+                obstore.put(self._large, path, _input(source), mode="create", use_multipart=False)
                 return True
         except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
             return False
-        except FileNotFoundError as error:  # a lifecycle rule of the bucket or an operator has removed the parts
-            raise Transient(f"the parts of {self.name(path)} were removed before the upload was complete") from error
 
     def replace(self, path: str, content: bytes, version: Version) -> Version | None:
         """Replace version `version` of a small object, and return the new version; None if the object no longer has
@@ -214,13 +211,18 @@ class Objects:
 
     def upload(self, path: str, size: int, pieces: Iterable[bytes | bytearray]) -> None:
         """Create an object of `size` bytes from `pieces`. If `pieces` raises, no object is created."""
+        if size > PART_BYTES:
+            self._put_in_parts(path, size, iter(pieces))
+            return
+        with self._explained("write", path):
+            obstore.put(self._large, path, b"".join(pieces), use_multipart=False)
+
+    def _put_in_parts(self, path: str, size: int, content: Any) -> None:
+        """Create or replace an object of `size` bytes."""
         try:
             with self._explained("write", path):
-                if size <= PART_BYTES:
-                    obstore.put(self._large, path, b"".join(pieces), use_multipart=False)
-                    return
                 part_bytes = max(PART_BYTES, -(-size // _PARTS))
-                obstore.put(self._large, path, iter(pieces), chunk_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
+                obstore.put(self._large, path, content, chunk_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
         except FileNotFoundError as error:  # a lifecycle rule of the bucket or an operator has removed the parts
             raise Transient(f"the parts of {self.name(path)} were removed before the upload was complete") from error
 
