@@ -86,7 +86,7 @@ class Coordinator:
         self.verify_at: dict[int, float] = {}
         self._tick_faults: dict[str, tuple[str, float]] = {}  # by kind: the last fault, and when it was logged
         self._closing = threading.Event()
-        self.storage = Storage(self.data, blobs, self.database, clock)
+        self.storage = Storage(self.data, blobs, self.database, self._jobs.submit, clock)
         webhook = webhook_of(settings.notify_url, settings.notify_format, settings.notify_secret)
         self.outbox = None if webhook is None else Outbox(self.database, new_id, clock, now)
         self.sender = None

@@ -19,7 +19,7 @@ class Settings(BaseSettings):
 
     data_dir: Path = Field(
         Path("outerstep-data"),
-        description="contributions, deltas, checkpoints, and the database unless database_url is set",
+        description="contributions, deltas and checkpoints unless blobs is set; the database unless database_url is",
     )
     database_url: str | None = Field(
         None, description="URL of the database; default: SQLite, the file outerstep.db in the data directory"

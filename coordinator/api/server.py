@@ -28,6 +28,7 @@ from coordinator.metrics.server import ServerMetrics
 from coordinator.notifications.outbox import Key
 from coordinator.quotas import lineage_of
 from coordinator.service import Coordinator
+from coordinator.store.database import Fault
 from protocol import PROTOCOL_VERSION, __version__
 from protocol.messages import (
     LINE_CHECK_BYTES,
@@ -146,6 +147,7 @@ REMEDIES = {
     "backup-failed": "Fix the cause; the coordinator retries within five minutes. `outerstep coordinator backup PLACE "
     "--data DIR` makes a backup now",
     "database": "Check the database's disk and file system; the log has details",
+    "bucket": "`outerstep doctor --blobs URL` checks it from this machine; runs continue once it can be written again",
     "notifications": "Test the webhook with `outerstep coordinator notify-test`; to change it, restart the coordinator",
 }
 
@@ -164,7 +166,7 @@ def _status(service: Coordinator, connections: int) -> ServerStatus:
         protocol=PROTOCOL_VERSION,
         started_at=service.started_at,
         now=service.now(),
-        findings=list(_findings(service.alerts.conditions, database, notifications)),
+        findings=list(_findings(service.alerts.conditions, service.storage.fault, database, notifications)),
         disks=[
             DiskInfo(places=list(each.places), free_bytes=each.free_bytes, size_bytes=each.size_bytes)
             for each in service.alerts.disks(service.places())
@@ -182,11 +184,16 @@ def _status(service: Coordinator, connections: int) -> ServerStatus:
 
 
 def _findings(
-    conditions: Mapping[Key, str], database: DatabaseInfo, notifications: NotificationsInfo | None
+    conditions: Mapping[Key, str],
+    storage: Fault | None,
+    database: DatabaseInfo,
+    notifications: NotificationsInfo | None,
 ) -> Iterator[Finding]:
     """Yield each problem with its remedy: first those of the server, then those of runs."""
     if database.fault:
         yield _finding("database", None, database.fault)
+    if storage is not None and storage.of_bucket:
+        yield _finding("bucket", None, scrubbed(storage.reason))
     for (about, run), message in conditions.items():
         if run is None:
             yield _finding(about, None, message)
@@ -204,7 +211,8 @@ def _finding(about: str, run: str | None, message: str) -> Finding:
 def _database(service: Coordinator) -> DatabaseInfo:
     database, began = service.database, service.clock()
     failing = service.storage.fault
-    fault = failing.reason if failing is not None and failing.cause is Cause.STORAGE_UNAVAILABLE else ""
+    is_ours = failing is not None and failing.cause is Cause.STORAGE_UNAVAILABLE and not failing.of_bucket
+    fault = failing.reason if failing is not None and is_ours else ""
     found = DatabaseInfo(backend=database.name, schema_revision=None, size_bytes=None, answer_s=None, fault=fault)
     try:
         revision = database.revision()

@@ -28,7 +28,7 @@ from coordinator.backup.bucket_lock import PATH as LOCK
 from coordinator.backup.bucket_lock import BucketLock, LockLost
 from coordinator.backup.manifest import Content, Manifest, encode
 from coordinator.backup.store import DamagedBackup, manifest_of
-from coordinator.store.blobs import FileReader, Reader
+from coordinator.store.blobs import FileReader, Reader, StoreOutage
 from coordinator.store.payloads import READ_BYTES
 from outerstep.common.connections import error_text
 from outerstep.common.objects import Objects
@@ -154,6 +154,8 @@ class BackupBucket:
                 piece = bytearray(READ_BYTES)  # a new buffer, because the last one may still be uploading
                 try:
                     count = reader.read_into(memoryview(piece), at)
+                except StoreOutage:
+                    raise
                 except OSError as error:
                     raise _Corrupt(error_text(error)) from error
                 if not count:

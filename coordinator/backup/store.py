@@ -10,7 +10,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from coordinator.backup.manifest import Content, Manifest, decode
-from coordinator.store.blobs import FileReader, Reader
+from coordinator.store.blobs import FileReader, Reader, StoreOutage
 from coordinator.store.payloads import READ_BYTES, digest_of
 from outerstep.common.files import Writer
 from protocol.errors import OuterstepError
@@ -151,8 +151,11 @@ def copy_whole(reader: Reader, target: Path, digest: str, interrupt: Callable[[]
 
 
 def _read(reader: Reader, memory: memoryview, at: int) -> int:
-    """Return the number of bytes read: 0 at the end, and also if the disk fails; the digest then does not match."""
+    """Return the number of bytes read: 0 at the end, and also if the disk fails; the digest then does not match. Raises
+    StoreOutage, which says nothing about the bytes."""
     try:
         return reader.read_into(memory, at)
+    except StoreOutage:
+        raise
     except OSError:
         return 0

@@ -182,10 +182,12 @@ def exists(url: URL) -> bool:
 
 
 class Fault(NamedTuple):
-    """A cause that makes every write fail, and a message about it."""
+    """A cause that makes every write fail, and a message about it. `of_bucket`: the bucket's, not the database's or the
+    disk's."""
 
     cause: Cause
     reason: str
+    of_bucket: bool = False
 
 
 def fault_of(error: BaseException) -> Fault | None:
@@ -196,7 +198,7 @@ def fault_of(error: BaseException) -> Fault | None:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Fault(Cause.STORAGE_FULL, sqlite.DISK_FULL)
     if isinstance(error, StoreOutage):
-        return Fault(Cause.STORAGE_UNAVAILABLE, str(error))
+        return Fault(Cause.STORAGE_UNAVAILABLE, str(error), of_bucket=True)
     if isinstance(error, OSError) and error.errno == errno.EROFS:
         return Fault(Cause.STORAGE_UNAVAILABLE, "the coordinator's disk is read-only")
     return None

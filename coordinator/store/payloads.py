@@ -141,7 +141,7 @@ def fault_in(blobs: Blobs, name: str, digest: bytes) -> str | None:
     except FileNotFoundError:
         return "missing"
     except StoreOutage:
-        raise  # nothing is wrong with the blob, as far as anybody can tell
+        raise  # the blob may be intact
     except OSError as error:
         return f"unreadable ({error_text(error)})"
 

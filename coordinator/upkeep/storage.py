@@ -46,11 +46,19 @@ class Storage:
     `note` may be called from any thread; `check` and `tick` are called a few times per second.
     """
 
-    def __init__(self, data: DataDirectory, blobs: Blobs, database: Database, clock: Callable[[], float]) -> None:
-        self._data, self._blobs, self._database, self._clock = data, blobs, database, clock
+    def __init__(
+        self,
+        data: DataDirectory,
+        blobs: Blobs,
+        database: Database,
+        submit: Callable[..., object],
+        clock: Callable[[], float],
+    ) -> None:
+        self._data, self._blobs, self._database, self._submit, self._clock = data, blobs, database, submit, clock
         self._lock = threading.Lock()
         self._outages: dict[Cause, _Outage] = {}
         self._recorded_full: set[int] = set()  # runs whose latest event about the disk reports it as full
+        self._probing = False
         self._unrecorded: dict[int, _Outage] = {}  # by run: the database outage to record as an event once it is over
 
     @property
@@ -83,22 +91,41 @@ class Storage:
         return fault
 
     def check(self) -> None:
-        """End the outage if the disk and the database can be written again."""
+        """End the outage if the disk and the database can be written again. A bucket is probed on another thread,
+        because it may take a minute to fail."""
         for cause, outage in list(self._outages.items()):
-            if self._clock() - outage.last >= QUIET_S and self._can_be_written():
-                lasted = duration_text(outage.last - outage.since)
-                logger.warning(
-                    "writing works again after %s (%s; %d writes failed)", lasted, outage.fault.reason, outage.failures
-                )
-                with self._lock:
-                    del self._outages[cause]
+            if self._clock() - outage.last < QUIET_S:
+                continue
+            if not outage.fault.of_bucket:
+                if self._can_be_written():
+                    self._end(cause, outage)
+            elif not self._probing:
+                self._probing = True
+                self._submit(self._probe_bucket, cause, outage)
+
+    def _end(self, cause: Cause, outage: _Outage) -> None:
+        lasted = duration_text(outage.last - outage.since)
+        logger.warning(
+            "writing works again after %s (%s; %d writes failed)", lasted, outage.fault.reason, outage.failures
+        )
+        with self._lock:
+            self._outages.pop(cause, None)
+
+    def _probe_bucket(self, cause: Cause, outage: _Outage) -> None:
+        try:
+            self._blobs.put(PROBE, b"")
+            self._blobs.delete(PROBE)
+            self._end(cause, outage)
+        except Exception as error:  # nothing awaits the result: the log reports it
+            if self.note(error) is None:
+                logger.exception("the bucket could not be probed")
+        finally:
+            self._probing = False
 
     def _can_be_written(self) -> bool:
         try:
             self._data.check_space(PROBE_BYTES)
             write_probe(self._data.scratch())
-            self._blobs.put(PROBE, b"")
-            self._blobs.delete(PROBE)
             self._database.probe()
         except Exception as error:
             if self.note(error) is None:

@@ -1,4 +1,5 @@
-"""Checks of a bucket: whether it keeps what a coordinator relies on. They create one small object and remove it.
+"""Checks of a bucket: whether it keeps what a coordinator relies on. They create one small object and remove it, also
+after a fault if the store allows that.
 
 Stores differ. Some gateways accept a second conditional create silently; then an acknowledged contribution could be
 replaced by other bytes.
@@ -7,6 +8,7 @@ replaced by other bytes.
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from outerstep.common.objects import Objects
@@ -40,17 +42,24 @@ def check_bucket(objects: Objects, now: Callable[[], float] = time.time) -> Iter
         ("clock", lambda: _clock(objects, path, now)),
         ("remove", lambda: _remove(objects, path)),
     ):
-        try:
-            yield BucketFinding(name, look())
-        except _Unfit as error:
-            yield BucketFinding(name, "", str(error))
+        finding = _finding(name, look, objects.name(path))
+        if finding.fault is not None and name != "write":  # then there may be an object
+            with suppress(OuterstepError):
+                objects.delete([path])
+        yield finding
+        if finding.fault is not None:
             return
-        except FileNotFoundError:
-            yield BucketFinding(name, "", f"{objects.name(path)} was just created, but the store does not have it")
-            return
-        except OuterstepError as error:
-            yield BucketFinding(name, "", str(error), passing=isinstance(error, Transient))
-            return
+
+
+def _finding(name: str, look: Callable[[], str], probe: str) -> BucketFinding:
+    try:
+        return BucketFinding(name, look())
+    except _Unfit as error:
+        return BucketFinding(name, "", str(error))
+    except FileNotFoundError:
+        return BucketFinding(name, "", f"{probe} was just created, but the store does not have it")
+    except OuterstepError as error:
+        return BucketFinding(name, "", str(error), passing=isinstance(error, Transient))
 
 
 class _Unfit(Exception):

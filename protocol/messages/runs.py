@@ -85,7 +85,7 @@ class Cause(StrEnum):
     FILES_DAMAGED = "files-damaged"
     STORAGE_FULL = "storage-full"
     STORAGE_UNAVAILABLE = (
-        "storage-unavailable"  # the database is locked, read-only or failing, or the disk is read-only
+        "storage-unavailable"  # the database is locked or failing, it or the disk is read-only, or the bucket fails
     )
     WORKER_SILENT = "worker-silent"
 

@@ -3,7 +3,9 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -14,6 +16,9 @@ from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member
 from harness.seaweedfs import SeaweedFS, installed, seaweedfs
 from tests.coordinator.crew import crew, play_round
+
+if TYPE_CHECKING:
+    from tests.support.s3_server import S3Server
 
 _numbers = itertools.count()
 
@@ -54,6 +59,26 @@ def store(_seaweedfs: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> SeaweedFS:
     for name, value in _seaweedfs.environment.items():
         monkeypatch.setenv(name, value)
     return _seaweedfs
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator["S3Server"]:
+    from tests.support.s3_server import s3_server
+
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(serving: "S3Server", monkeypatch: pytest.MonkeyPatch) -> Iterator["S3Server"]:
+    """An S3 server that fails as a test says, with its credentials in the environment, and few retries."""
+    from outerstep.common import objects
+
+    for name, value in serving.environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "retry_timeout": timedelta(seconds=5)})
+    yield serving
+    serving.undisturbed()
 
 
 @pytest.fixture

@@ -6,8 +6,6 @@ import shutil
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +34,10 @@ pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3
 from coordinator.backup import bucket_lock
 from coordinator.backup.bucket import BackupBucket
 from outerstep.common import objects
-from tests.support.s3_server import BUCKET, Request, S3Server, s3_server
+from tests.support.s3_server import BUCKET, Request, S3Server
 
 SHORT = "every_rounds = 1\nkeep = 1"
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def serving() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def s3(serving: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    for name, value in serving.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "retry_timeout": timedelta(seconds=5)})
-    yield serving
-    serving.undisturbed()
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Iterator
 from contextlib import closing
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -22,28 +20,12 @@ from protocol.errors import OuterstepError
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
 pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
 
-from outerstep.common import objects
 from outerstep.common.bucket_check import BucketFinding, check_bucket
 from outerstep.common.objects import Objects
-from tests.support.s3_server import BUCKET, Request, S3Server, s3_server
+from tests.support.s3_server import BUCKET, Request, S3Server
 
 CHECKS = ["write", "create once", "read", "list", "clock", "remove"]
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def serving() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def s3(serving: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    for name, value in serving.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "retry_timeout": timedelta(seconds=5)})
-    yield serving
-    serving.undisturbed()
 
 
 @pytest.fixture
@@ -67,6 +49,7 @@ def test_a_store_that_replaces_objects_is_refused(s3: S3Server, url: str, tmp_pa
     assert (last.name, last.passing) == ("create once", False)
     assert last.fault is not None
     assert "ignores If-None-Match" in last.fault
+    assert list(Objects(url).within("check")) == [], "nothing is left"
     with closing(DataDirectory(tmp_path)) as data, pytest.raises(OuterstepError, match="ignores If-None-Match"):
         store_at(url)(data)
 
@@ -106,6 +89,7 @@ def test_a_wrong_clock_is_named(url: str, ahead_s: float, word: str) -> None:
     assert last.name == "clock"
     assert last.fault is not None
     assert f"clock is 1 h {word} the store's" in last.fault or f"{word} the store's" in last.fault
+    assert list(Objects(url).within("check")) == [], "nothing is left"
 
 
 # --- whose bucket it is -----------------------------------------------------------------------------------------------

@@ -2,24 +2,29 @@
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from coordinator.backup.store import copy_whole
 from coordinator.store.blobs import RunNames, StoreOutage
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import fault_of
 from coordinator.store.payloads import fault_in
+from coordinator.upkeep.storage import QUIET_S
+from harness.coordinator import InThread, SettableClock
 from harness.seaweedfs import SeaweedFS
 from harness.stores import read
 from protocol.digest import digest
 from protocol.errors import OuterstepError
 from protocol.messages import Cause
+from tests.coordinator.crew import crew
+from tests.support.waiting import PATIENCE_S, wait_until
 
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
 pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
@@ -27,25 +32,10 @@ pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3
 from coordinator.store.object_blobs import ObjectBlobs
 from outerstep.common import objects
 from outerstep.common.objects import Bucket, Objects
-from tests.support.s3_server import BUCKET, S3Server, s3_server
+from tests.support.s3_server import BUCKET, S3Server
 
 NAME = RunNames("r").contribution(1, 0, "w", bytes(32))
 _numbers = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def serving() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def s3(serving: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    for name, value in serving.environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "retry_timeout": timedelta(seconds=5)})
-    yield serving
-    serving.undisturbed()
 
 
 @pytest.fixture
@@ -191,6 +181,58 @@ def test_a_store_that_fails_is_an_outage_and_not_a_lost_blob(
         assert fault.cause is Cause.STORAGE_UNAVAILABLE
     s3.undisturbed()
     assert read(blobs, NAME) == b"some bytes"
+
+
+def test_a_backup_during_an_outage_fails_and_takes_no_blob_for_lost(
+    s3: S3Server, blobs: ObjectBlobs, tmp_path: Path
+) -> None:
+    """Otherwise it would be recorded as a backup without that blob, and older ones removed."""
+    blobs.put(NAME, b"some bytes")
+    with blobs.open(NAME, fresh=True) as reader:
+        s3.fault = lambda request: (503, "SlowDown")
+        with pytest.raises(StoreOutage):
+            copy_whole(reader, tmp_path / "copy", digest(b"some bytes").hex())
+        assert not (tmp_path / "copy").exists()
+        s3.undisturbed()
+        assert copy_whole(reader, tmp_path / "copy", digest(b"some bytes").hex())
+
+
+def test_an_outage_of_the_bucket_is_named_and_ends_once_it_can_be_written(
+    shared: InThread, clock: SettableClock, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew(shared, run, ["w"], rounds=1)
+    coordinator, stored = shared.coordinator, shared.live(run).blobs
+
+    def findings() -> list[tuple[str, str]]:
+        with shared.client() as client:
+            found = client.get("/v1/status").raise_for_status().json()
+        assert found["database"]["fault"] == ""
+        return [(each["about"], each["message"]) for each in found["findings"]]
+
+    outage = StoreOutage("cannot write s3://b/p: the store answers 503")
+    coordinator.storage.note(outage)
+    assert ("bucket", str(outage)) in findings()
+
+    asked = threading.Event()
+
+    def fail(name: str, source: object) -> bool:
+        asked.set()
+        raise outage
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stored, "put", fail)
+        clock.advance(QUIET_S)
+        coordinator.tick()
+        assert asked.wait(PATIENCE_S)
+    assert ("bucket", str(outage)) in findings()
+
+    def over() -> bool:
+        clock.advance(QUIET_S)
+        coordinator.tick()
+        return coordinator.storage.fault is None
+
+    wait_until(over)
+    assert findings() == []
 
 
 def test_a_busy_store_is_asked_again(s3: S3Server, blobs: ObjectBlobs) -> None:
