@@ -505,6 +505,28 @@ def test_an_outage_is_told_and_outlived(browser: Browser, tmp_path: Path) -> Non
         coordinator.stop()
 
 
+BREAK_OFF = """() => {
+  const whole = Response.prototype.json;
+  let left = 3;
+  Response.prototype.json = function () {
+    return left-- > 0 ? Promise.reject(new TypeError("Failed to fetch")) : whole.call(this);
+  };
+}"""
+
+
+def test_answers_that_break_off_in_the_middle_are_an_outage(browser: Browser, played: Played) -> None:
+    """As where the coordinator is killed while it answers: the page gave up, with "Failed to fetch"."""
+    running = played.running
+    with tab(browser, **WIDE) as found:
+        page = found.page
+        page.goto(f"{running.url}/#token={running.admin_token}&run={played.run}")
+        expect(page.get_by_role("button", name="Evict bob")).to_be_enabled()
+        page.evaluate(BREAK_OFF)
+        expect(page.locator("h1 + span .badge")).to_have_text("unreachable")
+        expect(page.get_by_role("button", name="Evict bob")).to_be_enabled()
+        expect(page.get_by_text("Something went wrong")).to_have_count(0)
+
+
 def test_what_was_last_known_is_not_shown_as_if_it_were_so_now(browser: Browser, played: Played) -> None:
     """Badges stayed green, buttons could be pressed, and the time to go stood still."""
     running = played.running

@@ -32,7 +32,7 @@ export class Api {
     const body = json === undefined ? text : JSON.stringify(json);
     for (let attempt = 1; ; attempt += 1) {
       const answer = await this.send(method, path, headers, body, signal);
-      if (answer.ok) return answer.status === 204 ? null : answer.json();
+      if (answer.ok) return answer.status === 204 ? null : answered(() => answer.json(), signal);
       const refused = new Refused(answer.status, await answer.json().catch(() => ({})));
       const retry_after_s = Number(answer.headers.get("Retry-After") || NaN);
       if (![429, 503].includes(answer.status) || !(retry_after_s <= MAX_RETRY_AFTER_S) || attempt === ATTEMPTS) throw refused;
@@ -83,23 +83,31 @@ export class Api {
   async send(method, path, headers, body, signal) {
     const late = new AbortController();
     const timer = setTimeout(() => late.abort(), 1000 * TIMEOUT_S);
+    const request = {
+      method,
+      headers: { ...headers, Authorization: `Bearer ${this.token}` },
+      body,
+      signal: AbortSignal.any([signal ?? late.signal, late.signal]),
+      cache: "no-store",
+      credentials: "omit",
+    };
     try {
-      return await fetch(new URL(`v1/${path}`, document.baseURI), {
-        method,
-        headers: { ...headers, Authorization: `Bearer ${this.token}` },
-        body,
-        signal: AbortSignal.any([signal ?? late.signal, late.signal]),
-        cache: "no-store",
-        credentials: "omit",
-      });
-    } catch (error) {
-      if (signal?.aborted) throw error;
-      throw new Unreachable(
-        "The coordinator does not answer; retrying. Is it running, and is this machine online?",
-      );
+      return await answered(() => fetch(new URL(`v1/${path}`, document.baseURI), request), signal);
     } finally {
       clearTimeout(timer);
     }
+  }
+}
+
+/** Return the result of `receive`. Throws Unreachable if the connection fails, which may be in the middle of a body. */
+async function answered(receive, signal) {
+  try {
+    return await receive();
+  } catch (error) {
+    if (signal?.aborted || error instanceof SyntaxError) throw error;
+    throw new Unreachable(
+      "The coordinator does not answer; retrying. Is it running, and is this machine online?",
+    );
   }
 }
 
