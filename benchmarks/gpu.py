@@ -33,7 +33,7 @@ from protocol.codecs import CODECS
 from protocol.compiled import KERNELS
 from protocol.outer_step import outer_step_by
 from protocol.wire import CHUNK_ELEMENTS
-from worker.codecs import TORCH_CODECS, encoded_chunks
+from worker.codecs import TORCH_CODECS, batches, encoded_chunks
 from worker.rounds.in_flight import DOWNLOADS
 
 FRAGMENT_ELEMENTS = 1 << 23
@@ -86,8 +86,8 @@ def measure(codec: str, elements: int, device: torch.device) -> list[Measured]:
 
     def quantise() -> None:
         for fragment in on_device:
-            for chunk in fragment.split(CHUNK_ELEMENTS):
-                TORCH_CODECS[codec].encode(chunk)
+            for chunks in batches(fragment):
+                TORCH_CODECS[codec].encode(chunks)
 
     def outer_step(p: int) -> None:
         chunks = zip(raw[p], theta[p].split(CHUNK_ELEMENTS), momentum[p].split(CHUNK_ELEMENTS), strict=True)

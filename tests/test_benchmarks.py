@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu, loop, prepare
+from benchmarks import gpu, inner_steps, loop, prepare
 from benchmarks.control_plane import measure
 from benchmarks.floor import core_seconds
 from harness.coordinator import coordinator_process
@@ -46,6 +46,13 @@ def test_what_a_sync_costs_a_gpu_is_measured() -> None:
     found = gpu.measure("int8", 2 * CHUNK_ELEMENTS + 5, torch.device("cpu"))
     assert [each.operation for each in found] == ["quantise", "to the host", "outer step", "to the GPU"]
     assert all(each.seconds > 0 and each.share > 0 for each in found)
+
+
+def test_inner_steps_are_measured_by_settings_of_the_worker() -> None:
+    spec = inner_steps.SPEC.format(preset="tiny", batch_size=4, sequence_length=64)
+    row = inner_steps.measure("micro-batch 4", spec, "cpu")
+    assert row.at_once == 4
+    assert row.tokens_s == pytest.approx(4 * 64 / row.step_s)
 
 
 def test_preparing_is_measured_beside_datasets_where_that_is_installed() -> None:

@@ -32,7 +32,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     ),
     "streams": (60, [*PYTEST, "tests/worker/test_side_stream.py", "tests/worker/test_fragments.py"]),
     "inner steps": (240, [*PYTEST, "tests/worker/test_step_on_cuda.py", "tests/worker/test_step.py"]),
-    "runs": (240, [*PYTEST, "tests/gpu/test_runs.py"]),
+    "runs": (240, [*PYTEST, "tests/gpu/test_runs.py", "tests/gpu/test_fp16.py"]),
     "speed": (300, ["-m", "benchmarks.gpu", "--json"]),
 }
 # What is imported by them -> the distribution that brings it.
@@ -62,6 +62,8 @@ NEEDED = {
     "httptools": "httptools",
     "sqlalchemy": "sqlalchemy",
     "alembic": "alembic",
+    "prometheus_client": "prometheus-client",
+    "opentelemetry": "opentelemetry-api",
 }
 
 

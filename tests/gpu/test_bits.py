@@ -57,8 +57,7 @@ def test_every_codec_gives_the_reference_s_bytes_and_values(codec: str, device: 
         assert np.array_equal(decoded.cpu().numpy().view(np.uint32), expected.view(np.uint32)), name
 
 
-def model(dtype: torch.dtype, device: torch.device) -> nn.Module:
-    width = 1024 if device.type == "cuda" else 48
+def model(dtype: torch.dtype, width: int) -> nn.Module:
     torch.manual_seed(3)
     layers = [nn.Embedding(40 * width, width), nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 7)]
     return nn.Sequential(*layers).to(dtype)
@@ -76,8 +75,10 @@ def trained(of: nn.Module, seed: int) -> None:
 def test_pseudo_gradients_are_those_of_a_cpu(dtype: torch.dtype, device: torch.device) -> None:
     """Also with progress that no mean has, and of a model whose parameters are rounded to bf16."""
 
+    width = 1024 if device.type == "cuda" else 48
+
     def ways(to: torch.device) -> list[Tensor]:
-        local = model(dtype, to).to(to)
+        local = model(dtype, width).to(to)
         layout = plan_fragments(tensor_specs(local), 1 << 23)
         fragments = Fragments(local, layout)
         found: list[Tensor] = []

@@ -1,14 +1,16 @@
 """`make gpu` itself: what it says where there is no GPU, and which parts it leaves out the next time."""
 
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.__main__ import NO_GPU, ROOT, passed_parts, run
+from tests.gpu.__main__ import NEEDED, NO_GPU, ROOT, passed_parts, run
 
 HERE = {"code": "1", "torch": "2", "gpu": "a"}
 
@@ -44,3 +46,11 @@ def test_what_has_passed_is_not_run_again_for_the_same_code_torch_and_gpu(tmp_pa
 def test_a_part_that_hangs_is_killed_and_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not run("hangs", ["-c", "input_ = __import__('threading').Event().wait()"], 0.5, tmp_path / "r", HERE)
     assert "hangs: FAILED: it was killed after 0.5 s" in capsys.readouterr().out
+
+
+def test_packages_are_checked_before_the_first_part_needs_them() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["coordinator"], *extras["worker"]]
+    names = {re.split(r"[<>=; ]", each)[0] for each in wanted}
+    assert names - set(NEEDED.values()) == {"plotly", "uvloop"}, "only the dashboard and `outerstep coordinator` do"

@@ -117,3 +117,14 @@ def test_several_chunks(codec: str, zstd: bool) -> None:
     payload.decode(decoded)
     assert unpack_payload(payload, CPU, payload.header.elements).numpy().tobytes() == decoded.tobytes()
     assert round_trip(torch.from_numpy(values), codec).numpy().tobytes() == decoded.tobytes()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("n", [1, 700, 4096])
+def test_several_rows_are_encoded_as_each_alone(codec: str, n: int) -> None:
+    rows = torch.from_numpy(np.random.default_rng(0).standard_t(3, (3, n)).astype(np.float32))
+    for device in DEVICES:
+        for codecs in (TORCH_CODECS, IN_TORCH):
+            encode = codecs[codec].encode
+            together = encode(rows.to(device)).cpu()
+            assert torch.equal(together, torch.stack([encode(row.to(device)).cpu() for row in rows]))

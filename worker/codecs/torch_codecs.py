@@ -1,7 +1,8 @@
 """Every codec in torch: the same bytes and values, bit for bit, as `protocol.codecs`, on the device of the argument.
 
 Each codec's format is described in its module in protocol/codecs/. Every operation is one fp32 operation rounded to
-nearest even, as the format requires.
+nearest even, as the format requires. Several chunks are encoded at once, because a GPU takes longer to start the
+operations than to run them on one chunk.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from worker.codecs import blocks
 class TorchCodec:
     """A codec in torch, on the device of its argument.
 
-    encode(float32[n]) -> uint8[size(n)]; CodecError for values that it cannot represent
+    encode(float32[..., n]) -> uint8[..., size(n)]; CodecError for values that it cannot represent
     decode(uint8[size(n)], n) -> float32[n]
     """
 
@@ -52,10 +53,11 @@ def decode_bf16(data: Tensor, n: int) -> Tensor:
 
 
 def encode_int8(x: Tensor) -> Tensor:
-    out = torch.empty(int8.size(len(x)), dtype=torch.uint8, device=x.device)
-    start = 2 * count(len(x), int8.BLOCK)
-    scales, codes = out[:start].view(torch.int16), out[start:].view(torch.int8)
-    blocks.encode_absmax(int8.NAME, x, int8.MOST, int8.BLOCK, scales, codes)
+    n = x.shape[-1]
+    out, scales = _empty(x, int8.size(n)), _scales(x, int8.BLOCK)
+    start = 2 * scales.shape[-1]
+    blocks.encode_absmax(int8.NAME, x, int8.MOST, int8.BLOCK, scales, out[..., start:].view(torch.int8))
+    out[..., :start] = scales.view(torch.uint8)
     return out
 
 
@@ -65,13 +67,15 @@ def decode_int8(data: Tensor, n: int) -> Tensor:
 
 
 def encode_int4(x: Tensor) -> Tensor:
-    n, start = len(x), 2 * count(len(x), int4.BLOCK)
-    out = torch.empty(int4.size(n), dtype=torch.uint8, device=x.device)
-    codes = torch.empty(2 * (len(out) - start), dtype=torch.int8, device=x.device)
-    codes[n:] = 0
-    blocks.encode_absmax(int4.NAME, x, int4.MOST, int4.BLOCK, out[:start].view(torch.int16), codes[:n])
-    lower, upper = codes.view(torch.uint8).view(2, -1)
-    torch.bitwise_or(lower.bitwise_and_(0x0F), upper.mul_(16), out=out[start:])
+    n = x.shape[-1]
+    out, scales = _empty(x, int4.size(n)), _scales(x, int4.BLOCK)
+    start = 2 * scales.shape[-1]
+    codes = _empty(x, 2 * (out.shape[-1] - start)).view(torch.int8)
+    codes[..., n:] = 0
+    blocks.encode_absmax(int4.NAME, x, int4.MOST, int4.BLOCK, scales, codes[..., :n])
+    out[..., :start] = scales.view(torch.uint8)
+    lower, upper = codes.view(torch.uint8).chunk(2, dim=-1)
+    torch.bitwise_or(lower.bitwise_and_(0x0F), upper.mul_(16), out=out[..., start:])
     return out
 
 
@@ -83,13 +87,15 @@ def decode_int4(data: Tensor, n: int) -> Tensor:
 
 
 def encode_two_bit(x: Tensor) -> Tensor:
-    n, start = len(x), 2 * count(len(x), two_bit.BLOCK)
-    out = torch.empty(two_bit.size(n), dtype=torch.uint8, device=x.device)
+    n = x.shape[-1]
+    out, scales = _empty(x, two_bit.size(n)), _scales(x, two_bit.BLOCK)
+    start = 2 * scales.shape[-1]
     rms = blocks.rms(two_bit.NAME, x, two_bit.BLOCK) * float(two_bit.PER_RMS)
-    scales = blocks.pack_scales(two_bit.NAME, rms, out[:start].view(torch.int16))
-    codes = (x.abs() >= blocks.of_each(scales * float(two_bit.BETWEEN), two_bit.BLOCK, n)).to(torch.uint8)
+    levels = blocks.pack_scales(two_bit.NAME, rms, scales)
+    out[..., :start] = scales.view(torch.uint8)
+    codes = (x.abs() >= blocks.of_each(levels * float(two_bit.BETWEEN), two_bit.BLOCK, n)).to(torch.uint8)
     codes.bitwise_or_((x < 0).to(torch.uint8).mul_(2))
-    blocks.pack_pairs(codes, out[start:])
+    blocks.pack_pairs(codes, out[..., start:])
     return out
 
 
@@ -103,14 +109,16 @@ def decode_two_bit(data: Tensor, n: int) -> Tensor:
 
 
 def encode_ternary(x: Tensor) -> Tensor:
-    n, start, level = len(x), 2 * count(len(x), ternary.BLOCK), float(ternary.LEVEL)
-    out = torch.empty(ternary.size(n), dtype=torch.uint8, device=x.device)
+    n, level = x.shape[-1], float(ternary.LEVEL)
+    out, scales = _empty(x, ternary.size(n)), _scales(x, ternary.BLOCK)
+    start = 2 * scales.shape[-1]
     rms = blocks.rms(ternary.NAME, x, ternary.BLOCK) * level
-    levels = blocks.pack_scales(ternary.NAME, rms, out[:start].view(torch.int16))
+    levels = blocks.pack_scales(ternary.NAME, rms, scales)
+    out[..., :start] = scales.view(torch.uint8)
     threshold, values = blocks.of_each(levels, ternary.BLOCK, n), x * level
     codes = (values >= threshold).to(torch.uint8)
     codes.bitwise_or_((values <= threshold.neg_()).to(torch.uint8).mul_(3))
-    blocks.pack_pairs(codes, out[start:])
+    blocks.pack_pairs(codes, out[..., start:])
     return out
 
 
@@ -122,6 +130,8 @@ def decode_ternary(data: Tensor, n: int) -> Tensor:
 
 def encode_sparse(x: Tensor) -> Tensor:
     """The device finds the largest values; the numpy reference packs these few."""
+    if x.dim() > 1:
+        return torch.stack([encode_sparse(row) for row in x])
     indices = _largest(x)
     out = np.empty(sparse.size(len(x)), np.uint8)
     sparse.pack(x[indices].cpu().numpy(), indices.cpu().numpy(), len(x), out)
@@ -137,6 +147,17 @@ def _largest(x: Tensor) -> Tensor:
     rows = keys[:full].view(-1, block).topk(sparse.EVERY, dim=1, sorted=False).indices
     rest = keys[full:].topk(sparse.most(len(x) - full)).indices + full
     return torch.cat([(rows + places[:full:block, None]).view(-1), rest]).sort().values
+
+
+def _empty(x: Tensor, size: int) -> Tensor:
+    """Return memory for `size` bytes of each row of float32[..., n]: uint8[..., size]."""
+    return torch.empty((*x.shape[:-1], size), dtype=torch.uint8, device=x.device)
+
+
+def _scales(x: Tensor, block: int) -> Tensor:
+    """Return memory for the scale of each block, separate because its place in the bytes of a row may be odd:
+    float32[..., n] -> int16[..., b]."""
+    return torch.empty((*x.shape[:-1], count(x.shape[-1], block)), dtype=torch.int16, device=x.device)
 
 
 def decode_sparse(data: Tensor, n: int) -> Tensor:
