@@ -58,7 +58,8 @@ def run_info(run: LiveRun) -> RunInfo:
 
 def run_detail(run: LiveRun) -> RunDetail:
     """Return the run with its parsed spec and the bytes of its files."""
-    return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=disk_bytes(run))
+    direct = run.blobs.direct is not None
+    return RunDetail(**_run_fields(run), spec=run.spec, disk_bytes=disk_bytes(run), direct=direct)
 
 
 def spec_toml(run: LiveRun) -> str:

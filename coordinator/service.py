@@ -39,7 +39,7 @@ from coordinator.store.partial_uploads import PartialUploads
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Tokens, secret_hash
-from coordinator.sync import retention
+from coordinator.sync import direct_uploads, retention
 from coordinator.upkeep import removing, restoring, rolling_back, verifying
 from coordinator.upkeep.storage import REMIND_S, Storage
 from coordinator.workers import leases, membership
@@ -75,7 +75,7 @@ class Coordinator:
         self.read_threads, self.parse_thread = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)
         url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
-        blobs = (store or store_at(settings.blobs, now))(self.data)
+        blobs = (store or store_at(settings.blobs, settings.blobs_public_url, now))(self.data)
         self.database = Database(url)
         self.tokens = Tokens(self.database, now)
         chosen = settings.admin_token.get_secret_value() if settings.admin_token else None
@@ -179,6 +179,7 @@ class Coordinator:
         rolling_back.roll_back_if_due(run, verifying=partial(self._is_verifying, run))
         verifying.start_when_due(run, self.verify_at, self._verifying.submit)
         retention.trim_events(run)
+        direct_uploads.discard_expired(run)
         self.storage.tick(run)
         if self.backups is not None:
             self.backups.record(run)

@@ -29,6 +29,11 @@ class Settings(BaseSettings):
         description="URL of the bucket for contributions, deltas and checkpoints: s3://BUCKET/PREFIX, gs://, az://, or "
         "s3+https://HOST/BUCKET/PREFIX for another store with the interface of S3; default: the data directory",
     )
+    blobs_public_url: str | None = Field(
+        None,
+        description="address from which everybody can download the objects of blobs, such as a content delivery "
+        "network's: https://HOST/PREFIX; default: downloads are signed by the coordinator",
+    )
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for all, :: for all including IPv6")
     port: int = Field(8470, ge=0, le=65_535, description="port to listen on; 0 for any free port")
     admin_token: SecretStr | None = Field(

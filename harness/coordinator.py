@@ -127,7 +127,7 @@ def coordinator_thread(
     if complete.database_url is None and not (data_dir / sqlite.FILE).exists():
         data_dir.mkdir(parents=True, exist_ok=True)
         (data_dir / sqlite.FILE).write_bytes(_schema())
-    server, listening = make_server(complete, clock=clock, now=now, store=stores.store)
+    server, listening = make_server(complete, clock=clock, now=now, store=None if complete.blobs else stores.store)
     runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())
     thread = threading.Thread(target=runner.run, args=(server.serve(sockets=[listening]),))
     thread.start()

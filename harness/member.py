@@ -1,5 +1,7 @@
 """A worker without a model: it joins, seeds, contributes and steps with the numpy reference alone, over real HTTP."""
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +13,7 @@ import numpy.typing as npt
 from protocol.codecs import CODECS
 from protocol.digest import Buffer, StateHash, content_digest, digest
 from protocol.fragments import TensorSpec
-from protocol.messages import Assignment, DataSummary, JoinReply, JoinRequest
+from protocol.messages import Assignment, DataSummary, JoinReply, JoinRequest, UploadGrant
 from protocol.outer_step import outer_step
 from protocol.spec.run import RunSpec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, StateHeader, pack_frames, pack_header
@@ -156,6 +158,35 @@ class Member:
     def contribute(self, assignment: Assignment, fragment: int, values: F32, **changes: object) -> httpx.Response:
         body = self.payload(assignment, fragment, values, **changes)
         return self.put(self.contribution_path(assignment.round, fragment), body)
+
+    def announcement(self, payload: bytes, **changes: object) -> dict[str, object]:
+        """Return the message that announces a direct upload. `changes` replace its fields."""
+        head = Payload.from_bytes(payload).offsets[0]
+        fields = {
+            "header": base64.b64encode(payload[:head]).decode(),
+            "bytes": len(payload),
+            "digest": digest(payload).hex(),
+            "sha256": hashlib.sha256(payload).hexdigest(),
+        }
+        return {**fields, **changes}
+
+    def grant(self, round_: int, fragment: int, announcement: dict[str, object]) -> httpx.Response:
+        return self.http.post(f"{self.contribution_path(round_, fragment)}/grant", json=announcement)
+
+    def commit(self, round_: int, fragment: int, announcement: dict[str, object]) -> httpx.Response:
+        return self.http.post(f"{self.contribution_path(round_, fragment)}/commit", json=announcement)
+
+    def contribute_directly(
+        self, round_: int, fragment: int, payload: bytes, uploaded: bytes | None = None, **changes: object
+    ) -> httpx.Response:
+        """Announce a payload, upload it to the store (or `uploaded` in its place), and return the response to the
+        commit."""
+        announcement = self.announcement(payload, **changes)
+        granted = UploadGrant.model_validate(self.grant(round_, fragment, announcement).raise_for_status().json())
+        assert granted.url is not None, granted.reason
+        content = payload if uploaded is None else uploaded
+        httpx.put(granted.url, content=content, headers=granted.headers).raise_for_status()
+        return self.commit(round_, fragment, announcement)
 
     def delta(self, round_: int, fragment: int, wait_s: int = 30) -> httpx.Response:
         path = f"/v1/runs/{self.run}/rounds/{round_}/fragments/{fragment}/delta"

@@ -13,6 +13,7 @@ from typing import Self
 from coordinator.run.live_run import LiveRun
 from coordinator.store.blobs import Blobs, Kind, Reader, round_of
 from coordinator.store.data_directory import DataDirectory
+from coordinator.store.direct_access import DirectAccess
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.opening import store_at
 from harness.seaweedfs import SeaweedFS, seaweedfs
@@ -45,6 +46,8 @@ class BytesReader:
 
 class MemoryBlobs:
     """Blobs in a dict. They live as long as this object, so a restarted coordinator must get the same one."""
+
+    direct: DirectAccess | None = None
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -171,6 +174,7 @@ class Disturbed:
         self, blobs: Blobs, prefix: str, before: Callable[[str], object], after: Callable[[str], object]
     ) -> None:
         self._blobs, self._prefix, self._before, self._after = blobs, prefix, before, after
+        self.direct = blobs.direct
 
     def put(self, name: str, source: Buffer | Path) -> bool:
         if not name.startswith(self._prefix):

@@ -101,6 +101,9 @@ PROBLEMS: dict[str, ProblemType] = {
     "contribution-lost": ProblemType(
         409, ACT, "The coordinator does not have this contribution, or lost it. Resend it."
     ),
+    "not-uploaded": ProblemType(
+        409, ACT, "The store does not have these bytes. Ask for an address again, and upload them."
+    ),
     "stale-base": ProblemType(
         409, ACT, "Computed against a different outer state than the run's. Resync, then continue."
     ),

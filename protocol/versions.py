@@ -14,6 +14,7 @@ from protocol.text import printable
 
 VERSION_HEADER = "Outerstep-Version"
 PROTOCOL_HEADER = "Outerstep-Protocol"
+LENGTH_HEADER = "Outerstep-Length"  # of the payload that a redirect leads to
 
 _AGENT = re.compile(r"outerstep/([0-9A-Za-z.+-]{1,32})(?: |$)")
 _NUMBER = re.compile(r"[0-9]{1,9}")

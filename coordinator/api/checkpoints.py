@@ -9,7 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 from coordinator import reports
 from coordinator.http.access import AnyMember, Detail, Items, Number, ReadableRun, Service, layout_with
 from coordinator.http.bodies import LimitedRoute, max_body
-from coordinator.http.downloads import blob_response
+from coordinator.http.downloads import Direct, blob_response, direct_response
 from coordinator.http.openapi import (
     BLOB_RESPONSES,
     PART_RESPONSE,
@@ -95,8 +95,12 @@ async def get_checkpoint(
     responses=BLOB_RESPONSES | problem_responses(*RUN_PROBLEMS, "gone", "file-lost", "range-not-satisfiable"),
     openapi_extra=RANGE_PARAMETERS,
 )
-def get_checkpoint_fragment(http: Request, run: ReadableRun, number: Number, fragment: Number) -> Response:
+def get_checkpoint_fragment(
+    http: Request, run: ReadableRun, number: Number, fragment: Number, direct: Direct = False
+) -> Response:
     """Download a fragment's outer state: θ, then u."""
     layout_with(run, fragment)
     stored = reports.stored_checkpoint(run, number, fragment)
+    if direct and (redirect := direct_response(http, run.blobs, stored)) is not None:
+        return redirect
     return blob_response(http, run.blobs, stored, partial(reports.missing_checkpoint, run, number, fragment))

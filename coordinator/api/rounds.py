@@ -20,7 +20,7 @@ from coordinator.http.access import (
     layout_with,
 )
 from coordinator.http.bodies import MESSAGE_BYTES, LimitedRoute, max_body
-from coordinator.http.downloads import blob_response, memory_response
+from coordinator.http.downloads import Direct, blob_response, direct_response, memory_response
 from coordinator.http.long_polls import poll, preferred_wait_s
 from coordinator.http.openapi import (
     BLOB_OR_WAIT_RESPONSES,
@@ -37,12 +37,22 @@ from coordinator.http.response_cache import cached_response
 from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
 from coordinator.run.live_run import LiveRun
 from coordinator.run.waiters import delta_of
-from coordinator.sync import contributing, deltas
+from coordinator.sync import contributing, deltas, direct_uploads
 from coordinator.trust import evaluating
 from coordinator.workers import leases
 from protocol.errors import Problem
 from protocol.fragments import Layout
-from protocol.messages import ContributionReply, EvaluationReport, Page, PartReply, RoundDetail, RoundInfo
+from protocol.messages import (
+    DIRECT_HEADER_BYTES,
+    ContributionReply,
+    DirectUpload,
+    EvaluationReport,
+    Page,
+    PartReply,
+    RoundDetail,
+    RoundInfo,
+    UploadGrant,
+)
 from protocol.wire import max_payload_bytes, max_payloads_bytes
 
 router = APIRouter(prefix="/v1/runs/{run}/rounds", tags=["rounds"], route_class=LimitedRoute)
@@ -57,6 +67,9 @@ _CONTRIBUTION_PROBLEMS = (
     "not-ready",
 )
 _DELTA_PROBLEMS = ("not-published", "run-ended", "round-not-open", "contribution-lost", "gone", "range-not-satisfiable")
+_DIRECT_PROBLEMS = ("invalid-payload", "digest-mismatch", "payload-too-large", "too-many-requests")
+_DIRECT_BYTES = 2 * DIRECT_HEADER_BYTES
+_COMMITTED: Responses = {"200": {"model": ContributionReply, "description": "It was already accepted."}}
 _REPEATED: Responses = {"200": {"model": ContributionReply, "description": "It was already accepted."}, **PART_RESPONSE}
 
 
@@ -137,6 +150,39 @@ def _accept(
     return contributing.accept(run, layout, worker, number, fragment, found)
 
 
+@router.post(
+    "/{number}/fragments/{fragment}/contributions/{worker}/grant",
+    response_model=UploadGrant,
+    responses=problem_responses(*RUN_PROBLEMS, *_DIRECT_PROBLEMS, *_CONTRIBUTION_PROBLEMS, *WRITE_PROBLEMS),
+)
+@max_body(_DIRECT_BYTES)
+def grant_upload(
+    run: MemberRun, number: Number, fragment: Number, worker: PathName, upload: DirectUpload
+) -> UploadGrant:
+    """Announce a contribution, and get the address to upload it to the store of the coordinator."""
+    leases.check_lease(run, worker)
+    return direct_uploads.grant(run, layout_with(run, fragment), worker, number, fragment, upload)
+
+
+@router.post(
+    "/{number}/fragments/{fragment}/contributions/{worker}/commit",
+    status_code=201,
+    response_model=ContributionReply,
+    responses=_COMMITTED
+    | problem_responses(*RUN_PROBLEMS, *_DIRECT_PROBLEMS, "not-uploaded", *_CONTRIBUTION_PROBLEMS, *WRITE_PROBLEMS),
+)
+@max_body(_DIRECT_BYTES)
+def commit_upload(
+    response: Response, run: MemberRun, number: Number, fragment: Number, worker: PathName, upload: DirectUpload
+) -> ContributionReply:
+    """Commit a contribution that was uploaded to the store, with the same announcement. Repeating it answers 200."""
+    leases.check_lease(run, worker)
+    reply = direct_uploads.commit(run, layout_with(run, fragment), worker, number, fragment, upload)
+    if not reply.created:
+        response.status_code = 200
+    return reply
+
+
 @router.get(
     "/{number}/fragments/{fragment}/delta",
     response_class=Response,
@@ -151,6 +197,7 @@ async def get_delta(
     caller: Caller,
     service: Service,
     early: Annotated[bool, Query(description="A member is still uploading its own contribution.")] = False,
+    direct: Direct = False,
 ) -> Response:
     """Download the averaged pseudo-gradient. Long-polls with `Prefer: wait=SECONDS` until it is published."""
     layout_with(run, fragment)
@@ -163,11 +210,13 @@ async def get_delta(
         raise Problem("not-published", found, retry_after_s=1)
     # Only the last round's deltas: an older one may still be in memory although the retention rule has deleted it.
     recent = run.context.memory.delta(found) if (number, fragment) in run.outer.deltas else None
-    if recent is not None:
+    if recent is not None and not (direct and run.blobs.direct):
         return memory_response(http, recent, found)
-    return await run_in_threadpool(_stored_delta, http, run, number, fragment, found)
+    return await run_in_threadpool(_stored_delta, http, run, number, fragment, found, direct)
 
 
-def _stored_delta(http: Request, run: LiveRun, number: int, fragment: int, digest: bytes) -> Response:
+def _stored_delta(http: Request, run: LiveRun, number: int, fragment: int, digest: bytes, direct: bool) -> Response:
     stored = reports.stored_delta(run, number, fragment, digest)
+    if direct and (redirect := direct_response(http, run.blobs, stored)) is not None:
+        return redirect
     return blob_response(http, run.blobs, stored, partial(reports.missing_delta, run, number, fragment))

@@ -7,8 +7,9 @@ response begins, so it may be deleted in the meantime.
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,9 +19,14 @@ from coordinator.http.problems import problem_response
 from coordinator.store.blobs import Blobs, Reader, StoredBlob
 from protocol.digest import Buffer
 from protocol.errors import Problem
+from protocol.versions import LENGTH_HEADER
 from protocol.wire import MEDIA_TYPE
 
+DIRECT_S = 300.0  # how long a redirect to the store can be used
 CHUNK_BYTES = 1 << 18  # how much of a response is in memory at once
+
+
+Direct = Annotated[bool, Query(description="Answer with a redirect to the store, if it can be read directly.")]
 
 
 class _BlobResponse(Response):
@@ -75,6 +81,24 @@ def blob_response(request: Request, blobs: Blobs, stored: StoredBlob, missing: C
         reader.close()
         raise missing()
     return _response(request, headers, reader, reader.size)
+
+
+def direct_response(request: Request, blobs: Blobs, stored: StoredBlob) -> Response | None:
+    """Return a redirect to the store's own copy of a blob; None if the store cannot be read directly.
+
+    The store's answer has another ETag, so the redirect has the digest, and the length.
+    """
+    if blobs.direct is None or stored.size is None:
+        return None
+    headers = {
+        "ETag": f'"{stored.digest.hex()}"',
+        "Cache-Control": "no-store",
+        "Location": blobs.direct.download_url(stored.name, DIRECT_S),
+        LENGTH_HEADER: str(stored.size),
+    }
+    if _is_known(request, headers):
+        return Response(status_code=304, headers=_headers(stored.digest))
+    return Response(status_code=307, headers=headers)
 
 
 def memory_response(request: Request, content: memoryview, digest: bytes) -> Response:

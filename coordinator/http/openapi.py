@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from coordinator.http.long_polls import MAX_WAIT_S
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from protocol.messages import PartReply
-from protocol.versions import OURS, PROTOCOL_HEADER, VERSION_HEADER
+from protocol.versions import LENGTH_HEADER, OURS, PROTOCOL_HEADER, VERSION_HEADER
 from protocol.wire import MEDIA_TYPE
 
 _STATIC = "/static-offline-docs"
@@ -47,6 +47,8 @@ _RESPONSE_HEADERS = {
     "ETag": "The payload digest, in quotes.",
     "Cache-Control": "private, max-age=31536000, immutable; for anything that is not immutable: private, no-store.",
     "Accept-Ranges": "bytes",
+    "Location": "The address at the store.",
+    LENGTH_HEADER: "The length of the payload at Location, in bytes.",
     "Content-Range": "bytes FIRST-LAST/SIZE, or bytes */SIZE with 416.",
     "Preference-Applied": f"wait=SECONDS, the wait that was granted: at most {MAX_WAIT_S:.0f}.",
 }
@@ -108,6 +110,10 @@ def _blob_responses(*more: str) -> Responses:
         "200": {"description": "The whole payload.", "headers": _headers(*names), "content": _PAYLOAD},
         "206": {"description": "The range.", "headers": _headers(*names, "Content-Range"), "content": _PAYLOAD},
         "304": {"description": "The client has these bytes.", "headers": _headers(*names)},
+        "307": {
+            "description": "With `direct`: where the store has the payload, for a few minutes.",
+            "headers": _headers("ETag", "Location", LENGTH_HEADER),
+        },
     }
 
 

@@ -100,9 +100,19 @@ class Arrival:
     size: int
     content: memoryview | None
     measured: MeasuredContribution | None
+    sha256: bytes | None = None  # if its worker has uploaded it to the store
     processed: bool = False
     created: bool = False
     error: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Grant:
+    """An upload to the store that a worker may still make: of `size` bytes, begun before `until` (of `clock`)."""
+
+    worker: str
+    size: int
+    until: float
 
 
 @dataclass
@@ -186,6 +196,8 @@ class LiveRun:
         self.uploading: Counter[str] = Counter()  # by blob: how many requests are uploading this contribution
         self.deleting: set[str] = set()  # blobs of rejected contributions that are being deleted
         self.vanished: set[str] = set()  # blobs that were deleted or moved while they were being uploaded
+        self.granted: dict[str, Grant] = {}  # by blob: uploads that workers may make themselves, not yet committed
+        self.not_direct: set[str] = set()  # workers that have uploaded an invalid payload to the store
         self.events_recorded = 0  # since the last trimming
         self.similarity = SimilarityHistory()
         self.counters = Counters()

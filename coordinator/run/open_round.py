@@ -15,12 +15,15 @@ class AcceptedContribution:
 
     measured  the evidence to judge it by; None if memory had no room, or after a restart, until it is computed again
     at        arrival time on the monotonic clock, in seconds; None after a restart
+    sha256    SHA-256 of its bytes, as the store confirmed it; None if it came through the coordinator, which has
+              checked the bytes itself
     """
 
     tokens: int
     digest: bytes
     measured: MeasuredContribution | None = None
     at: float | None = None
+    sha256: bytes | None = None
 
 
 @dataclass

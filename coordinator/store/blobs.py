@@ -15,10 +15,13 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from coordinator.store.data_directory import DataDirectory
 from protocol.digest import Buffer
+
+if TYPE_CHECKING:
+    from coordinator.store.direct_access import DirectAccess
 
 Kind = Literal["contributions", "deltas", "checkpoints"]
 REMOVED = "removed"
@@ -74,6 +77,10 @@ class Blobs(Protocol):
     created are in the data directory (`DataDirectory.scratch`), and may share their storage with the blob (a hard
     link). So never overwrite a file that has other names: unlink it first.
     """
+
+    @property
+    def direct(self) -> "DirectAccess | None":
+        """How workers transfer blobs without the coordinator; None if they cannot."""
 
     def put(self, name: str, source: Buffer | Path) -> bool:
         """Store bytes, or the content of a local file, as blob `name`. Return True if it is new; an existing blob is

@@ -17,6 +17,7 @@ from typing import Self
 
 from coordinator.store.blobs import FileReader, Reader, StoreOutage
 from coordinator.store.data_directory import DataDirectory
+from coordinator.store.direct_access import DirectAccess
 from outerstep.common.objects import ObjectReader, Objects
 from protocol.digest import Buffer
 from protocol.errors import OuterstepError
@@ -28,8 +29,14 @@ LARGEST_SHARE = 4  # of the cache, one blob takes at most a fourth
 class ObjectBlobs:
     """Blobs whose names are paths below a prefix of a bucket. The methods are documented in `Blobs`."""
 
-    def __init__(self, objects: Objects, data: DataDirectory, cache_bytes: int = CACHE_BYTES) -> None:
-        self._objects, self._data = objects, data
+    def __init__(
+        self,
+        objects: Objects,
+        data: DataDirectory,
+        cache_bytes: int = CACHE_BYTES,
+        direct: DirectAccess | None = None,
+    ) -> None:
+        self._objects, self._data, self.direct = objects, data, direct
         self._copies = _LocalCopies(data.root / "copies", cache_bytes)
 
     def put(self, name: str, source: Buffer | Path) -> bool:

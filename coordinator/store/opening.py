@@ -27,12 +27,12 @@ MARK = "bucket"  # in the data directory
 OWNER = "owner"  # in the bucket
 
 
-def store_at(url: str | None, now: Callable[[], float] = time.time) -> OpenStore:
+def store_at(url: str | None, public_url: str | None = None, now: Callable[[], float] = time.time) -> OpenStore:
     """Return what opens the store at `url`; None: the data directory. Opening raises OuterstepError if the store cannot
-    be used, or belongs to another data directory."""
+    be used, or belongs to another data directory. `public_url`: where the bucket's prefix can be downloaded from."""
 
     def opened(data: DataDirectory) -> Blobs:
-        return _directory(data) if url is None else _bucket(url, data, now)
+        return _directory(data) if url is None else _bucket(url, public_url, data, now)
 
     return opened
 
@@ -62,8 +62,9 @@ def _directory(data: DataDirectory) -> Blobs:
     return DirectoryBlobs(data)
 
 
-def _bucket(url: str, data: DataDirectory, now: Callable[[], float]) -> Blobs:
+def _bucket(url: str, public_url: str | None, data: DataDirectory, now: Callable[[], float]) -> Blobs:
     objects = _objects(url)
+    from coordinator.store.direct_access import open_direct
     from coordinator.store.object_blobs import ObjectBlobs
     from outerstep.common.bucket_check import check_bucket
 
@@ -88,7 +89,7 @@ def _bucket(url: str, data: DataDirectory, now: Callable[[], float]) -> Blobs:
         logger.info("the blobs are now at %s, no longer at %s", url, marked[1])
         _mark(data, own, url)
     logger.info("blobs are in the bucket %s", objects)
-    return ObjectBlobs(objects, data)
+    return ObjectBlobs(objects, data, direct=open_direct(objects, public_url))
 
 
 def _marked(root: Path) -> tuple[str, str] | None:

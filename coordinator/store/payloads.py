@@ -1,5 +1,6 @@
 """Payloads: reading them chunk by chunk from blobs and local files, and a budget for those that stay in memory."""
 
+import hashlib
 import threading
 import time
 import weakref
@@ -121,6 +122,15 @@ class Body:
 def digest_of(reader: Reader) -> bytes:
     """Return the BLAKE3 digest of everything that `reader` reads."""
     hasher, memory, at = blake3(), memoryview(bytearray(READ_BYTES)), 0
+    while count := reader.read_into(memory, at):
+        hasher.update(memory[:count])
+        at += count
+    return hasher.digest()
+
+
+def sha256_of(reader: Reader) -> bytes:
+    """Return the SHA-256 digest of everything that `reader` reads."""
+    hasher, memory, at = hashlib.sha256(), memoryview(bytearray(READ_BYTES)), 0
     while count := reader.read_into(memory, at):
         hasher.update(memory[:count])
         at += count

@@ -246,7 +246,8 @@ class LateContributionRow(Base):
 
 
 class ContributionRow(Base):
-    """An acknowledged contribution: one per (run, round, fragment, worker)."""
+    """An acknowledged contribution: one per (run, round, fragment, worker). `sha256`: of its bytes, if its worker has
+    uploaded it to the store; null if it came through the coordinator."""
 
     __tablename__ = "contributions"
 
@@ -255,6 +256,7 @@ class ContributionRow(Base):
     fragment: Mapped[int] = mapped_column(primary_key=True)
     worker: Mapped[str] = mapped_column(String(64), primary_key=True)
     digest: Mapped[bytes]
+    sha256: Mapped[bytes | None]
     size: Mapped[int]  # bytes
     tokens: Mapped[int]
     inner_steps: Mapped[int]

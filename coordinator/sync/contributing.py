@@ -5,7 +5,7 @@ committed before the response is sent; a rejected upload leaves neither. Blobs b
 wait for the lock at the same time are committed together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from sqlalchemy import bindparam, insert, update
@@ -77,9 +77,15 @@ def _accept(run: LiveRun, header: ContributionHeader, body: Body, measured: Meas
     if not admission.admit(run, header, body.digest):  # checked before the fsync, to save it
         return False
     name = run.names.contribution(header.round, header.fragment, header.worker, body.digest)
-    with _without_leftover(run, header, body.digest, name):
-        run.blobs.put(name, body.source)  # without the lock: the store is slow
-        arrival = Arrival(header, name, body.digest, body.size, body.content, measured)
+    arrival = Arrival(header, name, body.digest, body.size, body.content, measured)
+    return commit_blob(run, arrival, lambda: run.blobs.put(name, body.source))
+
+
+def commit_blob(run: LiveRun, arrival: Arrival, write: Callable[[], object]) -> bool:
+    """Commit a contribution once `write` has made its blob durable. Return False if it was accepted before. Raises what
+    `write` raises, and the Problem if it is rejected; then the blob is deleted."""
+    with _without_leftover(run, arrival.header, arrival.digest, arrival.name):
+        write()  # without the lock: the store is slow
         run.arrivals.append(arrival)
         _commit(run, arrival)
     if arrival.error is not None:
@@ -167,7 +173,7 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
             header = arrival.header
             fragment = opening.fragments[header.fragment]
             fragment.contributed[header.worker] = AcceptedContribution(
-                header.tokens, arrival.digest, arrival.measured, now
+                header.tokens, arrival.digest, arrival.measured, now, arrival.sha256
             )
             if arrival.content is not None:
                 fragment.contents[header.worker] = arrival.content
@@ -229,6 +235,7 @@ def _insert(change: Change, accepted: Sequence[Arrival]) -> None:
             "fragment": arrival.header.fragment,
             "worker": arrival.header.worker,
             "digest": arrival.digest,
+            "sha256": arrival.sha256,
             "size": arrival.size,
             "tokens": arrival.header.tokens,
             "inner_steps": arrival.header.inner_steps,

@@ -138,7 +138,8 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
         for each in contributions
         if each.worker in weights
     }
-    rebuilt = len(contributed) == len(weights) and _rebuild(run, round_, fragment, contributed, row)
+    counted = {worker: each for worker, each in contributed.items() if row.verdicts[worker]["factor"] > 0}
+    rebuilt = len(contributed) == len(weights) and _rebuild(run, round_, fragment, counted, row)
     if not rebuilt:
         run.blobs.delete(name)
         run.outer.mark_delta_lost(round_, fragment)

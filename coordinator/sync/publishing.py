@@ -23,7 +23,7 @@ from coordinator.store.tables import ContributionRow, FragmentRow, RoundRow
 from coordinator.sync import checkpointing, outer_state, retention
 from coordinator.sync.deltas import ContributionsLost, lost_contributions, make_delta
 from coordinator.trust.equal_work import report_similar_work
-from coordinator.trust.verdicts import conclude_round, judge_fragment, report_verdicts
+from coordinator.trust.verdicts import NoneValid, conclude_round, judge_fragment, report_verdicts
 from coordinator.units.epochs import check_epochs
 from coordinator.units.ledger import merge_adjacent, unconsume_units
 from protocol.digest import digest
@@ -102,8 +102,8 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
             judgement = _judged(run, opening.number, index, contributed)
             factors = {worker: verdict.factor for worker, verdict in judgement.verdicts.items()}
             delta = make_delta(run, opening.number, index, contributed, contents, base, factors)
-    except ContributionsLost as lost:
-        lose_contributions(run, opening, index, lost.workers)
+    except (ContributionsLost, NoneValid) as lost:
+        lose_contributions(run, opening, index, lost.workers, str(lost))
         return
     aggregated_at = run.context.now()
     contents.clear()
@@ -179,7 +179,7 @@ def _record_delta(
 # --- lost contributions -----------------------------------------------------------------------------------------------
 
 
-def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: list[str]) -> None:
+def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: list[str], why: str) -> None:
     """Remove the contributions of `workers` to fragment `index`, which the disk has lost, and collect them again.
 
     Without redundant disks the coordinator cannot recover them. But each worker keeps its acknowledged contribution in
@@ -192,7 +192,7 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
         row.state, row.reason, row.contributors, row.quorum_at, row.closed_at = collecting, "", None, None, None
         for worker in workers:
             _forget(change, session.get_one(ContributionRow, (run.id, round_, index, worker)))
-        message = f"round {round_}, fragment {index}: the disk has lost the contribution of {', '.join(workers)}"
+        message = f"round {round_}, fragment {index}: {why}"
         change.record("contribution-lost", message, round=round_, fragment=index, workers=workers)
 
         def apply() -> None:

@@ -29,16 +29,19 @@ from coordinator.screening.judging import (
     LEAST_AGREEMENT,
     Evidence,
     Judgement,
+    Verdict,
     judge,
 )
 from coordinator.screening.measuring import MeasuredContribution, measure_payload
-from coordinator.store.payloads import StoredPayload
+from coordinator.store.blobs import Reader
+from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, sha256_of
 from coordinator.store.tables import FragmentRow
 from coordinator.trust.quarantine import update_reputations
 from coordinator.units.carrying import late_work
 from coordinator.units.ledger import unconsume_units
 from protocol.codecs import CODECS
 from protocol.digest import digest
+from protocol.errors import OuterstepError, Problem, WireError, WireFault
 from protocol.spec.sections import SyncSpec
 from protocol.wire import ContributionHeader, Payload
 
@@ -48,6 +51,15 @@ EARLIER_ROUNDS = 16
 PLAUSIBLE = 2.0  # times the norm of θ
 
 logger = logging.getLogger(__name__)
+
+
+class NoneValid(OuterstepError):
+    """No contribution to a fragment is a valid payload. `reasons`: by worker."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        said = "; ".join(f"{worker}: {reason}" for worker, reason in sorted(reasons.items()))
+        super().__init__(f"no contribution is valid: {said}")
+        self.workers = sorted(reasons)
 
 
 def weights(tokens: Mapping[str, int], sync: SyncSpec) -> dict[str, int]:
@@ -95,29 +107,35 @@ def judge_fragment(
 ) -> Judgement:
     """Judge the contributions that closed the fragment. `theta_norm` returns the norm of the fragment's θ.
 
-    Raises OSError, WireError, ValueError or LookupError if a blob that is read again is not what was acknowledged.
+    A contribution whose bytes are no valid payload, which only a direct upload can be, is left out. Raises NoneValid if
+    all are. Raises OSError, WireError, ValueError or LookupError if a blob that is read again is not what was
+    acknowledged.
     """
     found = {
-        worker: each.measured or _measure_blob(run, round_, fragment, worker, each)
-        for worker, each in contributed.items()
+        worker: each.measured or examine(run, round_, fragment, worker, each) for worker, each in contributed.items()
     }
+    invalid = {worker: each for worker, each in found.items() if isinstance(each, str)}
+    valid = {worker: each for worker, each in found.items() if not isinstance(each, str)}
+    run.not_direct.update(invalid)
+    if not valid:
+        raise NoneValid(invalid)
     reference = _median_reference(run, round_, fragment)
-    total = sum(each.tokens for each in contributed.values())
+    total = sum(contributed[worker].tokens for worker in valid)
     evidence = {
         worker: Evidence(
-            found[worker].measure,
-            weight=each.tokens / total,
-            work=each.tokens / run.spec.unit_tokens,
-            late=found[worker].late,
-            missed=found[worker].missed,
-            all_late=found[worker].all_late,
+            each.measure,
+            weight=contributed[worker].tokens / total,
+            work=contributed[worker].tokens / run.spec.unit_tokens,
+            late=each.late,
+            missed=each.missed,
+            all_late=each.all_late,
         )
-        for worker, each in sorted(contributed.items())
+        for worker, each in sorted(valid.items())
     }
     spec = run.spec
     noisy = spec.privacy is not None and spec.privacy.noise > 0  # noise outweighs the update, in a random direction
-    first_of_few = reference is None and len(contributed) <= 2 and not noisy
-    return judge(
+    first_of_few = reference is None and len(valid) <= 2 and not noisy
+    judgement = judge(
         evidence,
         reference,
         _plausible_norm(theta_norm()) if first_of_few else math.inf,
@@ -125,6 +143,8 @@ def judge_fragment(
         clipped=clip_limit(run),
         least_agreement=LEAST_AGREEMENT if run.shares_data else 0.0,
     )
+    left_out = {worker: Verdict(0.0, reason) for worker, reason in invalid.items()}
+    return replace(judgement, verdicts=dict(sorted({**judgement.verdicts, **left_out}.items())))
 
 
 def clip_limit(run: LiveRun) -> float:
@@ -134,13 +154,42 @@ def clip_limit(run: LiveRun) -> float:
     return CLIPPED_WITH_FEEDBACK if CODECS[run.spec.sync.upload_codec].error_feedback else CLIPPED
 
 
-def _measure_blob(
+def examine(
     run: LiveRun, round_: int, fragment: int, worker: str, each: AcceptedContribution
-) -> MeasuredContribution:
+) -> MeasuredContribution | str:
+    """Read an accepted contribution and measure it. Return the reason if its worker has uploaded something else to the
+    store than a valid payload with the announced digest.
+
+    Raises OSError, WireError, ValueError or LookupError if the blob is missing, unreadable or not what was
+    acknowledged.
+    """
     name = run.names.contribution(round_, fragment, worker, each.digest)
-    with StoredPayload(run.blobs.open(name)) as payload:
-        assert isinstance(payload.header, ContributionHeader)
-        return measure_contribution(run, payload.header, payload)
+    if each.sha256 is None:
+        with StoredPayload(run.blobs.open(name)) as payload:
+            assert isinstance(payload.header, ContributionHeader)
+            return measure_contribution(run, payload.header, payload)
+    try:
+        return _measured(run, run.blobs.open(name), each.digest)
+    except (WireError, Problem) as error:
+        logger.debug("%s: %s; it is read again from the store", name, error)
+    try:
+        return _measured(run, run.blobs.open(name, fresh=True), each.digest)
+    except (WireError, Problem) as error:
+        with run.blobs.open(name, fresh=True) as reader:
+            if sha256_of(reader) != each.sha256:
+                raise ValueError(f"{name} has other bytes than were uploaded") from error
+        return f"it is no valid payload: {error}"
+
+
+def _measured(run: LiveRun, reader: Reader, digest: bytes) -> MeasuredContribution:
+    """Measure a payload. Raises WireError and Problem if it is not valid, or has another digest."""
+    with HashedPayload(reader, ReadBuffer()) as payload:
+        if not isinstance(payload.header, ContributionHeader):
+            raise WireError(WireFault.HEADER, f"it is a {payload.header.kind}")
+        measured = measure_contribution(run, payload.header, payload)
+        if not payload.is_intact(digest):
+            raise WireError(WireFault.LENGTH, "its BLAKE3 digest is not the announced one")
+        return measured
 
 
 def _median_reference(run: LiveRun, round_: int, fragment: int) -> float | None:

@@ -105,7 +105,8 @@ def _open_round(run: LiveRun) -> OpenRound | None:
         ],
     )
     for row in contributions:
-        opening.fragments[row.fragment].contributed[row.worker] = AcceptedContribution(row.tokens, row.digest)
+        accepted = AcceptedContribution(row.tokens, row.digest, sha256=row.sha256)
+        opening.fragments[row.fragment].contributed[row.worker] = accepted
     return opening
 
 

@@ -122,6 +122,7 @@ def upgrade() -> None:
         sa.Column("fragment", sa.Integer(), nullable=False),
         sa.Column("worker", sa.String(length=64), nullable=False),
         sa.Column("digest", sa.LargeBinary(), nullable=False),
+        sa.Column("sha256", sa.LargeBinary(), nullable=True),
         sa.Column("size", sa.Integer(), nullable=False),
         sa.Column("tokens", sa.Integer(), nullable=False),
         sa.Column("inner_steps", sa.Integer(), nullable=False),

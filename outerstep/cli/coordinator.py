@@ -22,6 +22,7 @@ FLAGS = {
     "data_dir": "--data",
     "database_url": "--database-url",
     "blobs": "--blobs",
+    "blobs_public_url": "--blobs-public-url",
     "host": "--host",
     "port": "--port",
     "tls_certificate": "--tls-certificate",
@@ -81,6 +82,13 @@ def coordinator(
             "s3+https://HOST/BUCKET/PREFIX. Default: in the data directory.",
         ),
     ] = None,
+    blobs_public_url: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Where everybody can download the bucket's prefix, such as a CDN. Default: signed downloads.",
+        ),
+    ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all, :: for all including IPv6.")
     ] = None,
@@ -110,8 +118,8 @@ def coordinator(
 
     It applies the database migrations, continues where it stopped, and prints its address and the next steps when it is
     ready. Its first start creates an admin token in admin.token in the data directory. Each option can also
-    be set by an environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _BLOBS, _HOST, _PORT,
-    _TLS_CERTIFICATE, _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S, _BACKUP_KEEP,
+    be set by an environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _BLOBS, _BLOBS_PUBLIC_URL,
+    _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S, _BACKUP_KEEP,
     _NOTIFY_URL, _NOTIFY_FORMAT.
 
     \b
@@ -123,6 +131,7 @@ def coordinator(
         "data_dir": data,
         "database_url": database_url,
         "blobs": blobs,
+        "blobs_public_url": blobs_public_url,
         "host": host,
         "port": port,
         "tls_certificate": tls_certificate,

@@ -24,7 +24,9 @@ from protocol.messages.base import (
     Stage,
 )
 from protocol.messages.rounds import (
+    DIRECT_HEADER_BYTES,
     ContributionReply,
+    DirectUpload,
     Evaluation,
     EvaluationReport,
     FragmentInfo,
@@ -33,6 +35,7 @@ from protocol.messages.rounds import (
     PartReply,
     RoundDetail,
     RoundInfo,
+    UploadGrant,
     Verdict,
 )
 from protocol.messages.runs import (

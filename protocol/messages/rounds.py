@@ -8,6 +8,8 @@ from pydantic import Field, computed_field
 
 from protocol.messages.base import Account, Finite, HexDigest, ReplyModel, RequestModel
 
+DIRECT_HEADER_BYTES = 24 << 10  # a contribution with a longer header is uploaded through the coordinator
+
 
 class FragmentState(StrEnum):
     COLLECTING = "collecting"
@@ -103,6 +105,33 @@ class ContributionReply(ReplyModel):
     fragment: int
     digest: HexDigest
     created: bool  # false if the same contribution had been accepted before
+
+
+class DirectUpload(RequestModel):
+    """A contribution that its worker uploads to the store itself.
+
+    header   the payload before its first frame, prefix included, in base64
+    bytes    the length of the whole payload
+    digest   its BLAKE3 digest
+    sha256   its SHA-256 digest, which the store checks
+    """
+
+    header: Annotated[str, Field(max_length=4 * DIRECT_HEADER_BYTES // 3)]
+    bytes: Annotated[int, Field(gt=0, lt=1 << 60)]
+    digest: HexDigest
+    sha256: HexDigest
+
+
+class UploadGrant(ReplyModel):
+    """Where to upload a contribution: PUT the payload to `url`, once, with exactly these headers, within `expires_s`.
+    Then commit it. `url` is null if it is `accepted` already, or if it must go through the coordinator, for `reason`.
+    """
+
+    url: str | None = None
+    headers: dict[str, str] = Field(default_factory=dict)
+    expires_s: float = 0.0
+    accepted: bool = False
+    reason: str = ""
 
 
 class PartReply(ReplyModel):

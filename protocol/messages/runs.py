@@ -127,6 +127,7 @@ class DiskBytes(ReplyModel):
 
 class RunDetail(RunInfo):
     disk_bytes: DiskBytes
+    direct: bool = False  # workers can transfer payloads to and from the coordinator's store themselves
     spec: RunSpec
 
 

@@ -173,8 +173,10 @@ class Retry:
 
     def _wait_s(self, error: BaseException | None, attempt: int) -> float:
         asked: float | None = getattr(error, "retry_after_s", None)
-        if asked is not None:
-            return min(asked, RETRY_AFTER_CAP_S)
+        return self.backoff_s(attempt) if asked is None else min(asked, RETRY_AFTER_CAP_S)
+
+    def backoff_s(self, attempt: int) -> float:
+        """Return the seconds to wait after attempt number `attempt`, from 1."""
         ceiling = min(BACKOFF_CAP_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
         # Full jitter: workers that lost the same coordinator do not come back in lockstep.
         return self._rng.uniform(0, ceiling)

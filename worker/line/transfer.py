@@ -28,15 +28,17 @@ from outerstep.common.answers import (
     raise_for_problem,
     read_message,
 )
+from outerstep.common.connections import error_text
 from protocol import wire
 from protocol.digest import Buffer, content_digest
 from protocol.errors import BeyondLimits, Problem, Transient, UnexpectedAnswer
 from protocol.messages import PartReply, Stage
-from protocol.versions import Version, coordinator_version
+from protocol.versions import LENGTH_HEADER, Version, coordinator_version
 from worker.accounts.stages import Stages, Traffic
 from worker.errors import Stopped
 from worker.line.line import Line, Range, Slot
 from worker.line.retry import Retry, Signal
+from worker.line.store import StorePath, check_store_url, origin
 
 SEND_BYTES = 1 << 15
 _RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")
@@ -58,6 +60,7 @@ def memory(size: int) -> memoryview:
 class Channel:
     """What the requests and transfers of a client share.
 
+    store       whether payloads go to the coordinator's store directly, and from it
     stop        set once the worker is asked to stop: from then on LEAVING_TIMEOUT is the limit for an answer
     until       set to end a transfer midway, with Stopped
     retry       retries each part, until the same signal
@@ -68,6 +71,7 @@ class Channel:
     line: Line
     traffic: Traffic
     stages: Stages
+    store: StorePath
     stop: Signal
     until: Signal
     retry: Retry
@@ -160,7 +164,7 @@ class Upload:
 
     def _attempt(self, start: int, stop: int) -> None:
         """Send one part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer and Stopped."""
-        channel, pieces = self._channel, self._pieces(start, stop)
+        channel, pieces = self._channel, pieces_of(self._buffers, start, stop)
         with channel.line.up.slot() as slot, channel.line.stalls.watched():
             self._note_begun()
             with channel.http.stream(
@@ -197,14 +201,15 @@ class Upload:
             "Repr-Digest": self._digest,
         }
 
-    def _pieces(self, start: int, stop: int) -> list[memoryview]:
-        """Return bytes [start, stop) of the payload, in pieces of at most SEND_BYTES."""
-        pieces, begin = [], 0
-        for view in self._buffers:
-            first, last = max(start - begin, 0), min(stop - begin, len(view))
-            pieces += [view[at : min(at + SEND_BYTES, last)] for at in range(first, last, SEND_BYTES)]
-            begin += len(view)
-        return pieces
+
+def pieces_of(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
+    """Return bytes [start, stop) of the concatenated buffers, in pieces of at most SEND_BYTES."""
+    pieces, begin = [], 0
+    for view in buffers:
+        first, last = max(start - begin, 0), min(stop - begin, len(view))
+        pieces += [view[at : min(at + SEND_BYTES, last)] for at in range(first, last, SEND_BYTES)]
+        begin += len(view)
+    return pieces
 
 
 class Download:
@@ -235,6 +240,7 @@ class Download:
         self.coordinator = Version(None)
         self._lock = threading.Lock()
         self._etag, self._data = "", memory(0)
+        self._redirect: str | None = None  # the blob's address at the store
         self._not_published: Problem | None = None
 
     def __call__(self) -> memoryview:
@@ -242,7 +248,7 @@ class Download:
         return self._channel.retry(self._fetch)
 
     def _fetch(self) -> memoryview:
-        self._etag, self._data = "", memory(0)
+        self._etag, self._data, self._redirect = "", memory(0), None
         ranges = self._channel.line.down.split(self._expected_bytes)
         missing = [_BlobRange(start, None if start == ranges[-1][0] else stop) for start, stop in ranges]
         while missing:
@@ -253,6 +259,8 @@ class Download:
                 raise self._not_published
         # Parts of different blobs have a wrong digest, too.
         if blake3(self._data).hexdigest() != (self._digest or self._etag.strip('"')):
+            if self._redirect is not None:
+                self._channel.store.failed(f"the store at {origin(self._redirect)} has sent other bytes than published")
             raise Transient(f"{self.path}: the bytes received do not match their digest")
         return self._data
 
@@ -268,16 +276,36 @@ class Download:
                     return
 
     def _attempt(self, part: "_BlobRange") -> None:
-        """Fetch what is missing of a part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer and
-        Stopped."""
-        channel, headers = self._channel, self._headers | part.range_header(self._etag)
+        """Fetch what is missing of a part, once: from the store if the coordinator has redirected there. Raises
+        Problem, Transient, httpx.TransportError, UnexpectedAnswer and Stopped."""
+        redirect = self._redirect
+        if redirect is None:
+            self._ask(part)
+            return
+        try:
+            self._fetch_from_store(part, redirect)
+        except (httpx.TransportError, Transient) as error:
+            self._redirect = None  # it may have expired
+            if isinstance(error, httpx.TransportError):
+                error = Transient(f"the store at {origin(redirect)} cannot be reached: {error_text(error)}")
+            self._channel.store.failed(str(error))
+            raise error from None
+
+    def _ask(self, part: "_BlobRange") -> None:
+        """Fetch what is missing of a part from the coordinator, or note where the store has the blob."""
+        channel, headers, path = self._channel, self._headers | part.range_header(self._etag), self._path_now()
+        if channel.store.usable:
+            path += "&direct=true" if "?" in path else "?direct=true"
         with (
             channel.line.down.slot() as slot,
             channel.line.stalls.watched(),
             channel.http.stream(
-                "GET", self._path_now(), headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
+                "GET", path, headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
             ) as answer,
         ):
+            if answer.status_code == 307:
+                self._note_redirect(answer, part)
+                return
             if answer.status_code == 416:
                 self._check_behind(answer, part)
                 return
@@ -293,6 +321,47 @@ class Download:
                     raise Transient(f"{self.path} answered with more bytes than it announced")
         if not part.complete:
             raise Transient(f"{self.path} broke off at byte {part.next} of {part.stop}")
+
+    def _note_redirect(self, answer: httpx.Response, part: "_BlobRange") -> None:
+        url, etag = answer.headers.get("Location", ""), answer.headers.get("ETag", "")
+        total = header_number(answer.headers.get(LENGTH_HEADER, ""))
+        if not etag or total is None:
+            raise UnexpectedAnswer(f"{self.path} answered with a redirect without ETag or {LENGTH_HEADER}")
+        check_store_url(url, self._channel.http.base_url)
+        self._allocate(etag, total, part)
+        self._redirect = url
+
+    def _fetch_from_store(self, part: "_BlobRange", url: str) -> None:
+        """Fetch what is missing of a part from the store. Raises Transient, httpx.TransportError and Stopped."""
+        channel, total = self._channel, len(self._data)
+        if part.start >= total:
+            part.stop = part.next
+            return
+        part.end_at(total)
+        assert part.stop is not None
+        headers = {"Accept-Encoding": "identity", "Range": f"bytes={part.next}-{part.stop - 1}"}
+        with (
+            channel.line.down.slot() as slot,
+            channel.line.stalls.watched(),
+            channel.http.stream(
+                "GET", url, headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
+            ) as answer,
+        ):
+            if answer.status_code not in (200, 206):
+                raise Transient(f"the store at {origin(url)} answers {answer.status_code} to a download")
+            at, stop = part.next, part.stop
+            if answer.status_code == 200:
+                at, stop = 0, total
+            elif _range_of(answer) != (at, stop, total):
+                raise Transient(f"the store at {origin(url)} answered with another range than requested")
+            for chunk in channel.received(answer, slot):
+                if at + len(chunk) > stop:
+                    raise Transient(f"the store at {origin(url)} answered with more bytes than were requested")
+                part.store(self._data, chunk, at)
+                at += len(chunk)
+        if not part.complete:
+            raise Transient(f"the store at {origin(url)} broke off at byte {part.next} of {part.stop}")
+        channel.store.worked(url)
 
     def _begin(self, answer: httpx.Response, part: "_BlobRange") -> tuple[int, int]:
         """Return the byte range of the blob that the answer has. Allocate memory for the blob if it is a new one."""
@@ -310,15 +379,19 @@ class Download:
                 raise Transient(f"{self.path} answered with another range than requested")
         elif answer.status_code != 200:
             raise Transient(f"{self.path} answered {answer.status_code} to a request for bytes")
+        self._allocate(etag, total, part, begins=start == 0)
+        part.end_at(total)
+        return start, stop
+
+    def _allocate(self, etag: str, total: int, part: "_BlobRange", *, begins: bool = False) -> None:
+        """Allocate memory for the blob, unless it is there. `begins`: the answer has the blob from its first byte."""
         if total > self._limit_bytes:
             raise BeyondLimits(f"{self.path} announces {total} bytes; at most {self._limit_bytes} are possible")
         with self._lock:
             if etag != self._etag or total != len(self._data):
                 self._etag, self._data = etag, memory(total)
-                if start == 0:
+                if begins:
                     part.restart()
-        part.end_at(total)
-        return start, stop
 
     def _check_behind(self, answer: httpx.Response, part: "_BlobRange") -> None:
         """Return if the part begins beyond the end of the blob. Raises Transient if it does not."""
@@ -366,6 +439,7 @@ def _range_of(answer: httpx.Response) -> tuple[int, int, int]:
     """Return the half-open range and the total size given by Content-Range. Raises Transient without one."""
     match = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
     if match is None:
-        raise Transient(f"{answer.request.url} answered {answer.status_code} without a valid Content-Range")
+        url = answer.request.url.copy_with(query=None)  # the store's has a signature
+        raise Transient(f"{url} answered {answer.status_code} without a valid Content-Range")
     first, last, total = (int(digits or 0) for digits in match.groups())
     return first, last + 1, total

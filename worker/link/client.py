@@ -29,6 +29,8 @@ from protocol.versions import OURS, different_builds, request_headers
 from worker.accounts.stages import RoundTrace, Stages, Traffic
 from worker.line.line import DOWN, UP, Line
 from worker.line.retry import Retry, Signal
+from worker.line.store import StorePath
+from worker.line.store_upload import StoreUpload
 from worker.line.transfer import CONNECT_S, LONG_POLL_S, Channel, Download, Upload
 from worker.process import interruptible
 
@@ -79,8 +81,9 @@ class Client:
         self.stages = Stages(clock)
         self._token = token
         retry = Retry(self.stop, sleep=sleep, rng=rng, clock=clock)
+        self.store = StorePath(clock)
         self._channel = Channel(
-            http, self.line, self.traffic, self.stages, stop=self.stop, until=self.stop, retry=retry
+            http, self.line, self.traffic, self.stages, self.store, stop=self.stop, until=self.stop, retry=retry
         )
         self._path = f"/v1/runs/{run}"
 
@@ -140,7 +143,9 @@ class Client:
     # --- the run --------------------------------------------------------------------------------------------------
 
     def run_detail(self) -> messages.RunDetail:
-        return self._json("GET", self._path, messages.RunDetail)
+        detail = self._json("GET", self._path, messages.RunDetail)
+        self.store.offered = detail.direct
+        return detail
 
     def spec_text(self) -> str:
         """Return the run spec as it was submitted, TOML."""
@@ -206,6 +211,12 @@ class Client:
         thread that asks for one after that comes next."""
         path = f"{self._path}/rounds/{header.round}/fragments/{header.fragment}/contributions/{header.worker}"
         buffers = [wire.pack_header(header), *frames]
+        if self.store.usable and len(buffers[0]) <= messages.DIRECT_HEADER_BYTES:
+            post = partial(self._json, "POST", token=member_token)
+            grant = lambda upload: post(f"{path}/grant", messages.UploadGrant, upload)  # noqa: E731
+            commit = lambda upload: post(f"{path}/commit", messages.ContributionReply, upload)  # noqa: E731
+            if StoreUpload(self._channel, buffers, grant, commit, on_line)():
+                return
         Upload(self._channel, path, self._headers(member_token), buffers, on_line)()
 
     def delta(

@@ -1,0 +1,178 @@
+"""The way around the coordinator: workers upload to the bucket and download from it themselves.
+
+The coordinator signs each request (signing.py), and asks the store what has arrived: size and checksum of an object,
+and its first bytes. `open_direct` probes whether the store enforces what is signed.
+"""
+
+import base64
+import binascii
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import quote
+
+import httpx
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
+
+from coordinator.store.blobs import StoreOutage
+from coordinator.store.signing import SignedRequest, Signer
+from outerstep.common.connections import error_text
+from protocol.errors import OuterstepError
+
+if TYPE_CHECKING:
+    from outerstep.common.objects import Objects
+
+TIMEOUT = httpx.Timeout(30.0, connect=10.0)
+ATTEMPTS = 4
+OWN_S = 60.0  # how long requests that the coordinator itself sends are valid
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """What the store knows about an object. `sha256`: None if it reports none."""
+
+    size: int
+    sha256: bytes | None
+
+
+class DirectAccess:
+    """Signed access to the blobs of a bucket. `public_url`: where everybody can read the prefix of the bucket, such as
+    the address of a content delivery network; None: downloads are signed, too. Thread-safe."""
+
+    def __init__(self, signer: Signer, http: httpx.Client, public_url: str | None = None) -> None:
+        self._signer, self._http = signer, http
+        self._public_url = None if public_url is None else public_url.rstrip("/")
+
+    @property
+    def origin(self) -> str:
+        """The scheme and host that workers upload to."""
+        return self._signer.origin
+
+    def upload(self, name: str, sha256: bytes, expires_s: float) -> SignedRequest:
+        """Return a request that creates the blob from the bytes with this SHA-256 digest, unless it exists."""
+        return self._signer.upload(name, sha256, expires_s)
+
+    def download_url(self, name: str, expires_s: float) -> str:
+        """Return an address of the blob, valid for `expires_s` seconds at least."""
+        if self._public_url is not None:
+            return f"{self._public_url}/{quote(name)}"
+        return self._signer.download(name, expires_s).url
+
+    def uploaded(self, name: str) -> Uploaded | None:
+        """Return what the store knows about a blob; None if there is none. Raises StoreOutage."""
+        answer = self._ask(lambda: self._signer.inspection(name, OWN_S))
+        if answer.status_code == 404:
+            return None
+        return Uploaded(_size(answer), _sha256(answer))
+
+    def beginning(self, name: str, length: int) -> bytes:
+        """Return the first `length` bytes of a blob, fewer if it has fewer. Raises FileNotFoundError, StoreOutage."""
+        answer = self._ask(lambda: self._signer.download(name, OWN_S), {"Range": f"bytes=0-{length - 1}"}, length)
+        if answer.status_code == 404:
+            raise FileNotFoundError(name)
+        return answer.content[:length]
+
+    def _ask(
+        self, sign: Callable[[], SignedRequest], headers: dict[str, str] | None = None, most_bytes: int = 0
+    ) -> httpx.Response:
+        """Send a request, again after passing faults. Return an answer with 200, 206 or 404, of which at most
+        `most_bytes` of the content were read."""
+        retrying = Retrying(
+            retry=retry_if_exception_type(StoreOutage),
+            stop=stop_after_attempt(ATTEMPTS),
+            wait=wait_random_exponential(0.2, max=5),
+            reraise=True,
+        )
+        return retrying(lambda: self._ask_once(sign(), headers or {}, most_bytes))
+
+    def _ask_once(self, request: SignedRequest, headers: dict[str, str], most_bytes: int) -> httpx.Response:
+        try:
+            with self._http.stream(request.method, request.url, headers={**request.headers, **headers}) as answer:
+                if answer.status_code not in (200, 206, 404):
+                    raise StoreOutage(f"the store at {self.origin} answers {answer.status_code}")
+                content = b""
+                for piece in answer.iter_raw() if request.method == "GET" and answer.is_success else ():
+                    content += piece
+                    if len(content) >= most_bytes:
+                        break
+                return httpx.Response(answer.status_code, headers=_plain(answer.headers), content=content)
+        except httpx.TransportError as error:
+            raise StoreOutage(f"the store at {self.origin} cannot be reached: {error_text(error)}") from error
+
+    def probe(self, objects: "Objects") -> str | None:
+        """Return why workers must not upload directly, None if they may: a signed upload must create exactly the signed
+        bytes, once, and only with the signed headers; and the store must report the checksum."""
+        from outerstep.common.bucket_check import FOLDER
+
+        name, content = f"{FOLDER}/{secrets.token_hex(8)}", secrets.token_bytes(64)
+        sha256 = hashlib.sha256(content).digest()
+        try:
+            for what, expected, answer in self._trials(name, content, sha256):
+                if answer.status_code not in expected:
+                    return f"it answers {answer.status_code} to {what}"
+            found = self.uploaded(name)
+            if found != Uploaded(len(content), sha256):
+                return "it does not report the SHA-256 of an object that was uploaded with one"
+            if self.beginning(name, 16) != content[:16]:
+                return "it does not answer signed requests for a range"
+        except (httpx.TransportError, OSError) as error:
+            return error_text(error)
+        finally:
+            try:
+                objects.delete([name])
+            except OuterstepError as error:
+                logger.warning("%s could not be removed: %s", objects.name(name), error)
+        return None
+
+    def _trials(self, name: str, content: bytes, sha256: bytes) -> "list[tuple[str, tuple[int, ...], httpx.Response]]":
+        signed = self.upload(name, sha256, OWN_S)
+        unconditional = {key: value for key, value in signed.headers.items() if key != "If-None-Match"}
+        other = bytes(len(content))
+        return [
+            ("an upload of other bytes than were signed", (400, 403), self._put(signed, other, signed.headers)),
+            ("an upload without a signed header", (400, 403), self._put(signed, content, unconditional)),
+            ("a signed upload", (200, 201, 204), self._put(signed, content, signed.headers)),
+            ("a second upload of the same object", (409, 412), self._put(signed, content, signed.headers)),
+        ]
+
+    def _put(self, request: SignedRequest, content: bytes, headers: dict[str, str]) -> httpx.Response:
+        return self._http.put(request.url, content=content, headers=headers)
+
+
+def open_direct(objects: "Objects", public_url: str | None = None) -> DirectAccess | None:
+    """Return direct access to a bucket. None if its store does not allow it, which is logged: then all transfers go
+    through the coordinator."""
+    try:
+        access = DirectAccess(Signer.of(objects.bucket), httpx.Client(timeout=TIMEOUT), public_url)
+        fault = access.probe(objects)
+    except OuterstepError as error:
+        fault = str(error)
+    if fault is not None:
+        logger.warning("workers cannot transfer directly to %s, only through the coordinator: %s", objects, fault)
+        return None
+    logger.info("workers transfer directly to %s", access.origin)
+    return access
+
+
+def _plain(headers: httpx.Headers) -> dict[str, str]:
+    """Return the headers without those that describe how the body was transferred."""
+    return {key: value for key, value in headers.items() if key not in ("content-encoding", "transfer-encoding")}
+
+
+def _size(answer: httpx.Response) -> int:
+    digits = answer.headers.get("content-length", "")
+    if not digits.isdigit():
+        raise StoreOutage("the store reports no size of an object")
+    return int(digits)
+
+
+def _sha256(answer: httpx.Response) -> bytes | None:
+    try:
+        return base64.b64decode(answer.headers.get("x-amz-checksum-sha256", ""), validate=True) or None
+    except binascii.Error:
+        return None

@@ -1,0 +1,198 @@
+"""Contributions that workers upload to the store themselves, without their bytes passing through the coordinator.
+
+A worker announces the header, size and digests. The coordinator checks what they allow, and signs an upload of exactly
+those bytes. Once the worker has made it, it commits the same announcement: now the store must confirm size, checksum
+and header, and only then is the row written. So nothing is kept between the two requests but the grant, which limits
+how much a worker may leave in the store; blobs that are not committed in time are deleted.
+
+The values are checked when the blob is read, soon after the commit or for the verdict (`trust/verdicts.py`).
+"""
+
+import base64
+import binascii
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from coordinator.run.live_run import Arrival, Grant, LiveRun
+from coordinator.screening.measuring import MeasuredContribution
+from coordinator.store.direct_access import DirectAccess, Uploaded
+from coordinator.sync import admission
+from coordinator.sync.contributing import commit_blob
+from coordinator.trust.verdicts import examine, keep_in_memory
+from coordinator.units.carrying import late_work
+from protocol.errors import OuterstepError, Problem, WireError, WireFault
+from protocol.fragments import Layout
+from protocol.messages import ContributionReply, DirectUpload, UploadGrant
+from protocol.wire import ContributionHeader, Payload, max_payload_bytes, max_payloads_bytes
+
+ROUNDS = 4  # rounds of payloads that a worker may have been granted and not committed
+LEFT_S = 600.0  # how long an upload that began in time may take, before its blob is deleted
+
+logger = logging.getLogger(__name__)
+
+
+def grant(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, upload: DirectUpload) -> UploadGrant:
+    """Return where the worker may upload the contribution. Raises Problem."""
+    header, access = _checked(run, layout, worker, round_, fragment, upload), run.blobs.direct
+    digest, expires_s = bytes.fromhex(upload.digest), run.members.lease_s
+    with _noting_late(run, header):
+        if not admission.admit(run, header, digest):
+            return UploadGrant(accepted=True)
+    if access is None:
+        return UploadGrant(reason="the coordinator's store takes no direct uploads")
+    if worker in run.not_direct:
+        return UploadGrant(reason=f"{worker} has uploaded an invalid payload to the store")
+    name = run.names.contribution(round_, fragment, worker, digest)
+    most = ROUNDS * max_payloads_bytes(run.spec.sync.upload_codec, len(layout.fragments), layout.total_elements)
+    with run.lock:
+        if name in run.deleting:
+            raise Problem("not-ready", "an upload of the same bytes is being deleted", retry_after_s=1)
+        granted = sum(each.size for other, each in run.granted.items() if each.worker == worker and other != name)
+        if granted + upload.bytes > most:
+            detail = f"{worker} has been granted uploads of {granted} bytes and has not committed them"
+            raise Problem("too-many-requests", detail, retry_after_s=expires_s)
+        run.granted[name] = Grant(worker, upload.bytes, run.context.clock() + expires_s)
+    signed = access.upload(name, bytes.fromhex(upload.sha256), expires_s)
+    return UploadGrant(url=signed.url, headers=signed.headers, expires_s=expires_s)
+
+
+def commit(
+    run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, upload: DirectUpload
+) -> ContributionReply:
+    """Accept a contribution that the store has. Raises Problem: `not-uploaded` if it does not."""
+    header, access = _checked(run, layout, worker, round_, fragment, upload), run.blobs.direct
+    if access is None or worker in run.not_direct:
+        raise Problem("not-uploaded", "this contribution must be uploaded to the coordinator")
+    digest, sha256 = bytes.fromhex(upload.digest), bytes.fromhex(upload.sha256)
+    name = run.names.contribution(round_, fragment, worker, digest)
+    with _noting_late(run, header):
+        created = admission.admit(run, header, digest)
+        if created:
+            arrival = Arrival(header, name, digest, upload.bytes, None, None, sha256)
+            created = commit_blob(run, arrival, lambda: _confirm(access, name, upload))
+    with run.lock:
+        run.granted.pop(name, None)
+    if created:
+        run.context.submit(_examine, run, round_, fragment, worker, digest)
+    return ContributionReply(round=round_, fragment=fragment, digest=upload.digest, created=created)
+
+
+def discard_expired(run: LiveRun) -> None:
+    """Delete, on another thread, the blobs of granted uploads that were not committed in time."""
+    now = run.context.clock()
+    if not any(now > each.until + LEFT_S for each in list(run.granted.values())):
+        return
+    with run.lock:
+        names = [
+            name
+            for name, each in run.granted.items()
+            if now > each.until + LEFT_S and name not in run.uploading and name not in run.deleting
+        ]
+        run.deleting.update(names)
+        for name in names:
+            del run.granted[name]
+    run.context.submit(_discard, run, names)
+
+
+def _discard(run: LiveRun, names: list[str]) -> None:
+    try:
+        run.blobs.delete(*names)
+    except OSError as error:
+        logger.warning("%s: %d blobs of uploads that were not committed remain: %s", run.name, len(names), error)
+    finally:
+        with run.lock:
+            run.deleting.difference_update(names)
+
+
+def _checked(
+    run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, upload: DirectUpload
+) -> ContributionHeader:
+    """Return the header after all checks that need no bytes. Raises Problem."""
+    limit = max_payload_bytes(run.spec.sync.upload_codec, layout.elements[fragment])
+    if upload.bytes > limit:
+        raise Problem("payload-too-large", f"the payload has {upload.bytes} bytes; at most {limit} are accepted here")
+    try:
+        header = _head(upload).header
+    except WireError as error:
+        raise Problem("invalid-payload", f"{error.fault}: {error}") from error
+    if not isinstance(header, ContributionHeader):
+        raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
+    admission.check_header(run, layout, worker, round_, fragment, header)
+    late_work(run, header)
+    return header
+
+
+def _head(upload: DirectUpload) -> Payload:
+    """Return a payload of which only the header can be read. Raises WireError, also if the header describes another
+    length."""
+    head = _decoded(upload)
+
+    def read(offset: int, length: int) -> bytes:
+        if offset + length > len(head):
+            raise WireError(WireFault.LENGTH, f"{len(head)} bytes of header were sent, too few")
+        return head[offset : offset + length]
+
+    payload = Payload(read, upload.bytes)
+    if payload.offsets[0] != len(head):
+        raise WireError(WireFault.LENGTH, f"the header ends at byte {payload.offsets[0]}, but {len(head)} were sent")
+    return payload
+
+
+def _decoded(upload: DirectUpload) -> bytes:
+    try:
+        return base64.b64decode(upload.header, validate=True)
+    except binascii.Error as error:
+        raise WireError(WireFault.HEADER, f"the header is not base64: {error}") from error
+
+
+def _confirm(access: DirectAccess, name: str, upload: DirectUpload) -> None:
+    """Raise Problem unless the store has the announced bytes, as far as it can tell, and they begin with the announced
+    header."""
+    found, expected = access.uploaded(name), Uploaded(upload.bytes, bytes.fromhex(upload.sha256))
+    if found is None:
+        raise Problem("not-uploaded", f"the store has no {name}")
+    if found != expected:
+        raise Problem("digest-mismatch", f"the store has {found.size} bytes with another digest than announced")
+    head = _decoded(upload)
+    try:
+        beginning = access.beginning(name, len(head))
+    except FileNotFoundError:
+        raise Problem("not-uploaded", f"the store has lost {name}") from None
+    if beginning != head:
+        raise Problem("invalid-payload", "the uploaded payload has another header than announced")
+
+
+@contextmanager
+def _noting_late(run: LiveRun, header: ContributionHeader) -> Iterator[None]:
+    try:
+        yield
+    except Problem as problem:
+        if problem.slug == "round-closed":
+            admission.record_late(run, header.worker, header.round, header.fragment)
+        raise
+
+
+def _examine(run: LiveRun, round_: int, fragment: int, worker: str, digest: bytes) -> None:
+    """Read the contribution while the round still waits for others: then its measure and a local copy are there when
+    it is judged and averaged."""
+    opening = run.open
+    each = None if opening is None or opening.number != round_ else opening.fragments[fragment].contributed.get(worker)
+    if opening is None or each is None or each.digest != digest:
+        return
+    try:
+        found = examine(run, round_, fragment, worker, each)
+    except (
+        OSError,
+        OuterstepError,
+        ValueError,
+        LookupError,
+    ) as error:  # it is examined again for its verdict, where an error is reported
+        logger.debug("%s: contribution of %s to round %d not examined: %s", run.name, worker, round_, error)
+        return
+    measured = keep_in_memory(run, found) if isinstance(found, MeasuredContribution) else None
+    with run.lock:
+        contributed = opening.fragments[fragment].contributed
+        if measured is not None and contributed.get(worker) == each:
+            contributed[worker] = replace(each, measured=measured)

@@ -1,0 +1,91 @@
+"""The upload of a contribution to the coordinator's store: announce it, send it, commit it."""
+
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+
+import httpx
+from blake3 import blake3
+
+from outerstep.common.connections import error_text
+from protocol import messages
+from protocol.digest import Buffer
+from protocol.errors import Problem, Transient
+from worker.line.store import check_store_url, origin
+from worker.line.transfer import Channel, pieces_of
+
+
+class StoreUpload:
+    """The upload of one contribution. `buffers`: the payload, its header first.
+
+    `grant` and `commit` send the announcement to the coordinator. `on_line` is called when the upload gets a slot.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        buffers: Sequence[Buffer],
+        grant: Callable[[messages.DirectUpload], messages.UploadGrant],
+        commit: Callable[[messages.DirectUpload], object],
+        on_line: Callable[[], object],
+    ) -> None:
+        self._channel, self._grant, self._commit, self._on_line = channel, grant, commit, on_line
+        self._buffers = [memoryview(each).cast("B") for each in buffers]
+        self._size = sum(len(each) for each in self._buffers)
+        blake, sha256 = blake3(), hashlib.sha256()
+        for each in self._buffers:
+            blake.update(each)
+            sha256.update(each)
+        self._announced = messages.DirectUpload(
+            header=base64.b64encode(self._buffers[0]).decode(),
+            bytes=self._size,
+            digest=blake.hexdigest(),
+            sha256=sha256.hexdigest(),
+        )
+
+    def __call__(self) -> bool:
+        """Upload and commit the contribution. Return False if it has to go through the coordinator. Raises Problem,
+        UnexpectedAnswer and Stopped."""
+        path, retry = self._channel.store, self._channel.retry
+        while path.usable:
+            grant = self._grant(self._announced)
+            if grant.accepted:
+                return True
+            if grant.url is None:
+                path.avoid(grant.reason)
+                return False
+            check_store_url(grant.url, self._channel.http.base_url)
+            try:
+                self._send(grant.url, grant.headers)
+                self._commit(self._announced)
+            except Transient as error:
+                path.failed(str(error))
+            except Problem as problem:
+                if problem.slug != "not-uploaded":
+                    raise
+                path.failed(problem.detail)
+            else:
+                path.worked(grant.url)
+                return True
+            if path.usable:
+                retry.pause(retry.backoff_s(1))
+        return False
+
+    def _send(self, url: str, headers: dict[str, str]) -> None:
+        """Send the payload, once. Raises Transient if it did not arrive."""
+        channel, pieces = self._channel, pieces_of(self._buffers, 0, self._size)
+        with channel.line.up.slot() as slot, channel.line.stalls.watched():
+            self._on_line()
+            try:
+                with channel.http.stream(
+                    "PUT",
+                    url,
+                    content=channel.sent(map(bytes, pieces), slot),
+                    headers={**headers, "Content-Length": str(self._size)},
+                    timeout=channel.timeout(),
+                    extensions=channel.extensions,
+                ) as answer:
+                    if not answer.is_success and answer.status_code != 412:  # 412: an earlier attempt has arrived
+                        raise Transient(f"the store at {origin(url)} answers {answer.status_code} to an upload")
+            except httpx.TransportError as error:
+                raise Transient(f"the store at {origin(url)} cannot be reached: {error_text(error)}") from error
