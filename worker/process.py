@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from outerstep.common.connections import keep_urls_out_of_logs
 from protocol.text import PrintableFormatter
 from worker.errors import Stopped
 
@@ -27,7 +28,7 @@ def log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter(FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    keep_urls_out_of_logs()
     if os.environ.get("RANK", "0") != "0":
         logging.getLogger().setLevel(logging.WARNING)
 

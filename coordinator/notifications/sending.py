@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from coordinator.logs import scrubbed
 from coordinator.notifications.formats import Notification, Request, format_of, new_id, request_of
 from coordinator.notifications.outbox import Outbox, Pending
-from outerstep.common.connections import error_text
+from outerstep.common.connections import error_text, keep_urls_out_of_logs
 from protocol.errors import OuterstepError
 from protocol.text import printable
 
@@ -72,7 +72,7 @@ def webhook_of(url: SecretStr | None, format_: str | None, secret: SecretStr | N
 
 def new_client() -> httpx.AsyncClient:
     """Return an HTTP client for one attempt. It follows no redirects."""
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # at INFO it logs the URL, which is secret
+    keep_urls_out_of_logs()
     return httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False)
 
 

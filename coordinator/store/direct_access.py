@@ -19,7 +19,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from coordinator.store.blobs import StoreOutage
 from coordinator.store.signing import SignedRequest, Signer
-from outerstep.common.connections import error_text
+from outerstep.common.connections import error_text, keep_urls_out_of_logs
 from protocol.errors import OuterstepError
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ class DirectAccess:
 def open_direct(objects: "Objects", public_url: str | None = None) -> DirectAccess | None:
     """Return direct access to a bucket. None if its store does not allow it, which is logged: then all transfers go
     through the coordinator."""
+    keep_urls_out_of_logs()
     try:
         access = DirectAccess(Signer.of(objects.bucket), httpx.Client(timeout=TIMEOUT), public_url)
         fault = access.probe(objects)

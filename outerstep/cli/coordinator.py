@@ -119,8 +119,8 @@ def coordinator(
     It applies the database migrations, continues where it stopped, and prints its address and the next steps when it is
     ready. Its first start creates an admin token in admin.token in the data directory. Each option can also
     be set by an environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _BLOBS, _BLOBS_PUBLIC_URL,
-    _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S, _BACKUP_KEEP,
-    _NOTIFY_URL, _NOTIFY_FORMAT.
+    _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S,
+    _BACKUP_KEEP, _NOTIFY_URL, _NOTIFY_FORMAT.
 
     \b
     Example:

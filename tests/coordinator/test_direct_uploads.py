@@ -169,12 +169,13 @@ def test_the_header_is_checked_before_anything_is_signed(direct: InThread) -> No
     (member,) = crew(direct, "r", ["w"])
     assignment = member.assignment(0)
     values = member.pseudo_gradients(0)[0]
-    for slug, changes in {
+    cases: dict[str, dict[str, object]] = {
         "stale-base": {"base": bytes(32)},
         "units-not-held": {"units": [[900, 905]]},
         "invalid-payload": {"tokens": 7},
         "round-not-open": {"round": 5},
-    }.items():
+    }
+    for slug, changes in cases.items():
         payload = member.payload(assignment, 0, values, **changes)
         problem(member.grant(5 if slug == "round-not-open" else 0, 0, member.announcement(payload)), slug)
 

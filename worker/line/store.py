@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from outerstep.common.connections import keep_urls_out_of_logs
 from protocol.errors import UnexpectedAnswer
 
 log = logging.getLogger(__name__)
@@ -20,18 +21,23 @@ AVOIDED_S = 600.0
 
 
 class StorePath:
-    """Whether payloads go directly to the store and from it. `offered` is set if the coordinator says that they can.
-    Thread-safe. `clock` gives seconds."""
+    """Whether payloads go directly to the store and from it. Thread-safe. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self.offered = False
+        self._offered = False
         self._clock, self._lock = clock, threading.Lock()
         self._avoided_until = 0.0
         self._faults, self._has_worked = 0, False
 
     @property
     def usable(self) -> bool:
-        return self.offered and self._clock() >= self._avoided_until
+        return self._offered and self._clock() >= self._avoided_until
+
+    def offer(self, offered: bool) -> None:
+        """Note whether the coordinator says that its store can be used."""
+        if offered:
+            keep_urls_out_of_logs()
+        self._offered = offered
 
     def worked(self, url: str) -> None:
         """Note a transfer."""

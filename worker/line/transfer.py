@@ -262,6 +262,8 @@ class Download:
             if self._redirect is not None:
                 self._channel.store.failed(f"the store at {origin(self._redirect)} has sent other bytes than published")
             raise Transient(f"{self.path}: the bytes received do not match their digest")
+        if self._redirect is not None:
+            self._channel.store.worked(self._redirect)
         return self._data
 
     def _transfer(self, part: "_BlobRange") -> None:
@@ -361,7 +363,6 @@ class Download:
                 at += len(chunk)
         if not part.complete:
             raise Transient(f"the store at {origin(url)} broke off at byte {part.next} of {part.stop}")
-        channel.store.worked(url)
 
     def _begin(self, answer: httpx.Response, part: "_BlobRange") -> tuple[int, int]:
         """Return the byte range of the blob that the answer has. Allocate memory for the blob if it is a new one."""

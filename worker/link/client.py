@@ -144,7 +144,7 @@ class Client:
 
     def run_detail(self) -> messages.RunDetail:
         detail = self._json("GET", self._path, messages.RunDetail)
-        self.store.offered = detail.direct
+        self.store.offer(detail.direct)
         return detail
 
     def spec_text(self) -> str:

@@ -1,0 +1,184 @@
+"""Workers that transfer directly to a real S3 server and from it, and what they do if they cannot."""
+
+import itertools
+import logging
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from coordinator.store.direct_access import OWN_S
+from coordinator.store.signing import SignedRequest, Signer
+from coordinator.store.tables import ContributionRow
+from harness.coordinator import InThread
+from harness.seaweedfs import SeaweedFS
+from protocol.errors import UnexpectedAnswer
+from tests.support.http_server import Handler, serving
+from tests.worker import toy
+from tests.worker.toy import Toy, coordinator_thread
+from worker.line.store import AVOIDED_S, FAULTS, StorePath, check_store_url
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def bucket(store: SeaweedFS, tmp_path: Path) -> Iterator[InThread]:
+    pytest.importorskip("botocore", reason="no signatures: pip install 'outerstep[remote]'")
+    number = next(_numbers)
+    with coordinator_thread(tmp_path / f"data-{number}", blobs=store.url(f"path-{number}")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str | None:
+    """The digest that the run ends with if everything goes through the coordinator."""
+    tmp_path = tmp_path_factory.mktemp("through")
+    with coordinator_thread(tmp_path / "data") as coordinator:
+        run = Toy(coordinator, toy.spec(min_workers=2, checkpoints="every_rounds = 1"), tmp_path)
+        run.workers(["a", "b"])
+        return run.final().state_digest
+
+
+def train(coordinator: InThread, tmp_path: Path) -> tuple[str | None, list[bool]]:
+    """Return the run's final digest, and of each contribution whether it went to the store directly."""
+    run = Toy(coordinator, toy.spec(min_workers=2, checkpoints="every_rounds = 1"), tmp_path)
+    assert run.info().direct
+    run.workers(["a", "b"])
+    digest = run.final().state_digest
+    with coordinator.coordinator.database.read() as session:
+        rows = session.scalars(select(ContributionRow)).all()
+    return digest, [row.sha256 is not None for row in rows]
+
+
+def test_everything_goes_directly_and_ends_in_the_same_bits(
+    store: SeaweedFS, tmp_path: Path, expected: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG), bucket(store, tmp_path) as coordinator:
+        digest, directly = train(coordinator, tmp_path)
+    assert digest == expected
+    assert directly == [True] * len(directly)
+    assert caplog.text.count("payloads go directly between this worker and") == 2
+    assert "Signature" not in caplog.text
+    assert next(iter(store.environment.values())) not in caplog.text
+
+
+@pytest.mark.parametrize("method", ["PUT", "GET"])
+def test_a_store_that_cannot_be_reached_from_here_is_avoided(
+    store: SeaweedFS,
+    tmp_path: Path,
+    expected: str | None,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        closed = f"127.0.0.1:{probe.getsockname()[1]}"
+    with bucket(store, tmp_path) as coordinator:
+        elsewhere(monkeypatch, method, f"http://{closed}")
+        digest, directly = train(coordinator, tmp_path)
+    assert digest == expected
+    if method == "PUT":
+        assert not any(directly)
+    assert f"payloads go through the coordinator for the next 10 min: the store at http://{closed}" in caplog.text
+
+
+@pytest.mark.parametrize("status", [503, 403])
+def test_a_store_that_refuses_is_avoided(
+    store: SeaweedFS,
+    tmp_path: Path,
+    expected: str | None,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Refuses(Handler, BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with serving(Refuses) as url, bucket(store, tmp_path) as coordinator:
+        elsewhere(monkeypatch, "PUT", url)
+        digest, directly = train(coordinator, tmp_path)
+    assert digest == expected
+    assert not any(directly)
+    assert f"answers {status} to an upload" in caplog.text
+
+
+def test_other_bytes_than_published_are_not_used(
+    store: SeaweedFS,
+    tmp_path: Path,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Lies(Handler, BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            first, last = (int(each) for each in self.headers["Range"].removeprefix("bytes=").split("-"))
+            length = last - first + 1
+            self.send_response(206)
+            self.send_header("Content-Length", str(length))
+            self.send_header("Content-Range", f"bytes {first}-{last}/{last + 1}")
+            self.end_headers()
+            self.wfile.write(bytes(length))
+
+    with serving(Lies) as url, bucket(store, tmp_path) as coordinator:
+        elsewhere(monkeypatch, "GET", url)
+        digest, _ = train(coordinator, tmp_path)
+    assert digest == expected
+    assert "has sent other bytes than published" in caplog.text
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch, method: str, url: str) -> None:
+    """Have requests of a method that workers send go to another server."""
+    name = {"PUT": "upload", "GET": "download"}[method]
+    real = getattr(Signer, name)
+
+    def signed(self: Signer, path: str, *arguments: object) -> SignedRequest:
+        request = real(self, path, *arguments)
+        if path.startswith("check/") or (method == "GET" and arguments[-1] == OWN_S):  # the coordinator's own
+            return request
+        return SignedRequest(request.method, request.url.replace(self.origin, url), request.headers)
+
+    monkeypatch.setattr(Signer, name, signed)
+
+
+def test_after_a_few_faults_the_store_is_avoided_for_a_while() -> None:
+    now = 0.0
+    path = StorePath(lambda: now)
+    assert not path.usable
+    path.offer(True)
+    for _ in range(FAULTS - 1):
+        path.failed("no answer")
+    path.worked("https://store.example.org/x?Signature=1")
+    for _ in range(FAULTS - 1):
+        path.failed("no answer")
+    assert path.usable, "only faults in a row count"
+    path.failed("no answer")
+    assert not path.usable
+    now = AVOIDED_S
+    assert path.usable
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://store.example.org/x",
+        "ftp://store.example.org/x",
+        "file:///etc/passwd",
+        "https://user@store.example.org/x",
+        "/x",
+        "",
+    ],
+)
+def test_addresses_that_a_worker_does_not_use(url: str) -> None:
+    with pytest.raises(UnexpectedAnswer, match="store"):
+        check_store_url(url, httpx.URL("https://coordinator.example.org"))
+    check_store_url("https://store.example.org/x", httpx.URL("https://coordinator.example.org"))
+    check_store_url("http://localhost:8333/x", httpx.URL("http://localhost:8470"))
