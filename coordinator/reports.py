@@ -175,6 +175,7 @@ def _worker(run: LiveRun, row: WorkerRow) -> WorkerInfo:
         contributions=row.contributions,
         tokens=row.tokens,
         upload_bytes=row.upload_bytes,
+        direct=row.direct,
         account=Account.model_validate(row.account),
         divergences=row.divergences,
         state_round=row.state_round,

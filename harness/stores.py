@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Self
 
 from coordinator.run.live_run import LiveRun
-from coordinator.store.blobs import Blobs, Kind, Reader, round_of
+from coordinator.store.blobs import Blobs, DirectAccess, Kind, Reader, round_of
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.direct_access import DirectAccess
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.opening import store_at
 from harness.seaweedfs import SeaweedFS, seaweedfs

@@ -13,15 +13,12 @@ A blob exists only together with a row in the database; blobs without a row are 
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 from coordinator.store.data_directory import DataDirectory
 from protocol.digest import Buffer
-
-if TYPE_CHECKING:
-    from coordinator.store.direct_access import DirectAccess
 
 Kind = Literal["contributions", "deltas", "checkpoints"]
 REMOVED = "removed"
@@ -70,6 +67,40 @@ class StoreOutage(OSError):
     """The store cannot be reached, or refuses; the message says why."""
 
 
+@dataclass(frozen=True)
+class SignedRequest:
+    """A request to the store that its holder may send until it expires. The signature is in the URL, which is a secret
+    until then."""
+
+    method: str
+    url: str = field(repr=False)
+    headers: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """What the store knows about an object. `sha256`: None if it reports none."""
+
+    size: int
+    sha256: bytes | None
+
+
+class DirectAccess(Protocol):
+    """What lets workers exchange blobs with the store, around the coordinator. Thread-safe."""
+
+    def upload(self, name: str, sha256: bytes, expires_s: float) -> SignedRequest:
+        """Return a request that creates the blob from the bytes with this SHA-256 digest, unless it exists."""
+
+    def download_url(self, name: str, expires_s: float) -> str:
+        """Return an address of the blob, valid for `expires_s` seconds at least."""
+
+    def uploaded(self, name: str) -> Uploaded | None:
+        """Return what the store knows about a blob; None if there is none. Raises StoreOutage."""
+
+    def beginning(self, name: str, length: int) -> bytes:
+        """Return the first `length` bytes of a blob, fewer if it has fewer. Raises FileNotFoundError, StoreOutage."""
+
+
 class Blobs(Protocol):
     """A store of blobs. Thread-safe.
 
@@ -79,7 +110,7 @@ class Blobs(Protocol):
     """
 
     @property
-    def direct(self) -> "DirectAccess | None":
+    def direct(self) -> DirectAccess | None:
         """How workers transfer blobs without the coordinator; None if they cannot."""
 
     def put(self, name: str, source: Buffer | Path) -> bool:

@@ -10,15 +10,14 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from coordinator.store.blobs import StoreOutage
-from coordinator.store.signing import SignedRequest, Signer
+from coordinator.store.blobs import SignedRequest, StoreOutage, Uploaded
+from coordinator.store.signing import Signer
 from outerstep.common.connections import error_text, keep_urls_out_of_logs
 from protocol.errors import OuterstepError
 
@@ -32,17 +31,10 @@ OWN_S = 60.0  # how long requests that the coordinator itself sends are valid
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Uploaded:
-    """What the store knows about an object. `sha256`: None if it reports none."""
-
-    size: int
-    sha256: bytes | None
-
-
-class DirectAccess:
+class SignedAccess:
     """Signed access to the blobs of a bucket. `public_url`: where everybody can read the prefix of the bucket, such as
-    the address of a content delivery network; None: downloads are signed, too. Thread-safe."""
+    the address of a content delivery network; None: downloads are signed, too. The methods are documented in
+    `DirectAccess`."""
 
     def __init__(self, signer: Signer, http: httpx.Client, public_url: str | None = None) -> None:
         self._signer, self._http = signer, http
@@ -54,24 +46,20 @@ class DirectAccess:
         return self._signer.origin
 
     def upload(self, name: str, sha256: bytes, expires_s: float) -> SignedRequest:
-        """Return a request that creates the blob from the bytes with this SHA-256 digest, unless it exists."""
         return self._signer.upload(name, sha256, expires_s)
 
     def download_url(self, name: str, expires_s: float) -> str:
-        """Return an address of the blob, valid for `expires_s` seconds at least."""
         if self._public_url is not None:
             return f"{self._public_url}/{quote(name)}"
         return self._signer.download(name, expires_s).url
 
     def uploaded(self, name: str) -> Uploaded | None:
-        """Return what the store knows about a blob; None if there is none. Raises StoreOutage."""
         answer = self._ask(lambda: self._signer.inspection(name, OWN_S))
         if answer.status_code == 404:
             return None
         return Uploaded(_size(answer), _sha256(answer))
 
     def beginning(self, name: str, length: int) -> bytes:
-        """Return the first `length` bytes of a blob, fewer if it has fewer. Raises FileNotFoundError, StoreOutage."""
         answer = self._ask(lambda: self._signer.download(name, OWN_S), {"Range": f"bytes=0-{length - 1}"}, length)
         if answer.status_code == 404:
             raise FileNotFoundError(name)
@@ -144,12 +132,12 @@ class DirectAccess:
         return self._http.put(request.url, content=content, headers=headers)
 
 
-def open_direct(objects: "Objects", public_url: str | None = None) -> DirectAccess | None:
+def open_direct(objects: "Objects", public_url: str | None = None) -> SignedAccess | None:
     """Return direct access to a bucket. None if its store does not allow it, which is logged: then all transfers go
     through the coordinator."""
     keep_urls_out_of_logs()
     try:
-        access = DirectAccess(Signer.of(objects.bucket), httpx.Client(timeout=TIMEOUT), public_url)
+        access = SignedAccess(Signer.of(objects.bucket), httpx.Client(timeout=TIMEOUT), public_url)
         fault = access.probe(objects)
     except OuterstepError as error:
         fault = str(error)

@@ -9,21 +9,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from coordinator.store.blobs import FileReader
+from coordinator.store.blobs import DirectAccess, FileReader
 from coordinator.store.data_directory import DataDirectory
 from outerstep.common.files import fsync, write_new
 from protocol.digest import Buffer
-
-if TYPE_CHECKING:
-    from coordinator.store.direct_access import DirectAccess
 
 
 class DirectoryBlobs:
     """Blobs whose names are paths below the data directory. The methods are documented in `Blobs`."""
 
-    direct: "DirectAccess | None" = None
+    direct: DirectAccess | None = None
 
     def __init__(self, data: DataDirectory) -> None:
         self.root, self._scratch = data.root, data.scratch

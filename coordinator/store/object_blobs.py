@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from coordinator.store.blobs import FileReader, Reader, StoreOutage
+from coordinator.store.blobs import DirectAccess, FileReader, Reader, StoreOutage
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.direct_access import DirectAccess
 from outerstep.common.objects import ObjectReader, Objects
 from protocol.digest import Buffer
 from protocol.errors import OuterstepError

@@ -2,31 +2,22 @@
 
 The signature (AWS Signature Version 4 in the query) covers the method, the object and the headers. So an upload creates
 exactly the announced bytes, and never replaces an object: `x-amz-checksum-sha256` and `If-None-Match: *` are signed.
-`DirectAccess.probe` verifies that a store enforces both. Only stores with the interface of S3 do: what Google Cloud
+`SignedAccess.probe` verifies that a store enforces both. Only stores with the interface of S3 do: what Google Cloud
 Storage and Azure sign does not bind the bytes of an upload.
 """
 
 import base64
 import os
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
 
+from coordinator.store.blobs import SignedRequest
 from protocol.errors import OuterstepError
 
 if TYPE_CHECKING:
     from outerstep.common.objects import Bucket
 
 REGION = "us-east-1"  # what stores other than AWS expect if they have no regions
-
-
-@dataclass(frozen=True)
-class SignedRequest:
-    """A request with its signature in the URL, which is a secret until it expires."""
-
-    method: str
-    url: str = field(repr=False)
-    headers: dict[str, str]
 
 
 class Signer:

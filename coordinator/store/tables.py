@@ -113,6 +113,7 @@ class WorkerRow(Base):
     `next_unit` and `checked_epochs` have the same meaning as in `RunRow`, for that set. `reputation` is a
     `coordinator.trust.quarantine.Reputation`, empty for a newcomer. `suspected` is True once the guard has reported the
     worker. `refuted_state` is the last state where its held-out loss differed from all others; null if there is none.
+    `direct` is True if its last contribution was uploaded to the store directly; null if it has made none.
     """
 
     __tablename__ = "workers"
@@ -132,6 +133,7 @@ class WorkerRow(Base):
     contributions: Mapped[int] = _counter()
     tokens: Mapped[int] = _counter()
     upload_bytes: Mapped[int] = _counter()
+    direct: Mapped[bool | None]
     divergences: Mapped[int] = _counter()
     account: Mapped[dict[str, Any]] = _account()
     place: Mapped[int] = _counter()

@@ -38,6 +38,7 @@ _COUNT_WORKER = (
         contributions=WorkerRow.contributions + bindparam("more_contributions"),
         tokens=WorkerRow.tokens + bindparam("more_tokens"),
         upload_bytes=WorkerRow.upload_bytes + bindparam("more_bytes"),
+        direct=bindparam("is_direct"),
     )
 )
 
@@ -263,6 +264,7 @@ def _count(change: Change, opening: OpenRound, accepted: Sequence[Arrival], unit
                 "more_contributions": int(worker not in known),  # counts once per round, not per fragment
                 "more_tokens": consumed * run.spec.unit_tokens,
                 "more_bytes": arrival.size,
+                "is_direct": arrival.sha256 is not None,
             }
         )
         known.add(worker)

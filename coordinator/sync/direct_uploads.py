@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from coordinator.run.live_run import Arrival, Grant, LiveRun
 from coordinator.screening.measuring import MeasuredContribution
-from coordinator.store.direct_access import DirectAccess, Uploaded
+from coordinator.store.blobs import DirectAccess, Uploaded
 from coordinator.sync import admission
 from coordinator.sync.contributing import commit_blob
 from coordinator.trust.verdicts import examine, keep_in_memory

@@ -265,6 +265,7 @@ def upgrade() -> None:
         sa.Column("contributions", sa.Integer(), server_default="0", nullable=False),
         sa.Column("tokens", sa.Integer(), server_default="0", nullable=False),
         sa.Column("upload_bytes", sa.Integer(), server_default="0", nullable=False),
+        sa.Column("direct", sa.Boolean(), nullable=True),
         sa.Column("divergences", sa.Integer(), server_default="0", nullable=False),
         sa.Column("account", sa.JSON(), server_default="{}", nullable=False),
         sa.Column("place", sa.Integer(), server_default="0", nullable=False),

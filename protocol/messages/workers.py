@@ -176,6 +176,7 @@ class WorkerInfo(ReplyModel):
     contributions: int
     tokens: int
     upload_bytes: int  # of accepted contributions
+    direct: bool | None = None  # whether the last contribution went to the store directly; null if there was none
     account: Account = Field(default_factory=Account)
     divergences: int = 0  # how often it held a state other than the run's
     state_round: int | None  # when it left

@@ -127,6 +127,7 @@ def test_only_the_announced_bytes_are_committed(direct: InThread) -> None:
     assert member.contribute_directly(0, 0, payload).status_code == 201
 
 
+@pytest.mark.covers("security:direct-lies")
 def test_the_uploaded_header_is_the_announced_one(direct: InThread) -> None:
     (member,) = crew(direct, "r", ["w"])
     assignment = member.assignment(0)
@@ -180,6 +181,7 @@ def test_the_header_is_checked_before_anything_is_signed(direct: InThread) -> No
         problem(member.grant(5 if slug == "round-not-open" else 0, 0, member.announcement(payload)), slug)
 
 
+@pytest.mark.covers("security:direct-lies")
 def test_a_payload_that_is_not_valid_is_left_out(direct: InThread) -> None:
     """Its values are looked at after the commit; from then on its worker has to send them through the coordinator."""
     honest, other, bad = crew(direct, "r", ["a", "b", "c"], min_workers=3)
@@ -209,6 +211,7 @@ def test_a_payload_that_is_not_valid_is_left_out(direct: InThread) -> None:
     problem(bad.commit(1, 0, announcement), "not-uploaded")
 
 
+@pytest.mark.covers("security:direct-lies")
 def test_another_digest_than_announced_is_no_lost_contribution(direct: InThread) -> None:
     """It would be collected again, and again, and the round would never end."""
     honest, other, bad = crew(direct, "r", ["a", "b", "c"], min_workers=3)

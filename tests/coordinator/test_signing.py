@@ -8,14 +8,15 @@ import os
 import httpx
 import pytest
 
+from coordinator.store.blobs import SignedRequest, Uploaded
 from harness.seaweedfs import SeaweedFS
 from protocol.errors import OuterstepError
 
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
 pytest.importorskip("botocore", reason="no signatures: pip install 'outerstep[remote]'")
 
-from coordinator.store.direct_access import DirectAccess, Uploaded, open_direct
-from coordinator.store.signing import SignedRequest, Signer
+from coordinator.store.direct_access import SignedAccess, open_direct
+from coordinator.store.signing import Signer
 from outerstep.common.bucket_check import FOLDER
 from outerstep.common.objects import Bucket, Objects
 
@@ -32,8 +33,8 @@ def objects(store: SeaweedFS, request: pytest.FixtureRequest) -> Objects:
 
 
 @pytest.fixture
-def access(objects: Objects) -> DirectAccess:
-    return DirectAccess(Signer.of(objects.bucket), httpx.Client())
+def access(objects: Objects) -> SignedAccess:
+    return SignedAccess(Signer.of(objects.bucket), httpx.Client())
 
 
 def put(request: SignedRequest, content: bytes = CONTENT, **changed: str | None) -> int:
@@ -42,7 +43,8 @@ def put(request: SignedRequest, content: bytes = CONTENT, **changed: str | None)
     return httpx.put(request.url, content=content, headers=sent).status_code
 
 
-def test_an_upload_creates_its_object_once(objects: Objects, access: DirectAccess) -> None:
+@pytest.mark.covers("security:signed-upload")
+def test_an_upload_creates_its_object_once(objects: Objects, access: SignedAccess) -> None:
     request = access.upload(NAME, SHA256, 60)
     assert access.uploaded(NAME) is None
     assert put(request) == 200
@@ -53,7 +55,8 @@ def test_an_upload_creates_its_object_once(objects: Objects, access: DirectAcces
     assert access.beginning(NAME, 30) == CONTENT[:30]
 
 
-def test_an_upload_accepts_no_other_bytes(objects: Objects, access: DirectAccess) -> None:
+@pytest.mark.covers("security:signed-upload")
+def test_an_upload_accepts_no_other_bytes(objects: Objects, access: SignedAccess) -> None:
     request = access.upload(NAME, SHA256, 60)
     assert put(request, CONTENT[:-1] + b"?") == 400
     assert put(request, CONTENT[:-1]) == 400
@@ -63,7 +66,8 @@ def test_an_upload_accepts_no_other_bytes(objects: Objects, access: DirectAccess
     assert objects.size(NAME) is None
 
 
-def test_a_request_is_for_one_object_and_one_method(access: DirectAccess) -> None:
+@pytest.mark.covers("security:signed-upload")
+def test_a_request_is_for_one_object_and_one_method(access: SignedAccess) -> None:
     request = access.upload(NAME, SHA256, 60)
     elsewhere = SignedRequest("PUT", request.url.replace("/0/1.", "/0/2."), request.headers)
     assert put(elsewhere) == 403
@@ -71,7 +75,7 @@ def test_a_request_is_for_one_object_and_one_method(access: DirectAccess) -> Non
     assert httpx.delete(request.url, headers=request.headers).status_code == 403
 
 
-def test_a_download_may_have_a_range(objects: Objects, access: DirectAccess) -> None:
+def test_a_download_may_have_a_range(objects: Objects, access: SignedAccess) -> None:
     objects.create(NAME, CONTENT)
     url = access.download_url(NAME, 60)
     assert httpx.get(url).content == CONTENT
@@ -80,7 +84,8 @@ def test_a_download_may_have_a_range(objects: Objects, access: DirectAccess) -> 
     assert httpx.put(url, content=CONTENT).status_code == 403
 
 
-def test_a_request_expires(objects: Objects, access: DirectAccess, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.covers("security:signed-upload")
+def test_a_request_expires(objects: Objects, access: SignedAccess, monkeypatch: pytest.MonkeyPatch) -> None:
     from datetime import UTC, datetime, timedelta
 
     from botocore import auth
@@ -95,11 +100,11 @@ def test_a_request_expires(objects: Objects, access: DirectAccess, monkeypatch: 
 
 
 def test_with_a_public_address_downloads_are_not_signed(objects: Objects) -> None:
-    access = DirectAccess(Signer.of(objects.bucket), httpx.Client(), "https://cdn.example.org/training/")
+    access = SignedAccess(Signer.of(objects.bucket), httpx.Client(), "https://cdn.example.org/training/")
     assert access.download_url("runs/r/a b", 60) == "https://cdn.example.org/training/runs/r/a%20b"
 
 
-def test_a_signature_is_not_shown(access: DirectAccess) -> None:
+def test_a_signature_is_not_shown(access: SignedAccess) -> None:
     request = access.upload(NAME, SHA256, 60)
     assert "Signature" in request.url
     assert "Signature" not in repr(request)

@@ -12,8 +12,9 @@ import httpx
 import pytest
 from sqlalchemy import select
 
+from coordinator.store.blobs import SignedRequest
 from coordinator.store.direct_access import OWN_S
-from coordinator.store.signing import SignedRequest, Signer
+from coordinator.store.signing import Signer
 from coordinator.store.tables import ContributionRow
 from harness.coordinator import InThread
 from harness.seaweedfs import SeaweedFS
@@ -50,6 +51,7 @@ def train(coordinator: InThread, tmp_path: Path) -> tuple[str | None, list[bool]
     assert run.info().direct
     run.workers(["a", "b"])
     digest = run.final().state_digest
+    assert run.told("a").direct is not None
     with coordinator.coordinator.database.read() as session:
         rows = session.scalars(select(ContributionRow)).all()
     return digest, [row.sha256 is not None for row in rows]

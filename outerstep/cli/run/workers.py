@@ -98,6 +98,13 @@ def _last_rounds(client: Client, run: str) -> Iterator[RoundDetail]:
         yield client.round(run, each.round)
 
 
+def _path(worker: WorkerInfo) -> str:
+    """Return where the worker's contributions go, in brackets."""
+    if worker.direct is None:
+        return ""
+    return " (directly to the store)" if worker.direct else " (through the coordinator)"
+
+
 @dataclass(frozen=True)
 class _WorkerRound:
     """A worker's part in a round: by fragment, the verdict on its contribution (None: not decided yet) and how late it
@@ -163,7 +170,7 @@ def _facts(worker: WorkerInfo) -> Sequence[tuple[str, str]]:
         ("loss", loss_text(metrics.loss)),
         ("tokens/s", count_text(metrics.tokens_per_second)),
         ("tokens", f"{count_text(worker.tokens)}, in {count_text(worker.contributions)} contributions"),
-        ("uploaded", bytes_text(worker.upload_bytes)),
+        ("uploaded", f"{bytes_text(worker.upload_bytes)}{_path(worker)}"),
         ("moved", f"{bytes_text(account.upload_bytes)} up, {bytes_text(account.download_bytes)} down"),
         ("time", f"{duration_text(account.total_s)}: {shares_text(account)}"),
         ("score", f"{worker.score:.2f}"),
