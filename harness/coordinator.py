@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -189,7 +189,7 @@ class CoordinatorProcess:
     """A coordinator process that can be killed and started again on the same port. `start` returns when it is ready.
 
     It logs to a file beside `data_dir`; with `quiet` only warnings, to stderr. `open_files`: its limit.
-    `blobs`: the URL of its bucket.
+    `blobs`: the URL of its bucket. `prefix`: of the command, to run it behind a line.
     """
 
     def __init__(
@@ -202,6 +202,7 @@ class CoordinatorProcess:
         quiet: bool = False,
         open_files: int | None = None,
         blobs: str | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.port = 0
         self.process: subprocess.Popen[str] | None = None
@@ -209,6 +210,7 @@ class CoordinatorProcess:
         self._log = None if quiet else data_dir.parent / f"{data_dir.name}.log"
         limited = [] if open_files is None else ["prlimit", f"--nofile={open_files}:{open_files}"]
         self._command = [
+            *prefix,
             *limited,
             str(python),
             "-m",

@@ -70,12 +70,17 @@ def main() -> None:
         act[order.pop("do")](**order)
 
 
-def synchronise(url: str, ca: str | None, run: str, token: str, rank: int, elements: int, rounds: int) -> None:
-    """Do `rounds` syncs, and answer with the payload bytes that each one moved."""
+def synchronise(
+    url: str, ca: str | None, run: str, token: str, rank: int, elements: int, rounds: int, direct: bool = True
+) -> None:
+    """Do `rounds` syncs, and answer with the payload bytes that each one moved. `direct`: use the coordinator's store,
+    if it can be used."""
     delta, model = noise(elements, rank), Flat(elements)
     with open_http(url, None if ca is None else Path(ca)) as http:
         client = Client(http, run, token)
-        spec = client.run_detail().spec
+        detail = client.run_detail()
+        client.store.offer(detail.direct and direct)
+        spec = detail.spec
         membership = Membership(client, f"worker-{rank}", JoinRequest(tensors=tensor_specs(model)), None)
         layout = membership.join().layout
         state = OuterState(layout, spec.outer, pin_memory=False)

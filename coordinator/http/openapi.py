@@ -111,7 +111,7 @@ def _blob_responses(*more: str) -> Responses:
         "206": {"description": "The range.", "headers": _headers(*names, "Content-Range"), "content": _PAYLOAD},
         "304": {"description": "The client has these bytes.", "headers": _headers(*names)},
         "307": {
-            "description": "With `direct`: where the store has the payload, for a few minutes.",
+            "description": "If direct=true: where the store has the payload, for a few minutes.",
             "headers": _headers("ETag", "Location", LENGTH_HEADER),
         },
     }

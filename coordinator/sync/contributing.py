@@ -99,14 +99,19 @@ def _without_leftover(run: LiveRun, header: ContributionHeader, digest: bytes, n
     """Let the block create the blob `name` and commit its row. If the contribution is rejected, delete the blob
     afterwards, without the lock.
 
-    Of several requests with the same bytes, the last one deletes it. Raises Problem `not-ready` while it is deleted.
+    Of several requests with the same bytes, the last one deletes it, unless the store has not shown it yet. Raises
+    Problem `not-ready` while it is deleted.
     """
     with run.lock:
         if name in run.deleting:
             raise Problem("not-ready", "a rejected upload with the same bytes is being deleted", retry_after_s=1)
         run.uploading[name] += 1
+    uploaded = True
     try:
         yield
+    except Problem as problem:
+        uploaded = problem.slug != "not-uploaded"
+        raise
     finally:
         with run.lock:
             run.uploading[name] -= 1
@@ -114,7 +119,7 @@ def _without_leftover(run: LiveRun, header: ContributionHeader, digest: bytes, n
             if last:
                 del run.uploading[name]
                 run.vanished.discard(name)
-            leftover = last and not _is_accepted(run, header, digest)
+            leftover = last and uploaded and not _is_accepted(run, header, digest)
             if leftover:
                 run.deleting.add(name)
         if leftover:

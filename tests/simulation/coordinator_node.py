@@ -21,6 +21,8 @@ from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
+from coordinator.store.blobs import StoreOutage
+from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.identity import Actor
 from protocol.messages import Scope, TokenRequest
@@ -28,6 +30,7 @@ from tests.simulation.disk import Disk
 from tests.simulation.patched import EPOCH, engines
 from tests.simulation.primitives import FakeLoop, drive
 from tests.simulation.scheduler import Group, Killed, Scheduler
+from tests.simulation.store import StoreBlobs, StoreNode
 
 TICK_S = 0.5
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
@@ -51,8 +54,8 @@ def application() -> FastAPI:
 class CoordinatorNode:
     """One data directory and the process that serves it, if one does."""
 
-    def __init__(self, scheduler: Scheduler, rng: random.Random, root: Path) -> None:
-        self.scheduler, self.rng, self.root = scheduler, rng, root
+    def __init__(self, scheduler: Scheduler, rng: random.Random, root: Path, store: StoreNode | None = None) -> None:
+        self.scheduler, self.rng, self.root, self.store = scheduler, rng, root, store
         self.disk = Disk()
         self.generation = 0
         self.group = Group("coordinator 0")
@@ -101,10 +104,14 @@ class CoordinatorNode:
         try:
             settings = Settings(data_dir=self.served_dir)
             service = Coordinator(
-                settings, clock=lambda: clock.now, now=lambda: EPOCH + clock.now, secret=b"of the simulation"
+                settings,
+                clock=lambda: clock.now,
+                now=lambda: EPOCH + clock.now,
+                store=None if self.store is None else self._blobs,
+                secret=b"of the simulation",
             )
-        except OSError as error:  # no room: the process ends, and its supervisor starts it again
-            if error.errno != errno.ENOSPC:
+        except OSError as error:  # no room, no store: the process ends, and its supervisor starts it again
+            if error.errno != errno.ENOSPC and not isinstance(error, StoreOutage):
                 raise
             self.crash(power=False)
             raise Killed from error
@@ -121,6 +128,24 @@ class CoordinatorNode:
         while True:
             service.tick()
             self.scheduler.sleep(TICK_S)
+
+    def _blobs(self, _: DataDirectory) -> StoreBlobs:
+        assert self.store is not None
+        return StoreBlobs(self, self.store)
+
+    def read(self, name: str) -> bytes | None:
+        """A blob as it is now; None if there is none."""
+        if self.store is not None:
+            found = self.store.objects.get(name)
+            return None if found is None else found.content
+        path = self.data_dir / name
+        return path.read_bytes() if path.is_file() else None
+
+    def names(self, prefix: str) -> list[str]:
+        """The blobs under `prefix`. Takes no time, unlike the coordinator's own requests."""
+        if self.store is not None:
+            return [name for name in self.store.objects if name.startswith(prefix)]
+        return [str(each.relative_to(self.data_dir)) for each in (self.data_dir / prefix).glob("*/*")]
 
     def crash(self, *, power: bool) -> None:
         """kill -9, or the plug; what is left of the files is in another directory afterwards."""

@@ -51,6 +51,9 @@ class Faults:
             self._impostor,
             self._new_worker,
         ]
+        if self._sim.store is not None:
+            kinds += [self._store_down, self._store_slow]
+            self._sim.store.late, self._sim.store.truncates = rng.random() < 0.5, rng.random() < 0.3
         chosen = rng.sample(kinds, rng.randint(2, len(kinds)))
         while self._sim.ledger.round < self._sim.rounds - calm_rounds and self._sim.scheduler.now - start < FAULTS_S:
             sleep(rng.expovariate(1 / every_s))
@@ -65,6 +68,9 @@ class Faults:
         node = self._sim.node
         node.crash_chance, node.crash_next = 0.0, None
         node.full_until = node.slow_until = 0.0
+        if self._sim.store is not None:
+            self._sim.store.down_until = self._sim.store.slow_until = 0.0
+            self._sim.store.late = self._sim.store.truncates = False
         self._sim.weather = Weather()
         for worker in self._sim.workers.values():
             worker.crash_chance, worker.line.cut_until = 0.0, 0.0
@@ -185,6 +191,16 @@ class Faults:
 
     def _slow_disk(self) -> bool:
         self._sim.node.slow_until = self._sim.scheduler.now + self._rng.uniform(1, 30)
+        return True
+
+    def _store_down(self) -> bool:
+        assert self._sim.store is not None
+        self._sim.store.down_until = self._sim.scheduler.now + self._rng.choice([1.0, 8.0, 40.0])
+        return True
+
+    def _store_slow(self) -> bool:
+        assert self._sim.store is not None
+        self._sim.store.slow_until = self._sim.scheduler.now + self._rng.uniform(1, 30)
         return True
 
     def _impostor(self) -> bool:

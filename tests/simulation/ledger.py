@@ -109,14 +109,17 @@ class Ledger:
             good or status >= 400 or request.method == "GET", "I7", f"{request.method} {path} took a stale member token"
         )
         parts = path.split("/")
-        if status >= 300 or request.method != "PUT":
+        if status >= 300 or request.method not in ("PUT", "POST") or parts[-1] == "grant":
             return
         if "contributions" in parts:
             if status == 202:  # of a part, which promises nothing
                 return
             key = (int(parts[5]), int(parts[7]), parts[9])
-            whole = parse_content_digest(request.headers.get("Repr-Digest", ""))
-            self.acknowledged[key] = whole or blake3(body).digest()
+            if parts[-1] == "commit":
+                self.acknowledged[key] = bytes.fromhex(json.loads(body)["digest"])
+            else:
+                whole = parse_content_digest(request.headers.get("Repr-Digest", ""))
+                self.acknowledged[key] = whole or blake3(body).digest()
             kept = self._row(key)
             demand(kept is not None, "I2", f"{key} was acknowledged, and has no row")
         elif len(parts) == 6 and parts[4] == "workers":
@@ -191,9 +194,9 @@ class Ledger:
         return {worker for worker, factor in factors.items() if factor == 0}
 
     def _payload(self, name: str, invariant: str, digest: bytes | None = None) -> Payload:
-        path = self.node.data_dir / name
-        demand(path.is_file(), invariant, f"{name} is not there")
-        data = path.read_bytes()
+        data = self.node.read(name)
+        demand(data is not None, invariant, f"{name} is not there")
+        assert data is not None
         demand(digest is None or blake3(data).digest() == digest, invariant, f"{name} has other bytes")
         return Payload.from_bytes(data)
 
@@ -454,7 +457,7 @@ class Ledger:
             for row in self._all("SELECT round, fragment, delta_digest FROM fragments WHERE delta_digest IS NOT NULL")
         }
         run = self.node.run
-        kept_from = min((round_of(name) for name, _ in run.blobs.list(NAMES.kind("deltas"))), default=0)
+        kept_from = min(map(round_of, self.node.names(NAMES.kind("deltas"))), default=0)
         for key, digest in self.deltas.items():
             demand(published.get(key) == digest, "I1", f"delta {key} changed in a restart")
             if key[0] >= kept_from:

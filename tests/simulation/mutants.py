@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from coordinator.rounds import closing, opening
@@ -21,17 +22,28 @@ from coordinator.run.live_run import LiveRun
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
 from coordinator.screening import judging
-from coordinator.store.blobs import Kind
+from coordinator.store.blobs import DirectAccess, Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.tables import UnitRangeRow, WorkerRow
-from coordinator.sync import admission, contributing, deltas, outer_state, publishing
+from coordinator.store.tables import CheckpointFragmentRow, UnitRangeRow, WorkerRow
+from coordinator.sync import (
+    admission,
+    checkpointing,
+    contributing,
+    deltas,
+    direct_uploads,
+    outer_state,
+    publishing,
+    retention,
+)
 from coordinator.trust import verdicts
 from coordinator.units import pools
 from coordinator.workers import assigning, leases
 from outerstep.common import files
 from outerstep.common.ranges import Range
 from protocol.digest import Buffer
-from protocol.messages import FragmentState, Metrics
+from protocol.errors import Problem
+from protocol.messages import DirectUpload, FragmentState, Metrics
+from tests.simulation.store import StoredObject, StoreNode
 from worker.rounds import round as round_
 from worker.rounds import rounds
 from worker.rounds.exchange import Exchange
@@ -262,6 +274,54 @@ def _believes_every_contribution() -> list[Replacement]:
     return [(verdicts, "judge", judge)]
 
 
+def _writes_the_row_before_the_blob() -> list[Replacement]:
+    real = contributing.commit_blob
+
+    def commit_blob(run: LiveRun, arrival: Any, write: Callable[[], object]) -> bool:
+        created = real(run, arrival, _nothing)
+        write()
+        return created
+
+    return [(where, "commit_blob", commit_blob) for where in (contributing, direct_uploads)]
+
+
+def _signs_uploads_of_any_bytes() -> list[Replacement]:
+    def uploaded(
+        self: StoreNode, name: str, signed: object, request: object, body: bytes
+    ) -> tuple[int, list[Any], bytes]:
+        self.objects[name] = StoredObject(body, 0.0)
+        return 200, [], b""
+
+    return [(StoreNode, "_uploaded", uploaded)]
+
+
+def _commits_without_a_checksum() -> list[Replacement]:
+    def confirm(access: DirectAccess, name: str, upload: DirectUpload) -> None:
+        if access.uploaded(name) is None:
+            raise Problem("not-uploaded", "there is nothing")
+
+    return [(direct_uploads, "_confirm", confirm)]
+
+
+def _deletes_before_the_checkpoint_is_complete() -> list[Replacement]:
+    real = checkpointing.write_fragment
+
+    def begun(run: LiveRun) -> list[int]:
+        with run.context.database.read() as session:
+            rounds = session.scalars(select(CheckpointFragmentRow.round).distinct()).all()
+        return sorted(rounds, reverse=True)
+
+    def write_fragment(run: LiveRun, round_: int, *arguments: Any) -> CheckpointFragmentRow:
+        row = real(run, round_, *arguments)
+        if round_ == 0:
+            return row
+        with patch.object(retention, "complete_checkpoints", begun):
+            retention.clean(run)
+        return row
+
+    return [(checkpointing, "write_fragment", write_fragment)]
+
+
 # An honest worker ends for good: here, as its contribution weighs more than the units that it still holds.
 REFUSED = "unexpected: AssertionError: I5"
 
@@ -292,4 +352,10 @@ MUTANTS = [
     Mutant("takes any weight that a contribution names", ("I9",), 6, _takes_any_weight),
     Mutant("lets one outweigh all others", ("I9",), 42, _outweighed_by_one),
     Mutant("believes every contribution", ("I10",), 39, _believes_every_contribution),
+    Mutant("writes a contribution's row before its blob", ("I2",), 0, _writes_the_row_before_the_blob),
+    Mutant("signs uploads of any bytes", ("I2",), 0, _signs_uploads_of_any_bytes),
+    Mutant("commits what a worker has uploaded without a checksum", ("I2",), 0, _commits_without_a_checksum),
+    Mutant(
+        "deletes before the checkpoint is complete", ("I2", "I4", "I5"), 18, _deletes_before_the_checkpoint_is_complete
+    ),
 ]

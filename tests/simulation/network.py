@@ -8,6 +8,7 @@ acted on it), cut in the middle of its body, damaged, sent twice, or answered by
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import httpx
@@ -15,6 +16,7 @@ import httpx
 from tests.simulation.coordinator_node import Answer, CoordinatorNode
 from tests.simulation.primitives import Event
 from tests.simulation.scheduler import Scheduler
+from tests.simulation.store import HOST
 
 CONNECT_S = 10.0
 
@@ -62,6 +64,8 @@ class Line(httpx.BaseTransport):
             self._scheduler.sleep(CONNECT_S)
             raise httpx.ConnectTimeout("the line is cut", request=request)
         self._travel(weather)
+        if request.url.host == HOST:
+            return self._of_the_store(request, body, weather)
         if self._happens(weather.proxy, "proxy"):
             return httpx.Response(502, text="<html>Bad Gateway</html>", request=request)
         if self._happens(weather.lost, "lost") or self._cut():
@@ -81,6 +85,26 @@ class Line(httpx.BaseTransport):
         answer = self._await(request, self._serve(request, body))
         self._travel(weather)
         if self._happens(weather.answer_lost, "answer lost") or self._cut():
+            self._lose(request)
+        return self._response(request, answer, weather)
+
+    def _of_the_store(self, request: httpx.Request, body: bytes, weather: Weather) -> httpx.Response:
+        """The store's answer to a signed request, over the same line."""
+        store = self._node.store
+        assert store is not None
+        if self._happens(weather.lost, "lost on the way to the store"):
+            self._lose(request)
+        if body and self._happens(weather.cut, "cut upload to the store"):
+            raise httpx.WriteError("broken pipe", request=request)  # a store keeps nothing of a body that breaks off
+        if len(body) > 400 and self._happens(weather.damaged, "damaged upload to the store"):
+            place = self._rng.randrange(len(body))
+            body = body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
+        answer = store.served(request, body)
+        if body and self._happens(weather.twice, "upload to the store twice"):
+            late = partial(store.served, request, body[: self._rng.randrange(len(body))])
+            self._scheduler.spawn(late, "a late upload", delay_s=self._rng.expovariate(1 / 5.0))
+        self._travel(weather)
+        if self._happens(weather.answer_lost, "answer of the store lost"):
             self._lose(request)
         return self._response(request, answer, weather)
 

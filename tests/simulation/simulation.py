@@ -27,6 +27,7 @@ from tests.simulation.ledger import Ledger
 from tests.simulation.network import Line, Weather
 from tests.simulation.patched import simulated
 from tests.simulation.scheduler import Group, Scheduler
+from tests.simulation.store import StoreNode
 from tests.simulation.violation import Violation, demand
 from tests.simulation.worker_node import WorkerNode
 from worker.line import line
@@ -76,6 +77,11 @@ def _pace(rng: random.Random, inner_steps: int, most: int) -> str:
 def _is_hostile(seed: int) -> bool:
     """A fifth of the seeds have a hostile worker beside the honest ones."""
     return random.Random(f"{seed} hostile 4").randrange(5) == 0
+
+
+def _has_a_store(seed: int) -> bool:
+    """A quarter of the seeds keep blobs in an object store, which workers reach themselves."""
+    return random.Random(f"{seed} store").randrange(4) == 0
 
 
 def _data(rng: random.Random) -> str:
@@ -143,7 +149,8 @@ class Simulation:
             every_rounds=rng.randint(1, 3),
             keep=rng.randint(1, 2),
         )
-        self.node = CoordinatorNode(self.scheduler, random.Random(f"{seed} coordinator"), root)
+        self.store = StoreNode(self.scheduler, random.Random(f"{seed} the store")) if _has_a_store(seed) else None
+        self.node = CoordinatorNode(self.scheduler, random.Random(f"{seed} coordinator"), root, self.store)
         self.weather = Weather()
         self.workers: dict[str, WorkerNode] = {}
         spec = parse_spec(self.spec)
@@ -338,6 +345,8 @@ def simulate(seed: int, base: Path | None = None) -> Report:
     report.rounds, report.steps = simulation.ledger.round, simulation.scheduler.steps
     report.checks, report.virtual_s = simulation.ledger.checks, simulation.scheduler.now - 1000.0
     report.faults = dict(simulation.faults.counts)
+    if simulation.store is not None:
+        report.faults["direct uploads"] = simulation.store.uploads
     for what, count in simulation.node.crashes.items():
         report.faults[f"crash {what}"] = count
     for hostile in simulation.hostiles:
