@@ -135,6 +135,13 @@ class SignedAccess:
 def open_direct(objects: "Objects", public_url: str | None = None) -> SignedAccess | None:
     """Return direct access to a bucket. None if its store does not allow it, which is logged: then all transfers go
     through the coordinator."""
+    access, said = probed(objects, public_url)
+    logger.log(logging.WARNING if access is None else logging.INFO, "%s", said)
+    return access
+
+
+def probed(objects: "Objects", public_url: str | None = None) -> tuple[SignedAccess | None, str]:
+    """Return direct access to a bucket, None if its store does not allow it, and a sentence about it."""
     keep_urls_out_of_logs()
     try:
         access = SignedAccess(Signer.of(objects.bucket), httpx.Client(timeout=TIMEOUT), public_url)
@@ -142,10 +149,8 @@ def open_direct(objects: "Objects", public_url: str | None = None) -> SignedAcce
     except OuterstepError as error:
         fault = str(error)
     if fault is not None:
-        logger.warning("workers cannot transfer directly to %s, only through the coordinator: %s", objects, fault)
-        return None
-    logger.info("workers transfer directly to %s", access.origin)
-    return access
+        return None, f"workers cannot transfer directly to {objects}, only through the coordinator: {fault}"
+    return access, f"workers transfer directly to {access.origin}"
 
 
 def _plain(headers: httpx.Headers) -> dict[str, str]:

@@ -13,7 +13,7 @@ from sqlalchemy import bindparam, insert, update
 from coordinator.run.live_run import Arrival, Change, LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenRound
 from coordinator.screening.measuring import MeasuredContribution
-from coordinator.store.payloads import Body
+from coordinator.store.payloads import Body, has_digest
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
 from coordinator.sync import admission
 from coordinator.trust.verdicts import keep_in_memory, measure_contribution
@@ -79,7 +79,17 @@ def _accept(run: LiveRun, header: ContributionHeader, body: Body, measured: Meas
         return False
     name = run.names.contribution(header.round, header.fragment, header.worker, body.digest)
     arrival = Arrival(header, name, body.digest, body.size, body.content, measured)
-    return commit_blob(run, arrival, lambda: run.blobs.put(name, body.source))
+    return commit_blob(run, arrival, lambda: _put(run, name, body))
+
+
+def _put(run: LiveRun, name: str, body: Body) -> None:
+    """Make the blob durable. Replace an earlier one that its worker has uploaded to the store itself with other bytes
+    than it had announced."""
+    if run.blobs.put(name, body.source) or run.blobs.direct is None or has_digest(run.blobs, name, body.digest):
+        return
+    run.blobs.delete(name)
+    if not run.blobs.put(name, body.source):
+        raise Problem("not-ready", "another upload to the store has the same name", retry_after_s=1)
 
 
 def commit_blob(run: LiveRun, arrival: Arrival, write: Callable[[], object]) -> bool:

@@ -3,7 +3,7 @@
 import inspect
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -90,8 +90,8 @@ def doctor(*, blobs: BlobsOption = None, output: FormatOption = Format.TABLE, **
 def _examine_bucket(url: str, output: Format) -> None:
     """Check a bucket, show the findings, and exit."""
     checks = import_extra("outerstep.common.bucket_check", extra="remote", command="outerstep doctor --blobs")
-    findings = []
-    for finding in checks.check_bucket(checks.Objects(url)):
+    objects, findings = checks.Objects(url), []
+    for finding in _findings(checks, objects):
         findings.append(finding)
         if output is not Format.JSON:
             say(f"{finding.name:<12} {'wrong' if finding.fault else 'fine':<8} {finding.fault or finding.said}")
@@ -102,6 +102,16 @@ def _examine_bucket(url: str, output: Format) -> None:
     elif code is Exit.DONE:
         say(f"\nready: start the coordinator with: outerstep coordinator --blobs {shlex.quote(url)}")
     raise typer.Exit(code)
+
+
+def _findings(checks: Any, objects: Any) -> Iterator[Any]:
+    """Yield what is checked of a bucket, and last whether workers can transfer directly, which they need not."""
+    for finding in checks.check_bucket(objects):
+        yield finding
+        if finding.fault is not None:
+            return
+    direct = import_extra("coordinator.store.direct_access", extra="remote", command="outerstep doctor --blobs")
+    yield checks.BucketFinding("direct", direct.probed(objects)[1])
 
 
 def worker_command(options: dict[str, Any]) -> str:

@@ -146,6 +146,7 @@ def test_the_doctor_checks_a_bucket(s3: S3Server, url: str) -> None:
     done = CliRunner().invoke(app, ["doctor", "--blobs", url])
     assert done.exit_code == Exit.DONE, done.output
     assert f"outerstep coordinator --blobs {url}" in done.output
+    assert "only through the coordinator" in done.output, "moto checks no signatures"
     s3.deaf = True
     done = CliRunner().invoke(app, ["doctor", "--blobs", url, "--format", "json"])
     assert done.exit_code == Exit.REFUSED

@@ -15,7 +15,7 @@ from coordinator.sync.direct_uploads import LEFT_S
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member
 from harness.seaweedfs import SeaweedFS
-from harness.stores import names
+from harness.stores import names, read
 from protocol.digest import digest
 from protocol.messages import Assignment, RoundDetail, UploadGrant
 from protocol.wire import Payload
@@ -125,6 +125,22 @@ def test_only_the_announced_bytes_are_committed(direct: InThread) -> None:
     run = direct.coordinator.run("r")
     wait_until(lambda: not names(run, "contributions"))  # a rejected upload leaves no blob
     assert member.contribute_directly(0, 0, payload).status_code == 201
+
+
+@pytest.mark.covers("security:direct-lies")
+def test_other_bytes_in_the_store_are_not_taken_for_a_contribution_through_the_coordinator(direct: InThread) -> None:
+    (member,) = crew(direct, "r", ["w"])
+    assignment = member.assignment(0)
+    payload, other, *_ = payloads(member, assignment)
+    lie = member.announcement(payload, sha256=hashlib.sha256(other).hexdigest())
+    granted = UploadGrant.model_validate(member.grant(0, 0, lie).raise_for_status().json())
+    assert granted.url is not None
+    httpx.put(granted.url, content=other, headers=granted.headers).raise_for_status()
+    run = direct.coordinator.run("r")
+    (name,) = names(run, "contributions")
+    assert read(run.blobs, name) == other
+    member.put(member.contribution_path(0, 0), payload).raise_for_status()
+    assert read(run.blobs, name) == payload
 
 
 @pytest.mark.covers("security:direct-lies")
