@@ -15,16 +15,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from blake3 import blake3
+
 from coordinator.run.live_run import Arrival, Grant, LiveRun
 from coordinator.screening.measuring import MeasuredContribution
 from coordinator.store.blobs import DirectAccess, Uploaded
 from coordinator.sync import admission
 from coordinator.sync.contributing import commit_blob
-from coordinator.trust.verdicts import examine, keep_in_memory
+from coordinator.trust.verdicts import examine, keep_in_memory, measure_contribution
 from coordinator.units.carrying import late_work
 from protocol.errors import OuterstepError, Problem, WireError, WireFault
 from protocol.fragments import Layout
-from protocol.messages import ContributionReply, DirectUpload, UploadGrant
+from protocol.messages import ContributionReply, DirectUpload, FragmentState, UploadGrant
 from protocol.wire import ContributionHeader, Payload, max_payload_bytes, max_payloads_bytes
 
 ROUNDS = 4  # rounds of payloads that a worker may have been granted and not committed
@@ -75,7 +77,7 @@ def commit(
     with run.lock:
         run.granted.pop(name, None)
     if created:
-        run.context.submit(_examine, run, round_, fragment, worker, digest)
+        run.context.submit(_examine, run, header, digest, upload.bytes)
     return ContributionReply(round=round_, fragment=fragment, digest=upload.digest, created=created)
 
 
@@ -174,25 +176,41 @@ def _noting_late(run: LiveRun, header: ContributionHeader) -> Iterator[None]:
         raise
 
 
-def _examine(run: LiveRun, round_: int, fragment: int, worker: str, digest: bytes) -> None:
-    """Read the contribution while the round still waits for others: then its measure and a local copy are there when
-    it is judged and averaged."""
-    opening = run.open
-    each = None if opening is None or opening.number != round_ else opening.fragments[fragment].contributed.get(worker)
-    if opening is None or each is None or each.digest != digest:
+def _examine(run: LiveRun, header: ContributionHeader, digest: bytes, size: int) -> None:
+    """Read the contribution while the round still waits for others: then its measure is there when it is judged, and
+    its bytes are in memory, if there is room, or in a local copy when it is averaged."""
+    opening, worker = run.open, header.worker
+    fragment = None if opening is None or opening.number != header.round else opening.fragments[header.fragment]
+    each = None if fragment is None else fragment.contributed.get(worker)
+    if fragment is None or each is None or each.digest != digest:
         return
     try:
-        found = examine(run, round_, fragment, worker, each)
-    except (
-        OSError,
-        OuterstepError,
-        ValueError,
-        LookupError,
-    ) as error:  # it is examined again for its verdict, where an error is reported
-        logger.debug("%s: contribution of %s to round %d not examined: %s", run.name, worker, round_, error)
+        content = _in_memory(run, header, digest, size)
+        if content is None:
+            found = examine(run, header.round, header.fragment, worker, each)
+        else:
+            found = measure_contribution(run, header, Payload.from_bytes(content))
+    except (OSError, OuterstepError, ValueError, LookupError) as error:
+        # It is examined again for its verdict, where an error is reported.
+        logger.debug("%s: contribution of %s to round %d not examined: %s", run.name, worker, header.round, error)
         return
     measured = keep_in_memory(run, found) if isinstance(found, MeasuredContribution) else None
     with run.lock:
-        contributed = opening.fragments[fragment].contributed
-        if measured is not None and contributed.get(worker) == each:
-            contributed[worker] = replace(each, measured=measured)
+        if fragment.contributed.get(worker) != each or fragment.state is FragmentState.PUBLISHED:
+            return
+        if measured is not None:
+            fragment.contributed[worker] = replace(each, measured=measured)
+        if content is not None:
+            fragment.contents[worker] = content
+
+
+def _in_memory(run: LiveRun, header: ContributionHeader, digest: bytes, size: int) -> memoryview | None:
+    """Return the bytes of the blob; None if there is no room for them. Raises OSError if they have another digest."""
+    content = run.context.memory.take(size)
+    if content is None:
+        return None
+    name = run.names.contribution(header.round, header.fragment, header.worker, digest)
+    with run.blobs.open(name, fresh=True) as reader:
+        if reader.read_into(content, 0) != size or blake3(content).digest() != digest:
+            raise OSError(f"{name} has other bytes than announced")
+    return content

@@ -99,6 +99,7 @@ def test_downloads_are_redirected_on_request(direct: InThread) -> None:
     assert expected
 
 
+@pytest.mark.covers("reliability:store-faults")
 def test_what_was_not_uploaded_is_not_committed(direct: InThread) -> None:
     (member,) = crew(direct, "r", ["w"])
     assignment = member.assignment(0)
@@ -256,14 +257,15 @@ def test_without_a_valid_contribution_the_fragment_is_collected_again(direct: In
     member.step(0)
 
 
-def test_a_lost_blob_is_collected_again(direct: InThread) -> None:
-    """A store that loses an object does what a disk does that loses a file."""
+@pytest.mark.covers("reliability:store-faults")
+def test_a_lost_blob_is_collected_again(direct: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that loses an object does what a disk does that loses a file. Nothing was read before."""
+    monkeypatch.setattr(direct_uploads, "_examine", lambda *_: None)
     one, two = crew(direct, "r", ["a", "b"], min_workers=2)
     first, second = assigned(one, two)
     assert one.contribute_directly(0, 0, payloads(one, first)[0]).status_code == 201
     run = direct.coordinator.run("r")
     (name,) = names(run, "contributions")
-    wait_until(lambda: run.open is not None and run.open.fragments[0].contributed["a"].measured is not None)
     run.blobs.delete(name)
     for p, payload in enumerate(payloads(two, second)):
         assert two.contribute_directly(0, p, payload).status_code == 201
@@ -305,6 +307,7 @@ def test_a_worker_is_granted_a_few_rounds_of_uploads(direct: InThread, monkeypat
     problem(member.grant(0, 0, member.announcement(sent[2])), "too-many-requests")
 
 
+@pytest.mark.covers("reliability:store-faults")
 def test_the_coordinator_restarts_between_upload_and_commit(store: SeaweedFS, tmp_path: Path) -> None:
     url = store.url(f"direct-{next(_numbers)}")
     with coordinator_thread(tmp_path / "data", blobs=url) as running:

@@ -89,6 +89,7 @@ def test_a_store_that_cannot_be_reached_from_here_is_avoided(
     assert f"payloads go through the coordinator for the next 10 min: the store at http://{closed}" in caplog.text
 
 
+@pytest.mark.covers("reliability:store-faults")
 @pytest.mark.parametrize("status", [503, 403])
 def test_a_store_that_refuses_is_avoided(
     store: SeaweedFS,

@@ -249,8 +249,7 @@ class Download:
 
     def _fetch(self) -> memoryview:
         self._etag, self._data, self._redirect = "", memory(0), None
-        ranges = self._channel.line.down.split(self._expected_bytes)
-        missing = [_BlobRange(start, None if start == ranges[-1][0] else stop) for start, stop in ranges]
+        missing = self._found_at_store() if self._channel.store.usable else self._split(self._expected_bytes)
         while missing:
             self._channel.line.down.run_all([partial(self._transfer, part) for part in missing])
             missing = [part for part in missing if not part.complete]
@@ -265,6 +264,23 @@ class Download:
         if self._redirect is not None:
             self._channel.store.worked(self._redirect)
         return self._data
+
+    def _split(self, size: int) -> "list[_BlobRange]":
+        """Return the parts that fetch a blob of about `size` bytes."""
+        ranges = self._channel.line.down.split(size)
+        return [_BlobRange(start, None if start == ranges[-1][0] else stop) for start, stop in ranges]
+
+    def _found_at_store(self) -> "list[_BlobRange]":
+        """Ask where the store has the blob, with one request for all parts. Return the parts that are to be fetched:
+        all, or what is missing if the coordinator has answered with the blob itself."""
+        whole = _BlobRange(0, None)
+        while not whole.complete and self._redirect is None:
+            try:
+                self._channel.retry(partial(self._ask, whole))
+            except Problem as problem:
+                if problem.slug != "not-published" or not self._again(problem):
+                    raise
+        return self._split(len(self._data)) if self._redirect is not None else []
 
     def _transfer(self, part: "_BlobRange") -> None:
         while not part.complete:
