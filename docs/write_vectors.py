@@ -37,6 +37,7 @@ from protocol.spec.run import RunSpec
 from protocol.spec.sections import DataSpec, InnerSpec, SyncSpec
 from worker.data.open_training_set import TextData, open_training_set
 from worker.data.tokens.index import Index, Shard
+from worker.line.store_upload import announcement
 
 DIRECTORY = Path(__file__).parent / "vectors"
 Document = list[dict[str, Any]]
@@ -123,6 +124,17 @@ def payloads() -> Document:
         ("a state in chunks of 256, all but the first compressed", state(large_state, 256, compress=[1, 2], round=8)),
     ]
     return [{"name": name, **described(body)} for name, body in cases]
+
+
+def announcements() -> Document:
+    """Return contributions, and how each is announced for a direct upload."""
+    result: Document = []
+    for case in payloads()[:3]:
+        payload = memoryview(bytes.fromhex(case["payload"]))
+        head = wire.Payload.from_bytes(payload).offsets[0]
+        announced = announcement([payload[:head], payload[head:]])
+        result.append({"name": case["name"], "payload": case["payload"], "announcement": announced.model_dump()})
+    return result
 
 
 def few_values() -> F32:
@@ -358,6 +370,7 @@ def read_text(files: dict[str, str], *, seed: int, sequence_length: int, batch_s
 FILES = {
     "codecs": codecs,
     "payloads": payloads,
+    "announcements": announcements,
     "means": means,
     "outer-steps": outer_steps,
     "digests": digests,

@@ -1,5 +1,7 @@
 """docs/wire-format.md is complete: code written from its text alone, without this package, reproduces the vectors."""
 
+import base64
+import hashlib
 import itertools
 import json
 import math
@@ -199,6 +201,16 @@ def test_digests_are_what_the_page_says() -> None:
             case "model":
                 hashed = b"".join(map(bytes.fromhex, case["states"]))
         assert blake3(hashed).hexdigest() == case["digest"]
+
+
+def test_announcements_are_what_the_pages_say() -> None:
+    for case in vectors("announcements"):
+        payload, announced = bytes.fromhex(case["payload"]), case["announcement"]
+        (header_bytes,) = struct.unpack("<I", payload[8:12])
+        assert base64.b64decode(announced["header"]) == payload[: 12 + header_bytes]
+        assert announced["bytes"] == len(payload)
+        assert announced["digest"] == blake3(payload).hexdigest()
+        assert announced["sha256"] == hashlib.sha256(payload).hexdigest()
 
 
 def test_layouts_are_what_the_page_says() -> None:

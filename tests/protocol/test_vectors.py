@@ -20,6 +20,7 @@ from protocol.codecs.base import Codec
 from protocol.digest import StateHash, content_digest, digest, model_digest, parse_content_digest
 from protocol.errors import CodecError, WireError, WireFault
 from protocol.fragments import Layout, plan_fragments
+from protocol.messages import DirectUpload
 from protocol.outer_step import in_numpy, outer_step, outer_step_by
 from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec
@@ -28,6 +29,7 @@ from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
 from worker.codecs import TORCH_CODECS, unpack_payload
 from worker.codecs.torch_codecs import IN_TORCH, TorchCodec
 from worker.data.open_training_set import TextData
+from worker.line.store_upload import announcement
 
 F32 = npt.NDArray[np.float32]
 DOCS = Path(__file__).parents[2] / "docs"
@@ -266,6 +268,13 @@ def test_digests() -> None:
             case "model":
                 assert case["states"] == states
                 assert model_digest(map(bytes.fromhex, states)).hex() == case["digest"]
+
+
+def test_announcements() -> None:
+    for case in vectors("announcements"):
+        payload, announced = memoryview(bytes.fromhex(case["payload"])), case["announcement"]
+        head = Payload.from_bytes(payload).offsets[0]
+        assert announcement([payload[:head], payload[head:]]) == DirectUpload.model_validate(announced)
 
 
 def test_layouts() -> None:

@@ -15,6 +15,20 @@ from worker.line.store import check_store_url, origin
 from worker.line.transfer import Channel, pieces_of
 
 
+def announcement(buffers: Sequence[memoryview]) -> messages.DirectUpload:
+    """Return what announces a payload. `buffers`: its bytes, first those before its first frame."""
+    blake, sha256 = blake3(), hashlib.sha256()
+    for each in buffers:
+        blake.update(each)
+        sha256.update(each)
+    return messages.DirectUpload(
+        header=base64.b64encode(buffers[0]).decode(),
+        bytes=sum(len(each) for each in buffers),
+        digest=blake.hexdigest(),
+        sha256=sha256.hexdigest(),
+    )
+
+
 class StoreUpload:
     """The upload of one contribution. `buffers`: the payload, its header first.
 
@@ -31,17 +45,8 @@ class StoreUpload:
     ) -> None:
         self._channel, self._grant, self._commit, self._on_line = channel, grant, commit, on_line
         self._buffers = [memoryview(each).cast("B") for each in buffers]
-        self._size = sum(len(each) for each in self._buffers)
-        blake, sha256 = blake3(), hashlib.sha256()
-        for each in self._buffers:
-            blake.update(each)
-            sha256.update(each)
-        self._announced = messages.DirectUpload(
-            header=base64.b64encode(self._buffers[0]).decode(),
-            bytes=self._size,
-            digest=blake.hexdigest(),
-            sha256=sha256.hexdigest(),
-        )
+        self._announced = announcement(self._buffers)
+        self._size = self._announced.bytes
 
     def __call__(self) -> bool:
         """Upload and commit the contribution. Return False if it has to go through the coordinator. Raises Problem,
