@@ -35,6 +35,7 @@ from harness.coordinator import CoordinatorProcess, InProcess
 from harness.lines import NO_LINES_EXIT, Line, Shape, on_the_wire, slow_lines, why_not
 from harness.remote import Remote, remote, seconds, together
 from harness.seaweedfs import installed, seaweedfs
+from outerstep.plan import FRAGMENT_ELEMENTS
 from protocol.messages import Scope
 
 WORKER, COORDINATOR = Shape(20, 100, 0.04), Shape(20, 20, 0.02)
@@ -46,7 +47,6 @@ SETUPS = {
     "near, through": (True, False),
     "near, direct": (True, True),
 }
-FRAGMENT_ELEMENTS = 1 << 23
 
 
 @dataclass(frozen=True)

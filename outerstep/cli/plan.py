@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ from outerstep.common.quantities import (
 )
 from outerstep.display import table
 from outerstep.plan import Setting, Workload
+from outerstep.plan_blobs import Prices, read_prices, store_cost, store_use
 
 LEAST_STEP_S = 1e-6
 
@@ -42,6 +44,14 @@ def plan(
     utilisation: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Target share of the time in inner steps.")
     ] = 0.9,
+    blobs: Annotated[
+        str | None,
+        typer.Option(metavar="STORE", help="Add the cost of keeping the run's files in a bucket: s3, r2 or gcs."),
+    ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="A price table for --blobs. Default: outerstep/prices.toml."),
+    ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Estimate what a run costs on given network connections, and recommend codecs and H. Nothing is started.
@@ -53,7 +63,13 @@ def plan(
     \b
     Example:
       outerstep plan --params 1.2e9 --up 10mbit --down 100mbit --step-time 1.0
+      outerstep plan --params 1.2e9 --up 10mbit --down 100mbit --step-time 1.0 --blobs r2
     """
+    if prices is not None and blobs is None:
+        raise UsageError("--prices has prices of stores: name one with --blobs")
+    table_of_prices = None if blobs is None else read_prices(prices)
+    if table_of_prices is not None and blobs not in table_of_prices.stores:
+        raise UsageError(f"--blobs: {blobs} has no prices, only {', '.join(table_of_prices.stores)}; see --prices")
     workload = Workload(
         parameters=_parsed("--params", parse_count, params),
         up=_parsed("--up", parse_rate, up),
@@ -66,11 +82,21 @@ def plan(
     )
     found = planning.settings(workload)
     best, reason = planning.recommend(found, utilisation)
+    store = None if table_of_prices is None or blobs is None else table_of_prices.stores[blobs]
     if output is Format.JSON:
-        print_json(_document(workload, found, best, reason))
+        document = _document(workload, found, best, reason)
+        if store is not None and table_of_prices is not None:
+            document["blobs"] = {
+                "prices": {"date": table_of_prices.date, **store.model_dump()},
+                "use": asdict(store_use(workload, best)),
+                "month": asdict(store_cost(workload, best, store)),
+            }
+        print_json(document)
         return
     console(width=UNBOUNDED_WIDTH).print(_table(found))  # a narrow terminal wraps it instead of cutting it
     say_lines("\n" + "\n".join(_lines(workload, best, reason)))
+    if store is not None and table_of_prices is not None:
+        say_lines("\n" + "\n".join(_store_lines(workload, best, store, table_of_prices.date)))
 
 
 def _parsed(flag: str, parse: Any, text: str) -> Any:
@@ -136,6 +162,18 @@ def _lines(workload: Workload, best: Setting, reason: str) -> list[str]:
         f"{duration_text(best.inner_steps * workload.step_s)} of inner steps, {best.utilisation:.1%}.",
         reason,
         _overlap_line(workload, best),
+    ]
+
+
+def _store_lines(workload: Workload, best: Setting, prices: Prices, date: str) -> list[str]:
+    use, cost = store_use(workload, best), store_cost(workload, best, prices)
+    return [
+        f"With this setting and its files at {prices.name} (list prices of {date}):",
+        f"${cost.per_round:.4f} per round: {count_text(use.writes)} writes, {count_text(use.reads)} reads and "
+        f"{bytes_text(use.egress_bytes)} of egress.",
+        f"${cost.month:,.2f} per month of {count_text(cost.rounds)} rounds: requests ${cost.requests:,.2f}, egress "
+        f"${cost.egress:,.2f}, storage of {bytes_text(use.stored_bytes)} ${cost.storage:,.2f}.",
+        "The coordinator is taken to be outside of the store's network; near it, its reading is no egress.",
     ]
 
 
