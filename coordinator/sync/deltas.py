@@ -9,6 +9,7 @@ from sqlalchemy import select
 from coordinator.rounds.opening import status, waits_for
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import AcceptedContribution
+from coordinator.store.blobs import StoreOutage
 from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, fault_in, has_digest
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.sync import retention
@@ -66,6 +67,8 @@ def make_delta(
                 factors=[factors[worker] for worker, _ in in_order],
             )
             lost = [worker for worker, each in stored.items() if not each.is_intact(contributed[worker].digest)]
+    except StoreOutage:
+        raise  # nothing is known about the blobs
     except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
         lost = lost_contributions(run, round_, fragment, contributed)
         if not lost:

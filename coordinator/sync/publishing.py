@@ -19,6 +19,7 @@ from coordinator.run.outer import Job
 from coordinator.run.schedule import round_steps, steps_trained
 from coordinator.run.waiters import delta_of
 from coordinator.screening.judging import Judgement
+from coordinator.store.blobs import StoreOutage
 from coordinator.store.tables import ContributionRow, FragmentRow, RoundRow
 from coordinator.sync import checkpointing, outer_state, retention
 from coordinator.sync.deltas import ContributionsLost, lost_contributions, make_delta
@@ -119,6 +120,8 @@ def _judged(run: LiveRun, round_: int, index: int, contributed: Mapping[str, Acc
     try:
         theta_norm = partial(outer_state.theta_norm, run, index, round_)
         return judge_fragment(run, round_, index, contributed, theta_norm)
+    except StoreOutage:
+        raise  # nothing is known about the blobs
     except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
         if lost := lost_contributions(run, round_, index, contributed):
             raise ContributionsLost(lost) from None
