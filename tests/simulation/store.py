@@ -74,7 +74,10 @@ class StoreNode:
         return 206, [(b"content-range", place.encode()), (b"content-length", str(len(piece)).encode())], piece
 
     def _uploaded(self, name: str, signed: dict[str, str], request: httpx.Request, body: bytes) -> Answer:
-        if request.headers.get("x-sha256") != signed["sha256"] or request.headers.get("if-none-match") != "*":
+        if (
+            request.headers.get("x-amz-checksum-sha256") != signed["sha256"]
+            or request.headers.get("if-none-match") != "*"
+        ):
             return 403, [], b""
         if hashlib.sha256(body).hexdigest() != signed["sha256"]:
             return 400, [], b""
@@ -146,7 +149,7 @@ class StoreBlobs:
 
     def upload(self, name: str, sha256: bytes, expires_s: float) -> SignedRequest:
         signed = {"method": "PUT", "sha256": sha256.hex(), "until": self._store.scheduler.now + expires_s}
-        headers = {"If-None-Match": "*", "x-sha256": sha256.hex()}
+        headers = {"If-None-Match": "*", "x-amz-checksum-sha256": sha256.hex()}
         return SignedRequest("PUT", f"http://{HOST}/{name}?{urlencode(signed)}", headers)
 
     def download_url(self, name: str, expires_s: float) -> str:

@@ -22,7 +22,7 @@ from protocol.errors import UnexpectedAnswer
 from tests.support.http_server import Handler, serving
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.line.store import AVOIDED_S, FAULTS, StorePath, check_store_url
+from worker.line.store import AVOIDED_S, FAULTS, StorePath, check_store_headers, check_store_url
 
 _numbers = itertools.count()
 
@@ -169,6 +169,7 @@ def test_after_a_few_faults_the_store_is_avoided_for_a_while() -> None:
     assert path.usable
 
 
+@pytest.mark.covers("security:store-address")
 @pytest.mark.parametrize(
     "url",
     [
@@ -185,3 +186,11 @@ def test_addresses_that_a_worker_does_not_use(url: str) -> None:
         check_store_url(url, httpx.URL("https://coordinator.example.org"))
     check_store_url("https://store.example.org/x", httpx.URL("https://coordinator.example.org"))
     check_store_url("http://localhost:8333/x", httpx.URL("http://localhost:8470"))
+
+
+@pytest.mark.covers("security:store-address")
+@pytest.mark.parametrize("name", ["Authorization", "Metadata-Flavor", "Host", "Cookie"])
+def test_headers_that_a_worker_does_not_send_to_a_store(name: str) -> None:
+    with pytest.raises(UnexpectedAnswer, match=name):
+        check_store_headers({"If-None-Match": "*", name: "x"})
+    check_store_headers({"If-None-Match": "*", "x-amz-checksum-sha256": "x"})

@@ -6,7 +6,7 @@ coordinator for a while. So the store can only make a transfer faster: what arri
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 import httpx
@@ -65,6 +65,13 @@ def origin(url: str) -> str:
     """Return the scheme and host of an address, without its signature."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def check_store_headers(headers: Mapping[str, str]) -> None:
+    """Raise UnexpectedAnswer for headers that no upload to a store has, such as another service's credentials."""
+    for name in headers:
+        if name.lower() != "if-none-match" and not name.lower().startswith("x-amz-"):
+            raise UnexpectedAnswer(f"the coordinator asks for the header {name[:100]!r} in an upload to its store")
 
 
 def check_store_url(url: str, coordinator: httpx.URL) -> None:

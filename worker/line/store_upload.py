@@ -11,7 +11,7 @@ from outerstep.common.connections import error_text
 from protocol import messages
 from protocol.digest import Buffer
 from protocol.errors import Problem, Transient
-from worker.line.store import check_store_url, origin
+from worker.line.store import check_store_headers, check_store_url, origin
 from worker.line.transfer import Channel, pieces_of
 
 
@@ -60,6 +60,7 @@ class StoreUpload:
                 path.avoid(grant.reason)
                 return False
             check_store_url(grant.url, self._channel.http.base_url)
+            check_store_headers(grant.headers)
             try:
                 self._send(grant.url, grant.headers)
                 self._commit(self._announced)
