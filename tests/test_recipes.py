@@ -48,7 +48,7 @@ def check(data: U8, n: int, limit: float) -> None:
 
 IN_TORCH = """
 def encode_big_endian(x: Tensor) -> Tensor:
-    return encode_fp32(x).view(-1, 4).flip(1).reshape(-1)
+    return encode_fp32(x).unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
 
 
 def decode_big_endian(data: Tensor, n: int) -> Tensor:

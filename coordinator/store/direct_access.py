@@ -5,7 +5,6 @@ and its first bytes. `open_direct` probes whether the store enforces what is sig
 """
 
 import base64
-import binascii
 import hashlib
 import logging
 import secrets
@@ -168,5 +167,5 @@ def _size(answer: httpx.Response) -> int:
 def _sha256(answer: httpx.Response) -> bytes | None:
     try:
         return base64.b64decode(answer.headers.get("x-amz-checksum-sha256", ""), validate=True) or None
-    except binascii.Error:
+    except ValueError:
         return None

@@ -9,7 +9,6 @@ The values are checked when the blob is read, soon after the commit or for the v
 """
 
 import base64
-import binascii
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,7 +144,7 @@ def _head(upload: DirectUpload) -> Payload:
 def _decoded(upload: DirectUpload) -> bytes:
     try:
         return base64.b64decode(upload.header, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # characters that are not base64's, or not even ASCII
         raise WireError(WireFault.HEADER, f"the header is not base64: {error}") from error
 
 

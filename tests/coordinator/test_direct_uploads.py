@@ -169,6 +169,7 @@ def test_the_uploaded_header_is_the_announced_one(direct: InThread) -> None:
         ({"bytes": 1 << 40}, "payload-too-large"),
         ({"bytes": 17}, "invalid-payload"),
         ({"header": "!"}, "invalid-payload"),
+        ({"header": "\x85"}, "invalid-payload"),
         ({"header": base64.b64encode(b"OSTP").decode()}, "invalid-payload"),
         ({"header": "A" * 40_000}, "invalid-message"),
         ({"sha256": "no"}, "invalid-message"),
