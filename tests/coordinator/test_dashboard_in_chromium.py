@@ -235,6 +235,21 @@ def test_steering_by_clicks(browser: Browser, played: Played) -> None:
         ]  # fmt: skip
 
 
+def test_a_button_that_is_pressed_while_its_row_changes_is_clicked(browser: Browser, played: Played) -> None:
+    """The row was taken out of the page and put back, and the press was lost."""
+    with opened(browser, played.running, f"run={played.run}") as found:
+        page, (bob,) = found.page, [each for each in played.members if each.name == "bob"]
+        row = page.locator("table.workers tbody tr", has_text="bob")
+        expect(row).to_be_visible()
+        page.get_by_role("button", name="Evict bob", exact=True).hover()
+        page.mouse.down()
+        for phase in ("one thing", "another thing"):
+            bob.http.put(bob.path("/lease"), json={"phase": phase}).raise_for_status()
+            expect(row).to_contain_text(phase)
+        page.mouse.up()
+        click(found, "Cancel", "dialog")
+
+
 def test_evicting_banning_and_readmitting(browser: Browser, played: Played) -> None:
     running, run = played.running, played.run
     with opened(browser, running, f"run={run}") as found:

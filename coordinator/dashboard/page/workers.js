@@ -122,15 +122,17 @@ export function makeWorkers(session, name, refresh) {
     table.classList.toggle("stale", model.trouble !== null);
   }
 
-  /** Return a worker's row. An existing row keeps its buttons, so that none disappears while it is pressed. */
+  /**
+   * Return a worker's row. An existing row keeps its buttons where they are: a button that is taken out of the page while it
+   * is pressed gets no click, even if it is put back at once.
+   */
   function row(worker, old) {
     const cells = COLUMNS.map(([label, shown, , kind], i) =>
       h(i ? "td" : "th", { "data-label": label, class: kind, scope: i ? null : "row" }, shown(worker)),
     );
     const state = `${worker.state} ${worker.quarantined_until !== null}`;
     if (old?.dataset.state === state) {
-      const acts = old.querySelector(".acts");
-      old.replaceChildren(...cells, ...(acts ? [acts] : []));
+      cells.forEach((cell, i) => old.children[i].replaceWith(cell));
       return old;
     }
     return h("tr", { "data-state": state }, cells, may && h("td", { class: "acts" }, acts(worker)));
