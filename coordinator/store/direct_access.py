@@ -67,8 +67,8 @@ class SignedAccess:
     def _ask(
         self, sign: Callable[[], SignedRequest], headers: dict[str, str] | None = None, most_bytes: int = 0
     ) -> httpx.Response:
-        """Send a request, again after passing faults. Return an answer with 200, 206 or 404, of which at most
-        `most_bytes` of the content were read."""
+        """Send a request, and retry it after temporary faults. Return an answer with status 200, 206 or 404, with the
+        first `most_bytes` bytes of its content. Raises StoreOutage."""
         retrying = Retrying(
             retry=retry_if_exception_type(StoreOutage),
             stop=stop_after_attempt(ATTEMPTS),

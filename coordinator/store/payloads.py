@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from blake3 import blake3
 
@@ -121,20 +121,20 @@ class Body:
 
 def digest_of(reader: Reader) -> bytes:
     """Return the BLAKE3 digest of everything that `reader` reads."""
-    hasher, memory, at = blake3(), memoryview(bytearray(READ_BYTES)), 0
-    while count := reader.read_into(memory, at):
-        hasher.update(memory[:count])
-        at += count
-    return hasher.digest()
+    return _digest(reader, blake3())
 
 
 def sha256_of(reader: Reader) -> bytes:
     """Return the SHA-256 digest of everything that `reader` reads."""
-    hasher, memory, at = hashlib.sha256(), memoryview(bytearray(READ_BYTES)), 0
+    return _digest(reader, hashlib.sha256())
+
+
+def _digest(reader: Reader, hasher: Any) -> bytes:
+    memory, at = memoryview(bytearray(READ_BYTES)), 0
     while count := reader.read_into(memory, at):
         hasher.update(memory[:count])
         at += count
-    return hasher.digest()
+    return bytes(hasher.digest())
 
 
 def has_digest(blobs: Blobs, name: str, digest: bytes) -> bool:

@@ -126,8 +126,8 @@ def _checked(
 
 
 def _head(upload: DirectUpload) -> Payload:
-    """Return a payload of which only the header can be read. Raises WireError, also if the header describes another
-    length."""
+    """Return a payload whose frames cannot be read. Raises WireError if the header is invalid, or describes
+    another length than was announced."""
     head = _decoded(upload)
 
     def read(offset: int, length: int) -> bytes:
@@ -149,8 +149,7 @@ def _decoded(upload: DirectUpload) -> bytes:
 
 
 def _confirm(access: DirectAccess, name: str, upload: DirectUpload) -> None:
-    """Raise Problem unless the store has the announced bytes, as far as it can tell, and they begin with the announced
-    header."""
+    """Raise Problem unless the size, the SHA-256 digest and the header of the stored object are as announced."""
     found, expected = access.uploaded(name), Uploaded(upload.bytes, bytes.fromhex(upload.sha256))
     if found is None:
         raise Problem("not-uploaded", f"the store has no {name}")

@@ -138,6 +138,23 @@ def test_other_bytes_than_published_are_not_used(
     assert "has sent other bytes than published" in caplog.text
 
 
+@pytest.mark.parametrize("method", ["PUT", "GET"])
+def test_an_address_that_a_worker_does_not_use_ends_no_worker(
+    store: SeaweedFS,
+    tmp_path: Path,
+    expected: str | None,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such as a store without TLS beside a coordinator with it: payloads go through the coordinator."""
+    with bucket(store, tmp_path) as coordinator:
+        elsewhere(monkeypatch, method, "ftp://store.example.org")
+        digest, _ = train(coordinator, tmp_path)
+    assert digest == expected
+    assert "the next 10 min: the coordinator names the store ftp://store.example.org" in caplog.text
+
+
 def elsewhere(monkeypatch: pytest.MonkeyPatch, method: str, url: str) -> None:
     """Have requests of a method that workers send go to another server."""
     name = {"PUT": "upload", "GET": "download"}[method]

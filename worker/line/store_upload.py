@@ -10,7 +10,7 @@ from blake3 import blake3
 from outerstep.common.connections import error_text
 from protocol import messages
 from protocol.digest import Buffer
-from protocol.errors import Problem, Transient
+from protocol.errors import Problem, Transient, UnexpectedAnswer
 from worker.line.store import check_store_headers, check_store_url, origin
 from worker.line.transfer import Channel, pieces_of
 
@@ -59,8 +59,12 @@ class StoreUpload:
             if grant.url is None:
                 path.avoid(grant.reason)
                 return False
-            check_store_url(grant.url, self._channel.http.base_url)
-            check_store_headers(grant.headers)
+            try:
+                check_store_url(grant.url, self._channel.http.base_url)
+                check_store_headers(grant.headers)
+            except UnexpectedAnswer as error:
+                path.avoid(str(error))
+                return False
             try:
                 self._send(grant.url, grant.headers)
                 self._commit(self._announced)

@@ -345,7 +345,11 @@ class Download:
         total = header_number(answer.headers.get(LENGTH_HEADER, ""))
         if not etag or total is None:
             raise UnexpectedAnswer(f"{self.path} answered with a redirect without ETag or {LENGTH_HEADER}")
-        check_store_url(url, self._channel.http.base_url)
+        try:
+            check_store_url(url, self._channel.http.base_url)
+        except UnexpectedAnswer as error:
+            self._channel.store.avoid(str(error))
+            return  # the next request asks the coordinator for the bytes
         self._allocate(etag, total, part)
         self._redirect = url
 
