@@ -1,6 +1,8 @@
 """The checks of a contribution. Each one rejects it by raising a Problem with the reason."""
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from sqlalchemy import func, select
@@ -197,6 +199,17 @@ def accepted_digest(run: LiveRun, worker: str, round_: int, fragment: int) -> by
     with run.context.database.read() as session:
         row = session.get(ContributionRow, (run.id, round_, fragment, worker))
     return None if row is None else row.digest
+
+
+@contextmanager
+def noting_late(run: LiveRun, worker: str, round_: int, fragment: int) -> Iterator[None]:
+    """Record that the worker's contribution was late if the block rejects it for that."""
+    try:
+        yield
+    except Problem as problem:
+        if problem.slug == "round-closed":
+            record_late(run, worker, round_, fragment)
+        raise
 
 
 def record_late(run: LiveRun, worker: str, round_: int, fragment: int) -> None:

@@ -46,13 +46,9 @@ _COUNT_WORKER = (
 def accept_part(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> ContributionReply | None:
     """Return None if the rest of a contribution with this digest may be sent, or the final reply if it was accepted
     before. Raises Problem if it would be rejected, so that the worker does not send the rest."""
-    try:
+    with admission.noting_late(run, worker, round_, fragment):
         if admission.open_for(run, worker, round_, fragment, digest) is not None:
             return None
-    except Problem as problem:
-        if problem.slug == "round-closed":
-            admission.record_late(run, worker, round_, fragment)
-        raise
     return ContributionReply(round=round_, fragment=fragment, digest=digest.hex(), created=False)
 
 
@@ -64,12 +60,8 @@ def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int
             raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
         admission.check_header(run, layout, worker, round_, fragment, header)
         measured = keep_in_memory(run, measure_contribution(run, header, payload))  # checks the payload, too
-    try:
+    with admission.noting_late(run, worker, round_, fragment):
         created = _accept(run, header, body, measured)
-    except Problem as problem:
-        if problem.slug == "round-closed":
-            admission.record_late(run, worker, round_, fragment)
-        raise
     return ContributionReply(round=round_, fragment=fragment, digest=body.digest.hex(), created=created)
 
 

@@ -10,8 +10,6 @@ The values are checked when the blob is read, soon after the commit or for the v
 
 import base64
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 from blake3 import blake3
@@ -38,7 +36,7 @@ def grant(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int,
     """Return where the worker may upload the contribution. Raises Problem."""
     header, access = _checked(run, layout, worker, round_, fragment, upload), run.blobs.direct
     digest, expires_s = bytes.fromhex(upload.digest), run.members.lease_s
-    with _noting_late(run, header):
+    with admission.noting_late(run, worker, round_, fragment):
         if not admission.admit(run, header, digest):
             return UploadGrant(accepted=True)
     if access is None:
@@ -68,7 +66,7 @@ def commit(
         raise Problem("not-uploaded", "this contribution must be uploaded to the coordinator")
     digest, sha256 = bytes.fromhex(upload.digest), bytes.fromhex(upload.sha256)
     name = run.names.contribution(round_, fragment, worker, digest)
-    with _noting_late(run, header):
+    with admission.noting_late(run, worker, round_, fragment):
         created = admission.admit(run, header, digest)
         if created:
             arrival = Arrival(header, name, digest, upload.bytes, None, None, sha256)
@@ -162,16 +160,6 @@ def _confirm(access: DirectAccess, name: str, upload: DirectUpload) -> None:
         raise Problem("not-uploaded", f"the store has lost {name}") from None
     if beginning != head:
         raise Problem("invalid-payload", "the uploaded payload has another header than announced")
-
-
-@contextmanager
-def _noting_late(run: LiveRun, header: ContributionHeader) -> Iterator[None]:
-    try:
-        yield
-    except Problem as problem:
-        if problem.slug == "round-closed":
-            admission.record_late(run, header.worker, header.round, header.fragment)
-        raise
 
 
 def _examine(run: LiveRun, header: ContributionHeader, digest: bytes, size: int) -> None:
