@@ -83,13 +83,13 @@ ERROR_FEEDBACK = 'upload_codec = "ternary"\ndownload_codec = "int4"'
 @pytest.mark.parametrize(
     ("disturb", "codecs"),
     [
-        (kill_the_worker, INT8),
-        (kill_the_coordinator, INT8),
-        (kill_both, INT8),
-        (kill_the_worker, ERROR_FEEDBACK),  # what it has not sent yet survives
-        (kill_both, ERROR_FEEDBACK),
+        pytest.param(kill_the_worker, INT8, id="worker", marks=pytest.mark.nightly),
+        pytest.param(kill_the_coordinator, INT8, id="coordinator"),
+        pytest.param(kill_both, INT8, id="both", marks=pytest.mark.nightly),
+        # What a worker has not sent yet survives.
+        pytest.param(kill_the_worker, ERROR_FEEDBACK, id="worker, error feedback", marks=pytest.mark.nightly),
+        pytest.param(kill_both, ERROR_FEEDBACK, id="both, error feedback"),
     ],
-    ids=["worker", "coordinator", "both", "worker, error feedback", "both, error feedback"],
 )
 def test_a_kill_9_in_the_middle_of_a_round_changes_nothing(
     tmp_path: Path, disturb: Callable[[CoordinatorProcess, ForkedWorker], None], codecs: str

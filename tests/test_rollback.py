@@ -23,7 +23,9 @@ UNIT_TOKENS = 4 * 32
 
 
 @pytest.mark.covers("security:wrong-majority")
-@pytest.mark.parametrize("overlap", [0, 2], ids=["classic", "streaming"])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param(0, id="classic", marks=pytest.mark.nightly), pytest.param(2, id="streaming")]
+)
 def test_every_replica_follows(tmp_path: Path, overlap: int) -> None:
     torch.set_num_threads(1)
     text = write_text(tmp_path / "text", seed=2)

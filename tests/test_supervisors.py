@@ -159,7 +159,7 @@ print(sorted({tuple(each.job_recovery["recover_on_exit_codes"]) for each in task
 """
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_skypilot_takes_it(tmp_path: Path) -> None:
     """In an environment of its own: what SkyPilot needs is older than what Outerstep is installed with."""
     venv.create(tmp_path / "venv", with_pip=True)

@@ -148,7 +148,7 @@ def test_a_round_is_one_trace_of_all_machines(collector: Collector, tmp_path: Pa
     assert told == set(), "tokens"
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_without_the_extra_a_line_says_what_to_install_and_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -163,7 +163,7 @@ def test_without_the_extra_a_line_says_what_to_install_and_the_run_goes_on(
         assert line.endswith("its SDK is not installed: nothing is traced; run: pip install 'outerstep[otel]'")
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_collector_that_is_not_there_holds_nobody_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")

@@ -156,7 +156,7 @@ def test_clients_of_another_protocol_end_with_a_sentence(
     assert "Traceback" not in worker.log.read_text()
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_coordinator_of_another_protocol_is_told_by_our_clients(tmp_path: Path) -> None:
     """The other way round: a worker that waits meets its upgraded coordinator, and says what is to be done."""
     coordinator = CoordinatorProcess(tmp_path / "data")

@@ -37,7 +37,7 @@ def rows(running: InThread, run: str) -> dict[str, int]:
 
 
 @pytest.mark.covers("reliability:bounded-disk")
-@pytest.mark.system
+@pytest.mark.nightly
 def test_files_and_rows_stay_bounded_over_two_hundred_rounds(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["a", "b"], rounds=ROUNDS, min_workers=2, checkpoints=RETENTION)
     live = shared.live(run)

@@ -243,9 +243,8 @@ def test_a_button_that_is_pressed_while_its_row_changes_is_clicked(browser: Brow
         expect(row).to_be_visible()
         page.get_by_role("button", name="Evict bob", exact=True).hover()
         page.mouse.down()
-        for phase in ("one thing", "another thing"):
-            bob.http.put(bob.path("/lease"), json={"phase": phase}).raise_for_status()
-            expect(row).to_contain_text(phase)
+        bob.http.put(bob.path("/lease"), json={"phase": "one thing"}).raise_for_status()
+        expect(row).to_contain_text("one thing")
         page.mouse.up()
         click(found, "Cancel", "dialog")
 

@@ -83,7 +83,7 @@ def assert_nothing_half_written(running: InThread, run: str) -> None:
 
 
 @pytest.mark.covers("reliability:full-disk", "security:unfinished-payloads")
-@pytest.mark.system
+@pytest.mark.nightly
 def test_whichever_write_finds_the_disk_full_the_run_ends_as_if_it_had_not(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

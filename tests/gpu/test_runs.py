@@ -73,9 +73,9 @@ def play(running: InThread, tmp_path: Path, devices: list[str]) -> None:
     ("upload", "sync", "mixed"),
     [
         pytest.param("int8", CLASSIC, False, id="int8"),
-        pytest.param("int8", CLASSIC, True, id="int8, mixed", marks=pytest.mark.system),
+        pytest.param("int8", CLASSIC, True, id="int8, mixed", marks=pytest.mark.nightly),
         pytest.param("int4", STREAMING, True, id="int4, overlap, mixed", marks=pytest.mark.system),
-        pytest.param("ternary", STREAMING, False, id="ternary, overlap", marks=pytest.mark.system),
+        pytest.param("ternary", STREAMING, False, id="ternary, overlap", marks=pytest.mark.nightly),
     ],
 )
 def test_all_replicas_end_with_the_same_bits_and_have_learned(

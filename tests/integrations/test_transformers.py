@@ -106,7 +106,7 @@ def test_two_trainers_end_with_the_same_model_and_have_trained_on_other_data(tmp
     assert a["rows"][:count] != b["rows"][:count]
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_several_processes_of_torchrun_are_one_worker(tmp_path: Path) -> None:
     """They share the batch, and the order of the data, of which each has its own."""
     with coordinator_thread(tmp_path / "coordinator") as running:

@@ -294,7 +294,7 @@ def test_at_a_terminal_the_owner_is_asked(
             said += os.read(ours, 4096)
         os.write(ours, answer.encode() + (b"" if answer == "\x03" else b"\n"))
         while True:
-            while answer == "\x03" and not select.select([ours], [], [], 2.0)[0]:
+            while answer == "\x03" and b"ERROR" not in said and not select.select([ours], [], [], 2.0)[0]:
                 os.write(ours, answer.encode())
             if not (piece := _read(ours)):
                 break

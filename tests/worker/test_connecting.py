@@ -85,7 +85,7 @@ def script(run: Toy, home: Path) -> Iterator["subprocess.Popen[str]"]:
         process.wait()
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_script_that_is_killed_and_stopped_says_what_it_waits_for_and_leaves(tmp_path: Path) -> None:
     """The second process is let in at once, by what the first has left in the state directory."""
     with coordinator_thread(tmp_path / "coordinator") as coordinator:

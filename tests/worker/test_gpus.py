@@ -33,7 +33,7 @@ def losses(running: InThread, directory: Path, name: str, *options: str) -> list
     return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_replicas_and_shards_train_as_one_process_does(tmp_path: Path) -> None:
     """On the same units, the batch is shared, in micro-batches as well, and the gradient is that of all of it."""
     text = write_chapters(tmp_path / "text", chapters=4, repeats=20)
