@@ -16,9 +16,10 @@ from anyio import CapacityLimiter
 from sqlalchemy import URL, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator.backup import locations
+from coordinator.backup import directory
+from coordinator.backup.bucket import BucketBackups
 from coordinator.backup.create import BackupSource
-from coordinator.backup.scheduled import Schedule, ScheduledBackups
+from coordinator.backup.scheduled import Backups, DirectoryBackups, ScheduledBackups
 from coordinator.logs import RecentErrors
 from coordinator.notifications.alerts import Alerts
 from coordinator.notifications.formats import new_id
@@ -30,7 +31,7 @@ from coordinator.run.waiters import READS_AT_ONCE, Waiters
 from coordinator.settings import Settings
 from coordinator.settling import settle
 from coordinator.store import audit
-from coordinator.store.blobs import OpenStore
+from coordinator.store.blobs import Blobs, OpenStore
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, url_of
 from coordinator.store.identity import Actor, Identity
@@ -44,7 +45,7 @@ from coordinator.upkeep import removing, restoring, rolling_back, verifying
 from coordinator.upkeep.storage import REMIND_S, Storage
 from coordinator.workers import leases, membership
 from protocol.digest import digest
-from protocol.errors import Problem, SpecError
+from protocol.errors import OuterstepError, Problem, SpecError
 from protocol.messages import AuditEntry, Cause, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.text import existing_names
@@ -71,7 +72,12 @@ class Coordinator:
         self.partial_uploads = PartialUploads(clock, settings.parts_bytes_per_member)
         self.quotas = Quotas(settings, clock)
         if settings.backup_dir is not None:
-            locations.check(settings.backup_dir, settings.data_dir)
+            directory.check_apart(settings.backup_dir, settings.data_dir)
+            if settings.blobs is not None:
+                raise OuterstepError(
+                    "with --blobs backups are in that bucket, so leave --backup out; for a copy elsewhere, run "
+                    "`outerstep coordinator backup DIR` on a schedule of yours"
+                )
         self.read_threads, self.parse_thread = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)
         url = url_of(settings.database_url, settings.data_dir)
         self.data = DataDirectory(settings.data_dir)
@@ -95,6 +101,8 @@ class Coordinator:
         self.alerts = Alerts(clock, self.outbox)
         self.errors = RecentErrors()
         self.started_at = now()
+        self._in_bucket: BucketBackups | None = None
+        self.backups = self._scheduled(url, blobs)
         self._context = RunContext(
             database=self.database,
             data=self.data,
@@ -106,6 +114,7 @@ class Coordinator:
             memory=self.memory,
             closing=self._closing,
             notify=self.outbox.note_event if self.outbox else lambda *_: None,
+            back_up=self._back_up,
             secret=secret or os.urandom(32),
             clock=clock,
             now=now,
@@ -116,23 +125,33 @@ class Coordinator:
             rows = session.scalars(select(RunRow)).all()
         # SQLite would reuse the id of a removed run, but other objects may still refer to that id.
         self._ids = itertools.count(1 + max((row.id for row in rows), default=0))
+        needed = self._back_up()
         removing.finish(self._context, {row.name for row in rows})
         for row in rows:
             run = LiveRun(row, self._context, settle)
             self._runs[run.name] = run
-            restoring.restore(run)
+            restoring.restore(run, needed)
         self.data.clear_restored()
-        self.backups = self._scheduled(url)
 
-    def _scheduled(self, url: URL) -> ScheduledBackups | None:
-        """Return the scheduled backups; None if the settings have no `backup_dir`."""
-        if (location := self.settings.backup_dir) is None:
+    def _scheduled(self, url: URL, blobs: Blobs) -> ScheduledBackups | None:
+        """Return the scheduled backups: in the bucket that has the blobs, or in the settings' `backup_dir`; None if
+        there is neither."""
+        settings, bucket = self.settings, blobs.bucket
+        backups: Backups
+        if bucket is not None:
+            backups = self._in_bucket = BucketBackups(bucket, url, self.data.scratch, self.now)
+        elif settings.backup_dir is not None:
+            source = BackupSource(url, blobs.open)
+            backups = DirectoryBackups(settings.backup_dir, source, settings.backup_keep, self.now)
+        else:
             return None
-        schedule = Schedule(location, self.settings.backup_every_s, self.settings.backup_keep)
-        context = self._context
-        return ScheduledBackups(
-            schedule, BackupSource(url, context.blobs.open), self._closing, context.clock, context.now
-        )
+        return ScheduledBackups(backups, settings.backup_every_s, self._closing, self.clock, self.now)
+
+    def _back_up(self, *, alone: bool = False) -> frozenset[str]:
+        if self._in_bucket is None or self.backups is None:
+            return frozenset()
+        self.backups.make_now(partial(self._in_bucket.make, alone=alone))
+        return self._in_bucket.needed
 
     @property
     def last_backup_at(self) -> float | None:

@@ -50,13 +50,15 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
 
-    backup_dir: Path | str | None = Field(
+    backup_dir: Path | None = Field(
         None,
-        description="a directory, best on another disk, or a URL (s3://BUCKET/PREFIX, gs://, az://), to which the "
-        "coordinator backs itself up while it runs; default: no backups",
+        description="a directory, best on another disk, to which the coordinator backs itself up while it runs; "
+        "default: no backups, unless blobs is set: then they are in that bucket, beside the blobs",
     )
-    backup_every_s: float = Field(3600.0, gt=0, description="seconds between these backups")
-    backup_keep: int = Field(7, ge=1, description="number of backups to keep there, the newest ones")
+    backup_every_s: float = Field(
+        3600.0, gt=0, description="seconds between backups; in a bucket there is also one after every checkpoint"
+    )
+    backup_keep: int = Field(7, ge=1, description="number of backups to keep in backup_dir, the newest ones")
 
     notify_url: SecretStr | None = Field(
         None,
@@ -172,8 +174,10 @@ class Settings(BaseSettings):
 
     @field_validator("backup_dir", mode="before")
     @classmethod
-    def _is_directory_or_url(cls, value: object) -> object:
-        return Path(value) if isinstance(value, str) and "://" not in value else value
+    def _is_directory(cls, value: object) -> object:
+        if isinstance(value, str) and "://" in value:
+            raise ValueError(f"{value} is no directory; with --blobs URL backups are in that bucket, without a setting")
+        return value
 
     @field_validator("proxies")
     @classmethod

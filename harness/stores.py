@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from coordinator.run.live_run import LiveRun
-from coordinator.store.blobs import Blobs, DirectAccess, Kind, Reader, round_of
+from coordinator.store.blobs import Blobs, DirectAccess, Kind, OwnedBucket, Reader, round_of
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.opening import store_at
@@ -47,6 +47,7 @@ class MemoryBlobs:
     """Blobs in a dict. They live as long as this object, so a restarted coordinator must get the same one."""
 
     direct: DirectAccess | None = None
+    bucket: OwnedBucket | None = None
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -173,7 +174,7 @@ class Disturbed:
         self, blobs: Blobs, prefix: str, before: Callable[[str], object], after: Callable[[str], object]
     ) -> None:
         self._blobs, self._prefix, self._before, self._after = blobs, prefix, before, after
-        self.direct = blobs.direct
+        self.direct, self.bucket = blobs.direct, blobs.bucket
 
     def put(self, name: str, source: Buffer | Path) -> bool:
         if not name.startswith(self._prefix):

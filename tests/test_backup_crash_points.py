@@ -27,7 +27,7 @@ pytestmark = pytest.mark.system
 
 # What at least must be among the points of a backup, and of a restore.
 OF_BACKUP = {
-    "fsync incoming/N in store.copy_whole",
+    "fsync incoming/N in contents.copy_whole",
     "rename to blobs/D in directory.take_blob",
     "fsync blobs in directory.add",
     "rename to backups/N.db in directory.add",
@@ -39,7 +39,7 @@ OF_BACKUP = {
 }
 OF_RESTORE = {
     "rename to restored in restore.restore",
-    "fsync incoming/N in store.copy_whole",
+    "fsync incoming/N in contents.copy_whole",
     "link checkpoints/N/N.D in restore.restore",
     "link deltas/N/N.D in restore.restore",
     "fsync checkpoints/N in restore.restore",

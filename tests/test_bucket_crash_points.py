@@ -1,38 +1,35 @@
-"""kill -9 of `outerstep coordinator backup` to a bucket, before and after each request that changes something there:
-the backup of before is whole, the lock is another's once its time is over, and the next backup goes on.
+"""kill -9 of a coordinator that backs itself up in a bucket, and of a restore from there, before and after each request
+that changes something in the bucket: there is a whole backup at every instant, and whoever comes next goes on.
 
-The requests are those of an undisturbed command: so nothing that it does can be forgotten.
+The requests are those of an undisturbed process: so nothing that it does can be forgotten.
 """
 
 import os
+import shutil
 import signal
-import sqlite3
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from coordinator.backup.create import BackupSource, CreatedBackup, create
-from coordinator.backup.locations import open_store
-from coordinator.backup.restore import restore
-from coordinator.store import sqlite
-from coordinator.store.opening import reader_of
+from coordinator.backup.restore import BackupChecker, restore
+from coordinator.service import Coordinator
+from coordinator.settings import Settings
 from harness.coordinator import coordinator_thread
-from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, play_round
-from tests.support.backing_up import back_up, check_restored, damages
+from tests.coordinator.test_bucket_backups import at_rest, backups
 from tests.support.crash_points import forked
-from tests.support.crashing import run_bucket_backup
+from tests.support.crashing import run_bucket_restore, run_bucket_start
 
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
 pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
 
-from coordinator.backup.bucket_lock import CLOCKS_S, LEASE_S
-from outerstep.common.objects import PART_BYTES
+from outerstep.common.bucket_check import FOLDER
 from tests.support.s3_server import BUCKET, Request, S3Server, s3_server
 
 pytestmark = pytest.mark.system
+
+Play = Callable[[Path, dict[str, str], Path, str], None]
 
 
 @pytest.fixture
@@ -43,26 +40,35 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def states(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Data directories of a run at two of its states. The second one's database goes up in parts."""
-    folder = tmp_path_factory.mktemp("states")
-    found = [folder / "state-0", folder / "state-1"]
-    with coordinator_thread(folder / "data") as running:
-        (a,) = crew(running, "r", ["a"], rounds=2, checkpoints="every_rounds = 1\nkeep = 1")
-        for round_, state in enumerate(found):
-            running.await_state("r", round_)
-            back_up(running.data_dir, folder / "backups")
-            restore(open_store(folder / "backups"), None, state)
+@pytest.fixture
+def prepared(s3: S3Server, tmp_path: Path) -> Callable[[str], tuple[Path, str]]:
+    """Return a data directory and its bucket, in which a run has played two rounds, by name."""
+    url = f"s3://{BUCKET}/prepared"
+    with coordinator_thread(tmp_path / "prepared", blobs=url) as running:
+        (a,) = crew(running, "r", ["a"], rounds=9, checkpoints="every_rounds = 1\nkeep = 1")
+        for round_ in range(2):
             play_round([a], round_)
-    with sqlite3.connect(found[1] / sqlite.FILE) as connection:
-        connection.execute(f"CREATE TABLE bulk AS SELECT randomblob({PART_BYTES}) AS bytes")
-    connection.close()
-    return found
+            at_rest(running, "r", round_ + 1)
+    content = {key: s3.read(f"prepared/{key}") for key in s3.keys("prepared/")}
+
+    def copy(name: str) -> tuple[Path, str]:
+        for key, value in content.items():
+            s3.write(f"{name}/{key}", value)
+        shutil.copytree(tmp_path / "prepared", tmp_path / name)
+        mark = tmp_path / name / "bucket"
+        mark.write_text(mark.read_text().replace("/prepared", f"/{name}"))
+        return tmp_path / name, f"s3://{BUCKET}/{name}"
+
+    return copy
+
+
+def counts(request: Request) -> bool:
+    """Whether it changes something, unless it only tries what the store can do."""
+    return request.changes and f"/{FOLDER}/" not in request.path
 
 
 class Killing:
-    """Kills the process `pid` before or after the `nth` request that changes something."""
+    """Kills the process `pid` before or after the `nth` request that counts."""
 
     def __init__(self, s3: S3Server, nth: int, when: str) -> None:
         self.pid: int | None = None
@@ -75,7 +81,7 @@ class Killing:
         self._before_it = when == "before"
 
     def _before(self, request: Request) -> tuple[int, str] | None:
-        if not request.changes or self.at is not None:
+        if not counts(request) or self.at is not None:
             return None
         self._seen += 1
         if self._seen <= self._nth:
@@ -91,55 +97,73 @@ class Killing:
         return 500, "InternalError"  # nobody hears it
 
 
-def run(folder: Path, s3: S3Server, data_dir: Path, url: str, killing: Killing | None = None) -> int | None:
-    """Run the command; return its exit code."""
+def run(act: Play, folder: Path, s3: S3Server, data_dir: Path, url: str, killing: Killing | None = None) -> int | None:
+    """Run a process; return its exit code."""
     folder.mkdir()
-    process = forked(run_bucket_backup, folder, s3.environment(), data_dir, url)
+    process = forked(act, folder, s3.environment(), data_dir, url)
     if killing is not None:
         killing.pid = process.pid
     process.join(120)
     return process.exitcode
 
 
-def later(data_dir: Path, url: str) -> CreatedBackup:
-    """A backup once the lock of any other that was killed is another's."""
-    at = time.time() + LEASE_S + CLOCKS_S
-    return create(BackupSource(sqlite.url_in(data_dir), reader_of(data_dir)), open_store(url, lambda: at), keep=1)
+def changes(s3: S3Server, act: Play, tmp_path: Path, data_dir: Path, url: str) -> int:
+    """Return how many requests of an undisturbed process change something."""
+    s3.asked.clear()
+    assert run(act, tmp_path / "undisturbed-log", s3, data_dir, url) == 0, (
+        tmp_path / "undisturbed-log/log"
+    ).read_text()
+    return sum(counts(request) for request in s3.asked)
+
+
+def killed(s3: S3Server, act: Play, folder: Path, data_dir: Path, url: str, nth: int, when: str) -> Request | None:
+    killing = Killing(s3, nth, when)
+    code = run(act, folder, s3, data_dir, url, killing)
+    assert code == -signal.SIGKILL, (killing.at, (folder / "log").read_text())
+    s3.undisturbed()
+    return killing.at
+
+
+def whole(url: str) -> list[int]:
+    """Return the numbers of the backups, of which all are whole."""
+    infos = BackupChecker(backups(url)).infos()
+    assert infos
+    assert {info.damage for info in infos} == {""}
+    return [info.number for info in infos]
 
 
 @pytest.mark.covers("reliability:bucket-backup-killed")
-def test_a_backup_killed_at_each_request_leaves_a_whole_one_and_the_next_goes_on(
-    s3: S3Server, states: list[Path], tmp_path: Path
+def test_a_start_killed_at_each_request_leaves_whole_backups_and_the_next_one_goes_on(
+    s3: S3Server, prepared: Callable[[str], tuple[Path, str]], tmp_path: Path
 ) -> None:
-    undisturbed = f"s3://{BUCKET}/undisturbed"
-    back_up(states[0], undisturbed)
-    s3.asked.clear()
-    assert run(tmp_path / "undisturbed", s3, states[1], undisturbed) == 0, (tmp_path / "undisturbed/log").read_text()
-    changes = [request for request in s3.asked if request.changes]
-    wanted = s3.keys("undisturbed/blobs/")
-    assert sum("partNumber" in request.query for request in changes) == 2
-    held = 0
-    for nth in range(len(changes)):
+    data_dir, url = prepared("undisturbed")
+    newest = max(whole(url))
+    for nth in range(changes(s3, run_bucket_start, tmp_path, data_dir, url)):
+        for when in ("before", "after"):
+            data_dir, url = prepared(f"{when}-{nth}")
+            at = killed(s3, run_bucket_start, tmp_path / f"{when}-{nth}-log", data_dir, url, nth, when)
+            assert max(whole(url)) in (newest, newest + 1), at
+            Coordinator(Settings(data_dir=data_dir, blobs=url)).close()
+            assert max(whole(url)) in (newest + 1, newest + 2), at
+            assert len(s3.keys(f"{when}-{nth}/database/")) == 2 * 3, at
+            assert s3.keys(f"{when}-{nth}/runs/") <= s3.keys("undisturbed/runs/"), at
+
+
+@pytest.mark.covers("reliability:bucket-restore-killed")
+def test_a_restore_killed_at_each_request_can_be_repeated(
+    s3: S3Server, prepared: Callable[[str], tuple[Path, str]], tmp_path: Path
+) -> None:
+    _, url = prepared("undisturbed")
+    for nth in range(changes(s3, run_bucket_restore, tmp_path, tmp_path / "new", url)):
         for when in ("before", "after"):
             name = f"{when}-{nth}"
-            url = f"s3://{BUCKET}/{name}"
-            s3.undisturbed()
-            back_up(states[0], url)
-            killing = Killing(s3, nth, when)
-            code = run(tmp_path / name, s3, states[1], url, killing)
-            assert code == -signal.SIGKILL, (killing.at, (tmp_path / name / "log").read_text())
-            s3.undisturbed()
-            found = damages(url)
-            assert found, killing.at
-            assert set(found.values()) == {""}, killing.at
-            check_restored(tmp_path / f"new-{name}", restore(open_store(url), None, tmp_path / f"new-{name}"))
-            if b'"until":0.0' not in s3.read(f"{name}/lock"):
-                held += 1
-                with pytest.raises(OuterstepError, match=rf"in {url}, by \S+, process {killing.pid}: wait until"):
-                    back_up(states[1], url)
-            made = later(states[1], url)
-            assert damages(url) == {made.manifest.number: ""}, killing.at
-            assert made.manifest.number in (2, 3), "what was killed may have become one"
-            assert s3.keys(f"{name}/blobs/") == wanted, killing.at
-            assert len(s3.keys(f"{name}/backups/")) == 2, killing.at
-    assert held == 2 * len(changes) - 2, "all but before it is taken, and after it is given back"
+            _, url = prepared(name)
+            new = tmp_path / f"new-{name}"
+            at = killed(s3, run_bucket_restore, tmp_path / f"{name}-log", new, url, nth, when)
+            whole(url)
+            restore(backups(url), None, new)
+            service = Coordinator(Settings(data_dir=new, blobs=url))
+            assert service.run("r").round == 2, at
+            service.close()
+            whole(url)
+            assert len(s3.keys(f"{name}/database/")) == 2 * 2, (at, "what was restored, and that of the start")

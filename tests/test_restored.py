@@ -4,13 +4,11 @@ on, and all of them follow."""
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from coordinator.backup.locations import Location
 from harness.coordinator import CoordinatorProcess
 from protocol.messages import Scope
 from tests.support.backing_up import back_up, restored
@@ -32,32 +30,13 @@ def go_on(worker: ForkedWorker) -> None:
     os.kill(worker.process.pid, signal.SIGCONT)
 
 
-@pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Location]:
-    if request.param == "directory":
-        yield tmp_path / "backups"
-        return
-    pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
-    pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
-    from tests.support.s3_server import BUCKET, s3_server
-
-    with s3_server() as server:
-        for name, value in server.environment().items():
-            monkeypatch.setenv(name, value)
-        yield f"s3://{BUCKET}/of-the-run"
-
-
 @pytest.mark.covers("reliability:restore-elsewhere")
 @pytest.mark.parametrize(
-    ("overlap", "place"),
-    [(0, "directory"), (2, "directory"), (0, "bucket")],
-    ids=["classic", "streaming", "classic-from-a-bucket"],
-    indirect=["place"],
+    "overlap", [pytest.param(0, id="classic"), pytest.param(2, id="streaming", marks=pytest.mark.nightly)]
 )
-def test_every_replica_ends_with_the_state_of_the_restored_coordinator(
-    tmp_path: Path, overlap: int, place: Location
-) -> None:
+def test_every_replica_ends_with_the_state_of_the_restored_coordinator(tmp_path: Path, overlap: int) -> None:
     torch.set_num_threads(1)
+    place = tmp_path / "backups"
     text = write_text(tmp_path / "text", seed=2)
     spec = tiny_spec(
         "killed",

@@ -144,7 +144,7 @@ REMEDIES = {
     "round close without a worker that makes no progress",
     "disk-filling": "Free space, or enlarge the disk: `outerstep run rm RUN` removes a run that has ended, with its "
     "files",
-    "backup-failed": "Fix the cause; the coordinator retries within five minutes. `outerstep coordinator backup PLACE "
+    "backup-failed": "Fix the cause; the coordinator retries within five minutes. `outerstep coordinator backup DIR "
     "--data DIR` makes a backup now",
     "database": "Check the database's disk and file system; the log has details",
     "bucket": "`outerstep doctor --blobs URL` checks it from this machine; runs continue once it can be written again",
@@ -227,7 +227,7 @@ def _backup(service: Coordinator) -> BackupInfo | None:
     if (backups := service.backups) is None:
         return None
     return BackupInfo(
-        every_s=backups.schedule.every_s,
+        every_s=backups.every_s,
         last_at=backups.last_at,
         failed_at=backups.failed_at,
         fault=scrubbed(backups.fault),

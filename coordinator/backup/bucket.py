@@ -1,198 +1,226 @@
-"""Backups below a prefix of a bucket: s3://, gs:// and az://.
+"""Backups of a coordinator whose blobs are in a bucket: copies of its database beside the blobs.
 
-    backups/{n}.json          the manifest of backup n; without it there is no backup n
-    backups/{n}.{digest}.db   its copy of the database, by its BLAKE3 digest
-    blobs/{digest}            blobs by their BLAKE3 digest, each once however many backups need it
-    lock                      names the process that makes a backup, and until when others must wait (bucket_lock.py)
+    owner                                the id of the coordinator that the bucket belongs to (store/opening.py)
+    database/{owner}/{n}.{digest}.zst    backup n's copy of the database, compressed; the digest is that of the copy
+    database/{owner}/{n}.json            backup n's manifest; without it there is no backup n
+    runs/…                               the blobs
 
-Objects are written in the same order as in a directory: blobs, database, manifest. An object is durable once it exists.
-No object is ever overwritten with other bytes: blobs and databases are named by their digest, and a manifest is only
-created if it does not exist. So a backup that was suspended and lost its lock to another one does no harm when it
-continues: it finds that the lock is lost, and ends.
+The blobs are not copied. Instead none is deleted while a backup needs it: whoever deletes blobs that rows have named
+first makes a backup without these rows, and then keeps what the backups that remain need (`RunContext.back_up`).
 
-Blobs are read from the coordinator's store, hashed and sent in one pass. Only the copy of the database needs space on a
-local disk, in the system's directory for temporary files (TMPDIR).
+No object is overwritten, and the manifest is written last. A restore gives the bucket to a new owner, so a coordinator
+that should have been stopped can neither make backups nor delete blobs any more.
 """
 
-import itertools
+import os
 import re
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from blake3 import blake3
+import zstandard
+from sqlalchemy import URL
 
-from coordinator.backup.bucket_lock import PATH as LOCK
-from coordinator.backup.bucket_lock import BucketLock, LockLost
-from coordinator.backup.manifest import Content, Manifest, encode
-from coordinator.backup.store import DamagedBackup, manifest_of
-from coordinator.store.blobs import FileReader, Reader, StoreOutage
-from coordinator.store.payloads import READ_BYTES
-from outerstep.common.connections import error_text
-from outerstep.common.objects import Objects
+from coordinator.backup.contents import DamagedBackup, content_of, manifest_of, never_interrupt
+from coordinator.backup.create import required_blobs
+from coordinator.backup.manifest import Blob, Manifest, encode
+from coordinator.store import database
+from coordinator.store.blobs import OWNER, OwnedBucket
+from protocol import __version__
 from protocol.errors import OuterstepError
 
+if TYPE_CHECKING:
+    from outerstep.common.objects import Objects, Version
+
+KEPT = 3  # backups, the newest ones
+FOLDER = "database"
 _MANIFEST = re.compile(r"([1-9][0-9]*)\.json")
-_DATABASE = re.compile(r"([1-9][0-9]*)\.([0-9a-f]{64})\.db")
-_BLOB = re.compile(r"[0-9a-f]{64}")
-_REMOVED_AT_ONCE = 1000
 
 
-class _Corrupt(Exception):
-    """The bytes that were read do not have the expected digest."""
+class BucketBackups:
+    """Makes the backups of one coordinator. Thread-safe."""
 
-
-class BackupBucket:
-    """The backups below a prefix of a bucket, as a `BackupStore`."""
-
-    def __init__(self, url: str, now: Callable[[], float] = time.time) -> None:
-        self.disk = Path(tempfile.gettempdir())
-        self._objects = Objects(url)
-        self._bucket_lock = BucketLock(self._objects, now)
-        self._now = now
-        self._scratch = itertools.count()
-        self._folder = self.disk  # within `locked`: a folder for this backup
-        self._blobs: dict[str, int] = {}  # within `locked`: digest -> size of each stored blob
+    def __init__(
+        self, bucket: OwnedBucket, url: URL, scratch: Callable[[], Path], now: Callable[[], float], kept: int = KEPT
+    ) -> None:
+        """`url`: of the database. `scratch` returns an unused local path. Reads the manifests of earlier backups; may
+        raise OuterstepError."""
+        self._bucket, self._url, self._scratch, self._now, self._most = bucket, url, scratch, now, kept
+        self._folder = StoredBackups(bucket.objects, bucket.owner)
+        self._lock = threading.Lock()
+        self._kept: dict[int, Manifest] = {}
+        self._last = max(self._folder.numbers(), default=0)
+        for number in self._folder.numbers():
+            with suppress(DamagedBackup):
+                self._kept[number] = self._folder.manifest(number)
 
     def __str__(self) -> str:
-        return str(self._objects)
+        return str(self._bucket.objects)
 
-    # --- reading --------------------------------------------------------------------------------------------------
+    @property
+    def needed(self) -> frozenset[str]:
+        """The names of the blobs that the backups need."""
+        return frozenset(blob.name for manifest in self._kept.values() for blob in manifest.blobs)
+
+    def last_made_at(self) -> float | None:
+        """Return when the newest backup was made, in seconds since 1970; None if there is none."""
+        return self._kept[max(self._kept)].made_at if self._kept else None
+
+    def make(self, interrupt: Callable[[], object] = never_interrupt, *, alone: bool = False) -> Manifest:
+        """Make a backup, and remove all but the newest KEPT, or with `alone` all others. Durable when this returns.
+
+        Raises StoreOutage if the bucket cannot be written or belongs to another coordinator; OuterstepError if the
+        database cannot be copied; and what `interrupt` raises.
+        """
+        with self._lock:
+            self._bucket.check()
+            made_at, copied, compressed = self._now(), self._scratch(), self._scratch()
+            try:
+                database.copy(self._url, copied)
+                interrupt()
+                manifest = self._stored(made_at, copied, compressed)
+            finally:
+                copied.unlink(missing_ok=True)
+                compressed.unlink(missing_ok=True)
+            self._kept[manifest.number] = manifest
+            self._last = manifest.number
+            newest = sorted(self._kept, reverse=True)[: 1 if alone else self._most]
+            self._kept = {number: self._kept[number] for number in sorted(newest)}
+            with self._bucket.outages():
+                self._folder.remove_all_but(self._kept.values())
+            return manifest
+
+    def _stored(self, made_at: float, copied: Path, compressed: Path) -> Manifest:
+        runs, blobs = required_blobs(copied)
+        compress(copied, compressed)
+        with self._bucket.outages():
+            lost = self._folder.missing(blobs)
+            manifest = Manifest(
+                number=self._last + 1,
+                made_at=made_at,
+                version=__version__,
+                runs=runs,
+                database=content_of(copied),
+                blobs=[blob for blob in blobs if blob not in lost],
+                lost=sorted(blob.name for blob in lost),
+            )
+            self._folder.add(manifest, compressed)
+        return manifest
+
+
+class StoredBackups:
+    """The backups of one owner of a bucket. Methods raise OuterstepError if the store fails."""
+
+    def __init__(self, objects: "Objects", owner: str, version: "Version | None" = None) -> None:
+        """`version`: of the object `owner`."""
+        self.objects, self._folder, self._version = objects, f"{FOLDER}/{owner}", version
+
+    @classmethod
+    def of(cls, objects: "Objects") -> "StoredBackups":
+        """Return the backups of the bucket's owner. Raises OuterstepError if it has none."""
+        found = objects.get(OWNER)
+        backups = None if found is None else cls(objects, found[0].decode(errors="replace"), found[1])
+        if backups is None or not backups.numbers():
+            raise OuterstepError(f"there is no backup in {objects}: a coordinator with --blobs {objects} makes them")
+        return backups
+
+    def pass_on(self, manifest: Manifest, owner: str) -> None:
+        """Give the bucket and a backup to a new owner. The old one can change nothing from then on.
+
+        Raises OuterstepError if the bucket has got another owner in the meantime.
+        """
+        new = StoredBackups(self.objects, owner)
+        self.objects.copy(self._database(manifest), new._database(manifest))
+        self.objects.create(new._manifest(manifest.number), encode(manifest))
+        assert self._version is not None
+        if self.objects.replace(OWNER, owner.encode(), self._version) is None:
+            found = self.objects.get(OWNER)
+            if found is None or found[0] != owner.encode():  # else only the answer was lost
+                raise OuterstepError(f"another restore has taken {self.objects} in the meantime")
+
+    def __str__(self) -> str:
+        return str(self.objects)
 
     def numbers(self) -> list[int]:
-        found = (_MANIFEST.fullmatch(name) for name, _ in self._objects.within("backups"))
+        """Return the numbers of the backups, newest first."""
+        found = (_MANIFEST.fullmatch(name) for name, _ in self.objects.within(self._folder))
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def manifest(self, number: int) -> Manifest:
-        if (found := self._objects.get(_manifest(number))) is None:
-            raise DamagedBackup(f"{self._objects.name(_manifest(number))} no longer exists")
+        """Return the manifest of a backup. Raises DamagedBackup, also if the backup was removed in the meantime."""
+        path = self._manifest(number)
+        if (found := self.objects.get(path)) is None:
+            raise DamagedBackup(f"{self.objects.name(path)} no longer exists")
         return manifest_of(found[0], number)
 
     def database_name(self, manifest: Manifest) -> str:
-        return self._objects.name(_database(manifest))
+        """Return the address of the backup's copy of the database, for messages."""
+        return self.objects.name(self._database(manifest))
 
-    def blob_name(self, digest: str) -> str:
-        return self._objects.name(_blob(digest))
-
-    def open_database(self, manifest: Manifest) -> Reader:
-        return self._objects.open(_database(manifest))
-
-    def open_blob(self, digest: str) -> Reader:
-        return self._objects.open(_blob(digest))
-
-    # --- writing --------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        if (found := self._objects.top()) and not found & {"backups", "blobs", LOCK}:
-            raise OuterstepError(f"{self} has other objects than backups: give another prefix")
-        self._bucket_lock = BucketLock(self._objects, self._now)
-        with self._bucket_lock.held(), tempfile.TemporaryDirectory(prefix="outerstep-backup-") as folder:
-            self._folder = Path(folder)
-            self._blobs = {name: size for name, size in self._objects.within("blobs") if _BLOB.fullmatch(name)}
-            yield
-
-    def scratch(self) -> Path:
-        return self._folder / str(next(self._scratch))
-
-    def holds(self, blob: Content) -> bool:
-        return self._blobs.get(blob.digest) == blob.size
-
-    def take_blob(self, reader: Reader, digest: str, interrupt: Callable[[], object]) -> bool:
-        if not self._upload(_blob(digest), reader, digest, interrupt):
-            return False
-        self._blobs[digest] = reader.size
-        return True
-
-    def add(self, manifest: Manifest, database: Path, interrupt: Callable[[], object]) -> None:
-        with FileReader(database) as reader:
-            if not self._upload(_database(manifest), reader, manifest.database.digest, interrupt):
-                raise OuterstepError(f"the disk of {self.disk} returns other bytes than were written: replace it")
-        self._bucket_lock.check()
-        path, content = _manifest(manifest.number), encode(manifest)
-        if self._objects.create(path, content) is None and not self._has(path, content):
-            raise OuterstepError(f"another backup has written {self._objects.name(path)}: repeat the command")
+    def fetch_database(self, manifest: Manifest, target: Path, scratch: Path) -> None:
+        """Write the backup's copy of the database to the new file `target`, durably. `scratch`: an unused path. Raises
+        DamagedBackup if it is not what the manifest says."""
         try:
-            self._bucket_lock.renew()
-        except LockLost:  # the lock's new holder may have removed blobs that the manifest names
-            self._objects.delete([path])
-            raise
+            with scratch.open("xb") as file:
+                self.objects.download(self._database(manifest), file.write)
+            decompress(scratch, target, manifest.database.size)
+            whole = content_of(target) == manifest.database
+        except (FileNotFoundError, zstandard.ZstdError):
+            whole = False
+        finally:
+            scratch.unlink(missing_ok=True)
+        if not whole:
+            target.unlink(missing_ok=True)
+            raise DamagedBackup(f"{self.database_name(manifest)} is missing or damaged")
 
-    def remove(self, number: int) -> None:
-        self._remove([_manifest(number)])
+    def missing(self, blobs: Iterable[Blob]) -> list[Blob]:
+        """Return those of `blobs` that are not there in their size."""
+        found = {f"runs/{name}": size for name, size in self.objects.within("runs")}
+        return [blob for blob in blobs if found.get(blob.name) != blob.size]
 
-    def remove_databases_but(self, kept: list[Manifest], unreadable: set[int]) -> None:
-        needed = {_database(manifest) for manifest in kept}
-        found = [(f"backups/{name}", _DATABASE.fullmatch(name)) for name, _ in self._objects.within("backups")]
-        self._remove(
-            [path for path, match in found if match and path not in needed and int(match[1]) not in unreadable]
-        )
+    def add(self, manifest: Manifest, compressed: Path) -> None:
+        """Add a backup of the compressed database. Raises OuterstepError if there is another one of its number."""
+        self.objects.create_from(self._database(manifest), compressed)
+        path, content = self._manifest(manifest.number), encode(manifest)
+        if self.objects.create(path, content) is None:
+            found = self.objects.get(path)
+            if found is None or found[0] != content:  # else only the answer was lost
+                raise OuterstepError(
+                    f"another coordinator with a copy of this data directory has written {self.objects.name(path)}: "
+                    "stop one of them"
+                )
 
-    def digests(self) -> list[str]:
-        return list(self._blobs)
+    def remove_all_but(self, kept: Iterable[Manifest]) -> None:
+        """Remove all other backups, those of earlier owners too, and what a killed backup has left."""
+        names = {name for each in kept for name in (self._manifest(each.number), self._database(each))}
+        found = [f"{FOLDER}/{name}" for name, _ in self.objects.within(FOLDER)]
+        others = sorted(set(found) - names, key=lambda path: not path.endswith(".json"))  # manifests first
+        self.objects.delete(others)
 
-    def remove_blobs(self, digests: list[str]) -> None:
-        self._remove([_blob(digest) for digest in digests])
-        for digest in digests:
-            del self._blobs[digest]
+    def _manifest(self, number: int) -> str:
+        return f"{self._folder}/{number}.json"
 
-    def _remove(self, paths: list[str]) -> None:
-        for start in range(0, len(paths), _REMOVED_AT_ONCE):
-            self._bucket_lock.check()
-            self._objects.delete(paths[start : start + _REMOVED_AT_ONCE])
-
-    def _upload(self, path: str, reader: Reader, digest: str, interrupt: Callable[[], object]) -> bool:
-        """Upload what `reader` reads. Return False, and create no object, if the bytes do not have this digest."""
-
-        def pieces() -> Iterator[bytearray]:
-            hasher, at = blake3(), 0
-            while True:
-                interrupt()
-                self._bucket_lock.check()
-                piece = bytearray(READ_BYTES)  # a new buffer, because the last one may still be uploading
-                try:
-                    count = reader.read_into(memoryview(piece), at)
-                except StoreOutage:
-                    raise
-                except OSError as error:
-                    raise _Corrupt(error_text(error)) from error
-                if not count:
-                    break
-                hasher.update(memoryview(piece)[:count])
-                at += count
-                yield piece[:count]
-            if hasher.hexdigest() != digest:
-                raise _Corrupt(path)
-
-        try:
-            self._objects.upload(path, reader.size, pieces())
-        except _Corrupt:
-            return False
-        return True
-
-    def _has(self, path: str, content: bytes) -> bool:
-        """Return True if the object already has this content: its upload succeeded, and only the answer was lost."""
-        found = self._objects.get(path)
-        return found is not None and found[0] == content
+    def _database(self, manifest: Manifest) -> str:
+        return f"{self._folder}/{manifest.number}.{manifest.database.digest}.zst"
 
 
-def existing(url: str) -> BackupBucket:
-    """Return the backups at `url`. Raises OuterstepError if there are none."""
-    found = BackupBucket(url)
-    if not found.numbers():
-        raise OuterstepError(f"there is no backup in {found}: `outerstep coordinator backup {found}` makes one")
-    return found
+def compress(source: Path, target: Path) -> None:
+    """Compress a file into the new file `target`."""
+    with source.open("rb") as reading, target.open("xb") as writing:
+        zstandard.ZstdCompressor().copy_stream(reading, writing)
 
 
-def _manifest(number: int) -> str:
-    return f"backups/{number}.json"
-
-
-def _database(manifest: Manifest) -> str:
-    return f"backups/{manifest.number}.{manifest.database.digest}.db"
-
-
-def _blob(digest: str) -> str:
-    return f"blobs/{digest}"
+def decompress(source: Path, target: Path, size: int) -> None:
+    """Decompress a file into the new file `target`, durably. Raises ZstdError, also if it has more than `size`
+    bytes."""
+    got = 0
+    with source.open("rb") as reading, target.open("xb") as writing:
+        for piece in zstandard.ZstdDecompressor().read_to_iter(reading):
+            got += len(piece)
+            if got > size:
+                raise zstandard.ZstdError(f"more than {size} bytes")
+            writing.write(piece)
+        writing.flush()
+        os.fsync(writing.fileno())

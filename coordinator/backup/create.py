@@ -1,4 +1,4 @@
-"""Creating a backup, whether the coordinator is running or not.
+"""Creating a backup in a directory, whether the coordinator is running or not.
 
 First the database is copied, as of one moment. Then every blob that the copy's rows need is copied, unless an earlier
 backup has stored it: blobs never change. Meanwhile a running coordinator may delete a blob that a newer checkpoint
@@ -19,8 +19,9 @@ from pathlib import Path
 from sqlalchemy import URL, Connection, create_engine, select
 from sqlalchemy.exc import DBAPIError
 
+from coordinator.backup.contents import DamagedBackup, content_of, never_interrupt
+from coordinator.backup.directory import BackupDirectory
 from coordinator.backup.manifest import Blob, Manifest, RunSummary
-from coordinator.backup.store import BackupStore, DamagedBackup, content_of, never_interrupt
 from coordinator.store import database
 from coordinator.store.blobs import Reader, RunNames
 from coordinator.store.database import disk_is_full
@@ -55,7 +56,7 @@ class CreatedBackup:
 
 def create(
     source: BackupSource,
-    backups: BackupStore,
+    backups: BackupDirectory,
     keep: int,
     now: Callable[[], float] = time.time,
     interrupt: Callable[[], object] = never_interrupt,
@@ -65,7 +66,7 @@ def create(
     `interrupt` is called now and then; an exception that it raises ends the backup. Raises OuterstepError with a
     remedy.
     """
-    with os_errors_explained(backups.disk, backups), backups.locked():
+    with os_errors_explained(backups.root, backups), backups.locked():
         copying = _Copier(source, backups, interrupt)
         copied = copying.until_complete(now)
         manifest = Manifest(
@@ -77,7 +78,7 @@ def create(
             blobs=[blob for blob in copied.blobs if blob.name not in copied.lost],
             lost=sorted(copied.lost),
         )
-        backups.add(manifest, copied.database, interrupt)
+        backups.add(manifest, copied.database)
         return CreatedBackup(manifest, copying.blobs, copying.bytes, prune(backups, keep))
 
 
@@ -113,7 +114,7 @@ class _DatabaseCopy:
 class _Copier:
     """Copies one backup, and counts the blobs and bytes that were not stored before."""
 
-    def __init__(self, source: BackupSource, backups: BackupStore, interrupt: Callable[[], object]) -> None:
+    def __init__(self, source: BackupSource, backups: BackupDirectory, interrupt: Callable[[], object]) -> None:
         self._source, self._backups, self._interrupt = source, backups, interrupt
         self.blobs = self.bytes = 0
 
@@ -237,7 +238,7 @@ def superseded(numbers: list[int], keep: int) -> list[int]:
     return sorted(numbers, reverse=True)[keep:]
 
 
-def prune(backups: BackupStore, keep: int) -> list[int]:
+def prune(backups: BackupDirectory, keep: int) -> list[int]:
     """Remove all but the newest `keep` backups, and the blobs that no backup needs. Return the numbers of the removed
     backups. Call it within `locked`, once the newest backup is durable."""
     readable, unreadable = _manifests(backups)
@@ -252,7 +253,7 @@ def prune(backups: BackupStore, keep: int) -> list[int]:
     return removed
 
 
-def _manifests(backups: BackupStore) -> tuple[dict[int, Manifest], set[int]]:
+def _manifests(backups: BackupDirectory) -> tuple[dict[int, Manifest], set[int]]:
     """Return the manifests that can be read, by number, and the numbers of the others."""
     readable: dict[int, Manifest] = {}
     unreadable: set[int] = set()

@@ -1,26 +1,31 @@
 """Checking backups, and restoring one into a new data directory.
 
-A restore writes the blobs first and the database last, because a coordinator does not start without a database. The
-file `restored` is written at the beginning. Without a database it marks a restore that did not finish: no coordinator
-starts there, and the next restore begins again. With a database it makes the coordinator end all leases
-(`upkeep/rolling_back.py`), because workers may be ahead of the backup.
+A restore writes the database last, because a coordinator does not start without one: after the blobs, or after the
+bucket that has them was given to the new data directory. The file `restored` is written at the beginning. Without a
+database it marks a restore that did not finish: no coordinator starts there, and the next restore begins again. With a
+database it makes the coordinator end all leases (`upkeep/rolling_back.py`), because workers may be ahead of the backup.
 """
 
+import secrets
 import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from coordinator.backup.bucket import StoredBackups
+from coordinator.backup.contents import DamagedBackup, copy_whole, is_whole
 from coordinator.backup.create import os_errors_explained
-from coordinator.backup.manifest import Content, Frozen, Manifest, RunSummary
-from coordinator.backup.store import BackupStore, DamagedBackup, copy_whole, is_whole
+from coordinator.backup.directory import BackupDirectory
+from coordinator.backup.manifest import Blob, Content, Frozen, Manifest, RunSummary
 from coordinator.store import sqlite
 from coordinator.store.blobs import Reader
 from coordinator.store.data_directory import RESTORED, DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
+from coordinator.store.opening import mark
 from coordinator.store.tokens import Tokens
 from outerstep.common.connections import error_text
 from outerstep.common.files import fsync, write_new
@@ -48,9 +53,10 @@ class BackupInfo(Frozen):
 
 
 class BackupChecker:
-    """Checks the backups of a store by reading every byte. Blobs that several backups share are read once."""
+    """Checks backups. Those in a directory by reading every byte; blobs that several share are read once. Those in a
+    bucket by reading the database, and by the sizes of the blobs."""
 
-    def __init__(self, backups: BackupStore) -> None:
+    def __init__(self, backups: BackupDirectory | StoredBackups) -> None:
         self._backups = backups
         self._whole: dict[str, bool] = {}
 
@@ -77,28 +83,53 @@ class BackupChecker:
         return [info for info in found if info.number in remaining]
 
     def _damage(self, manifest: Manifest) -> str:
+        if isinstance(self._backups, StoredBackups):
+            return _damage_in_bucket(self._backups, manifest)
         if not is_whole(partial(self._backups.open_database, manifest), manifest.database):
             return f"{self._backups.database_name(manifest)} is missing or damaged"
-        damaged = [blob for blob in manifest.blobs if not self._is_whole(blob)]
+        damaged = [blob for blob in manifest.blobs if not self._is_whole(self._backups, blob)]
         if not damaged:
             return ""
-        more = f", and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        return f"{self._backups.blob_name(damaged[0].digest)} is missing or damaged ({damaged[0].name}){more}"
+        name = self._backups.blob_name(damaged[0].digest)
+        return f"{name} is missing or damaged ({damaged[0].name}){_and_more(damaged)}"
 
-    def _is_whole(self, blob: Content) -> bool:
+    def _is_whole(self, backups: BackupDirectory, blob: Content) -> bool:
         if blob.digest not in self._whole:
-            self._whole[blob.digest] = is_whole(partial(self._backups.open_blob, blob.digest), blob)
+            self._whole[blob.digest] = is_whole(partial(backups.open_blob, blob.digest), blob)
         return self._whole[blob.digest]
+
+
+def _damage_in_bucket(backups: StoredBackups, manifest: Manifest) -> str:
+    with tempfile.TemporaryDirectory(prefix="outerstep-backup-") as folder:
+        try:
+            backups.fetch_database(manifest, Path(folder) / "database", Path(folder) / "compressed")
+        except DamagedBackup as damage:
+            return str(damage)
+    return _lacking(backups, manifest)
+
+
+def _lacking(backups: StoredBackups, manifest: Manifest) -> str:
+    """Return which blobs the backup lacks; empty if it has all."""
+    missing = backups.missing(manifest.blobs)
+    return f"{backups.objects.name(missing[0].name)} is missing{_and_more(missing)}" if missing else ""
+
+
+def _and_more(blobs: list[Blob]) -> str:
+    return f", and {len(blobs) - 1} more" if len(blobs) > 1 else ""
 
 
 # --- restoring --------------------------------------------------------------------------------------------------------
 
 
 def restore(
-    backups: BackupStore, number: int | None, data_dir: Path, warn: Callable[[str], object] = lambda _: None
+    backups: BackupDirectory | StoredBackups,
+    number: int | None,
+    data_dir: Path,
+    warn: Callable[[str], object] = lambda _: None,
 ) -> Manifest:
     """Restore a backup (None: the newest whole one) into `data_dir`. Return its manifest, once every byte is durable
-    and has been compared with its digest. `warn` is called with a message for each newer backup that is damaged.
+    and has been compared with its digest. Blobs in a bucket stay there: of them the sizes are compared, and the bucket
+    then belongs to `data_dir`. `warn` is called with a message for each newer backup that is damaged.
 
     Raises OuterstepError if there is no such backup, none is whole, or `data_dir` is not empty.
     """
@@ -110,6 +141,8 @@ def restore(
     with os_errors_explained(data_dir, data_dir):
         for each in found if number is None else [number]:
             try:
+                if isinstance(backups, StoredBackups):
+                    return _restore_beside(backups, each, data_dir)
                 return _restore(backups, each, data_dir)
             except DamagedBackup as damage:
                 if number is not None:
@@ -138,7 +171,7 @@ def _check_new(data_dir: Path) -> None:
         raise OuterstepError(f"{data_dir} is not empty, it has {min(others)}: restore into a new directory")
 
 
-def _restore(backups: BackupStore, number: int, data_dir: Path) -> Manifest:
+def _restore(backups: BackupDirectory, number: int, data_dir: Path) -> Manifest:
     manifest = backups.manifest(number)
     data = DataDirectory(data_dir)
     try:
@@ -151,6 +184,27 @@ def _restore(backups: BackupStore, number: int, data_dir: Path) -> Manifest:
             file.unlink()
         database = partial(backups.open_database, manifest)
         file = _copied(database, backups.database_name(manifest), manifest.database, data)
+        file.replace(data.root / sqlite.FILE)
+        fsync(data.root)
+    finally:
+        data.close()
+    return manifest
+
+
+def _restore_beside(backups: StoredBackups, number: int, data_dir: Path) -> Manifest:
+    """Restore a backup whose blobs are in a bucket. It may be repeated after a kill at any point: until the database is
+    there, only the bucket's owner changes, and the new one has the backup."""
+    manifest = backups.manifest(number)
+    if lacking := _lacking(backups, manifest):
+        raise DamagedBackup(lacking)
+    data = DataDirectory(data_dir)
+    try:
+        _mark(data, manifest)
+        shutil.rmtree(data.root / "runs", ignore_errors=True)
+        backups.fetch_database(manifest, file := data.scratch(), data.scratch())
+        owner = secrets.token_hex(16)
+        mark(data, owner, str(backups))
+        backups.pass_on(manifest, owner)
         file.replace(data.root / sqlite.FILE)
         fsync(data.root)
     finally:

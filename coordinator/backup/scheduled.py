@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
+from coordinator.backup.contents import BackupInterrupted, DamagedBackup
 from coordinator.backup.create import BackupSource, create
-from coordinator.backup.locations import Location, open_store
-from coordinator.backup.store import BackupInterrupted, BackupStore, DamagedBackup
+from coordinator.backup.directory import BackupDirectory
+from coordinator.backup.manifest import Manifest
 from coordinator.run.live_run import LiveRun
 from protocol.errors import OuterstepError
 
@@ -20,17 +22,38 @@ logger = logging.getLogger(__name__)
 RETRY_S = 300.0
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Back up to `location` every `every_s` seconds, and keep the newest `keep` backups."""
+class Backups(Protocol):
+    """What makes backups in one place, which `str` names."""
 
-    location: Location
-    every_s: float
-    keep: int
+    def last_made_at(self) -> float | None:
+        """Return when the newest backup was made, by any process, in seconds since 1970; None if there is none."""
+
+    def make(self, interrupt: Callable[[], object]) -> Manifest:
+        """Make a backup. `interrupt` is called now and then, and may raise. Raises OuterstepError and OSError."""
+
+
+class DirectoryBackups:
+    """Makes backups of `source` in a directory, and keeps the newest `keep`."""
+
+    def __init__(self, root: Path, source: BackupSource, keep: int, now: Callable[[], float]) -> None:
+        self.source = source
+        self._directory, self._keep, self._now = BackupDirectory(root), keep, now
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    def last_made_at(self) -> float | None:
+        for number in self._directory.numbers():
+            with suppress(DamagedBackup):
+                return self._directory.manifest(number).made_at
+        return None
+
+    def make(self, interrupt: Callable[[], object]) -> Manifest:
+        return create(self.source, self._directory, self._keep, self._now, interrupt).manifest
 
 
 class ScheduledBackups:
-    """Makes the backups of one schedule. `tick` is called a few times per second, from any thread.
+    """Makes a backup every `every_s` seconds. `tick` is called a few times per second, from any thread.
 
     last_at    when the last good backup was made, by any process, in seconds since 1970; None before the first
     fault      why the last attempt failed; empty if it succeeded
@@ -40,8 +63,8 @@ class ScheduledBackups:
 
     def __init__(
         self,
-        schedule: Schedule,
-        source: BackupSource,
+        backups: Backups,
+        every_s: float,
         closing: threading.Event,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -49,7 +72,7 @@ class ScheduledBackups:
         self.last_at: float | None = None
         self.fault = ""
         self.failed_at: float | None = None
-        self.schedule, self.source = schedule, source
+        self.backups, self.every_s = backups, every_s
         self._closing, self._clock, self._now = closing, clock, now
         self._lock = threading.Lock()
         self.due = -math.inf  # at once: the first tick finds out when the newest backup was made
@@ -98,15 +121,32 @@ class ScheduledBackups:
         """Wait for the running backup to end; `closing` interrupts it."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
+    def make_now(self, make: Callable[[], Manifest]) -> None:
+        """Call `make`, which makes a backup outside of the schedule. The next one is due `every_s` seconds later.
+
+        Raises what `make` raises.
+        """
+        wait_s = min(RETRY_S, self.every_s)
+        try:
+            self._note_made(make())
+            self.fault, wait_s = "", self.every_s
+        except Exception as error:
+            self._note_fault(error)
+            raise
+        finally:
+            with self._lock:
+                if self.due < math.inf:
+                    self.due = self._clock() + wait_s
+
     def _work(self) -> None:
-        wait_s = min(RETRY_S, self.schedule.every_s)
+        wait_s = min(RETRY_S, self.every_s)
         try:
             wait_s, self.fault = self._make_if_due(), ""
         except BackupInterrupted:
             logger.info("the backup was interrupted: the next one continues with what was copied")
-        except OuterstepError as error:
+        except (OuterstepError, OSError) as error:
             self._note_fault(error)
-            logger.error("a backup failed: %s; it will be retried", error)
+            logger.error("a backup failed: %s; it will be retried", self.fault)
         except Exception as error:  # nothing awaits the result: the log and the events report it
             self._note_fault(error)
             logger.exception("a backup failed; it will be retried")
@@ -117,32 +157,28 @@ class ScheduledBackups:
     def _note_fault(self, error: Exception) -> None:
         self.fault, self.failed_at = str(error) or type(error).__name__, self._now()
 
-    def _make_if_due(self) -> float:
-        """Make a backup unless the newest one is recent enough. Return the seconds until the next one is due."""
-        backups = open_store(self.schedule.location, self._now)
-        if (remaining_s := self._remaining_s(backups)) > 0:
-            return remaining_s
-        created = create(self.source, backups, self.schedule.keep, self._now, self._interrupt)
-        manifest = created.manifest
-        counts = (created.copied_blobs, created.copied_bytes)
-        logger.info("made backup %d in %s: %d new blobs, %d bytes", manifest.number, backups, *counts)
+    def _note_made(self, manifest: Manifest) -> None:
+        logger.info("made backup %d in %s", manifest.number, self.backups)
         if manifest.lost:
             logger.warning("backup %d lacks %d blobs that are lost or damaged", manifest.number, len(manifest.lost))
         self.last_at, self._made = manifest.made_at, self._clock()
-        return self.schedule.every_s
 
-    def _remaining_s(self, backups: BackupStore) -> float:
-        """Return the seconds until the next backup is due. Return 0 if the newest one is dated more than `every_s` in
-        the future, because then the clock was set back."""
-        for number in backups.numbers():
-            with suppress(DamagedBackup):
-                made_at = backups.manifest(number).made_at
-                if made_at != self.last_at:
-                    self.last_at, self._made = made_at, None
-                every_s = self.schedule.every_s
-                remaining_s = self.last_at + every_s - self._now()
-                return remaining_s if remaining_s <= 2 * every_s else 0.0
-        return 0.0
+    def _make_if_due(self) -> float:
+        """Make a backup unless the newest one is recent enough. Return the seconds until the next one is due."""
+        if (remaining_s := self._remaining_s()) > 0:
+            return remaining_s
+        self._note_made(self.backups.make(self._interrupt))
+        return self.every_s
+
+    def _remaining_s(self) -> float:
+        """Return the seconds until the next backup is due. Return 0 after a failure, and if the newest one is dated
+        more than `every_s` in the future, because then the clock was set back."""
+        if (made_at := self.backups.last_made_at()) is None:
+            return 0.0
+        if made_at != self.last_at:
+            self.last_at, self._made = made_at, None
+        remaining_s = made_at + self.every_s - self._now()
+        return remaining_s if remaining_s <= 2 * self.every_s and not self.fault else 0.0
 
     def _interrupt(self) -> None:
         if self._closing.is_set():

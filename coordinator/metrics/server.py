@@ -102,7 +102,7 @@ class _ServerCollector(Collector):
             yield f"{PREFIX}disk_free_bytes", (place,), found.free
             yield f"{PREFIX}disk_size_bytes", (place,), found.total
         if (backups := self._service.backups) is not None:
-            yield f"{PREFIX}backup_interval_seconds", (), backups.schedule.every_s
+            yield f"{PREFIX}backup_interval_seconds", (), backups.every_s
             if backups.last_at is not None:
                 yield f"{PREFIX}last_backup_timestamp_seconds", (), backups.last_at
         sender = self._service.sender

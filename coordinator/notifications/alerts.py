@@ -158,7 +158,7 @@ class Alerts:
         begun = self._outbox and self._outbox.is_open("backup-failed")
         if begun and not backups.has_made and (backups.last_at is None or backups.last_at < begun.at):
             return begun.message  # it began before a restart, and no backup was made since
-        late_s = MISSED_BACKUPS * backups.schedule.every_s
+        late_s = MISSED_BACKUPS * backups.every_s
         if (last_age_s := backups.last_age_s) is not None and last_age_s > late_s:
             return f"the scheduled backup is overdue; {_last_backup(backups)}"
         return None

@@ -83,6 +83,9 @@ class RunContext:
     closing: threading.Event  # set when the coordinator stops: long work on other threads ends early
     # Queue the notification of an event (session, run, kind, message, data). Returns a function to call after commit.
     notify: Callable[[Session, str, str, str, dict[str, Any]], Callable[[], None] | None]
+    # Make a backup if they are beside the blobs, `alone`: in place of all others. Return the names of the blobs that
+    # backups need. Call it after rows are deleted and before their blobs are.
+    back_up: Callable[..., frozenset[str]]
     secret: bytes  # the keys of sketches are derived from it (screening/measuring.py)
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time

@@ -13,15 +13,21 @@ A blob exists only together with a row in the database; blobs without a row are 
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, Self
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from coordinator.store.data_directory import DataDirectory
 from protocol.digest import Buffer
+from protocol.errors import OuterstepError
+
+if TYPE_CHECKING:
+    from outerstep.common.objects import Objects
 
 Kind = Literal["contributions", "deltas", "checkpoints"]
 REMOVED = "removed"
+OWNER = "owner"  # the object in a bucket that names its owner
 KINDS: tuple[Kind, ...] = ("contributions", "deltas", "checkpoints")
 
 
@@ -101,6 +107,39 @@ class DirectAccess(Protocol):
         """Return the first `length` bytes of a blob, fewer if it has fewer. Raises FileNotFoundError, StoreOutage."""
 
 
+@dataclass(frozen=True)
+class OwnedBucket:
+    """A bucket and the id of the coordinator that uses it."""
+
+    objects: "Objects"
+    owner: str
+
+    @classmethod
+    def taken(cls, objects: "Objects", owner: str) -> Self | None:
+        """Make `owner` the bucket's owner. Return None if it has another one. May raise OuterstepError."""
+        objects.create_from(OWNER, owner.encode())
+        found = objects.get(OWNER)
+        return cls(objects, owner) if found is not None and found[0] == owner.encode() else None
+
+    def check(self) -> None:
+        """Raise StoreOutage unless the bucket still has this owner. Called before blobs are deleted."""
+        with self.outages():
+            found = self.objects.get(OWNER)
+        if found is None or found[0] != self.owner.encode():
+            raise StoreOutage(
+                f"the bucket {self.objects} belongs to another coordinator: it was restored elsewhere. Stop this one"
+            )
+
+    @staticmethod
+    @contextmanager
+    def outages() -> Iterator[None]:
+        """Raise errors of the store as `StoreOutage`, an OSError."""
+        try:
+            yield
+        except OuterstepError as error:
+            raise StoreOutage(str(error)) from error
+
+
 class Blobs(Protocol):
     """A store of blobs. Thread-safe.
 
@@ -112,6 +151,10 @@ class Blobs(Protocol):
     @property
     def direct(self) -> DirectAccess | None:
         """How workers transfer blobs without the coordinator; None if they cannot."""
+
+    @property
+    def bucket(self) -> OwnedBucket | None:
+        """The bucket that has the blobs; None if they are elsewhere."""
 
     def put(self, name: str, source: Buffer | Path) -> bool:
         """Store bytes, or the content of a local file, as blob `name`. Return True if it is new; an existing blob is

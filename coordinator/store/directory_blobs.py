@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from coordinator.store.blobs import DirectAccess, FileReader
+from coordinator.store.blobs import DirectAccess, FileReader, OwnedBucket
 from coordinator.store.data_directory import DataDirectory
 from outerstep.common.files import fsync, write_new
 from protocol.digest import Buffer
@@ -20,6 +20,7 @@ class DirectoryBlobs:
     """Blobs whose names are paths below the data directory. The methods are documented in `Blobs`."""
 
     direct: DirectAccess | None = None
+    bucket: OwnedBucket | None = None
 
     def __init__(self, data: DataDirectory) -> None:
         self.root, self._scratch = data.root, data.scratch

@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from coordinator.store.blobs import DirectAccess, FileReader, Reader, StoreOutage
+from coordinator.store.blobs import DirectAccess, FileReader, OwnedBucket, Reader
 from coordinator.store.data_directory import DataDirectory
-from outerstep.common.objects import ObjectReader, Objects
+from outerstep.common.objects import ObjectReader
 from protocol.digest import Buffer
-from protocol.errors import OuterstepError
+
+outages = OwnedBucket.outages
 
 CACHE_BYTES = 4 << 30
 LARGEST_SHARE = 4  # of the cache, one blob takes at most a fourth
@@ -30,16 +31,16 @@ class ObjectBlobs:
 
     def __init__(
         self,
-        objects: Objects,
+        bucket: OwnedBucket,
         data: DataDirectory,
         cache_bytes: int = CACHE_BYTES,
         direct: DirectAccess | None = None,
     ) -> None:
-        self._objects, self._data, self.direct = objects, data, direct
+        self.bucket, self._objects, self._data, self.direct = bucket, bucket.objects, data, direct
         self._copies = _LocalCopies(data.root / "copies", cache_bytes)
 
     def put(self, name: str, source: Buffer | Path) -> bool:
-        with _outages():
+        with outages():
             created = self._objects.create_from(name, source)
         if created and isinstance(source, Path):
             self._keep(name, source)
@@ -52,7 +53,7 @@ class ObjectBlobs:
         with self._copies.turn(name):
             if (copy := self._copies.open(name)) is not None:
                 return copy
-            with _outages():
+            with outages():
                 size = self._objects.size(name)
             if size is None:
                 raise FileNotFoundError(self._objects.name(name))
@@ -75,26 +76,29 @@ class ObjectBlobs:
             file.unlink(missing_ok=True)
 
     def delete(self, *names: str) -> None:
+        if not names:
+            return
+        self.bucket.check()
         for name in names:
             self._copies.drop(name)
-        with _outages():
+        with outages():
             self._objects.delete(names)
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        with _outages():
+        with outages():
             for name, size in self._objects.within(prefix.rstrip("/")):
                 yield f"{prefix}{name}", size
 
     def stat(self, name: str) -> int | None:
-        with _outages():
+        with outages():
             return self._objects.size(name)
 
     def _download(self, name: str, file: Path) -> None:
-        with _outages(), file.open("xb") as out:
+        with outages(), file.open("xb") as out:
             self._objects.download(name, out.write)
 
     def _streamed(self, name: str) -> Reader:
-        with _outages():
+        with outages():
             return _Streamed(self._objects.open(name))
 
     def _keep(self, name: str, source: Path) -> None:
@@ -120,7 +124,7 @@ class _Streamed:
         self._reader, self.size = reader, reader.size
 
     def read_into(self, memory: memoryview, at: int) -> int:
-        with _outages():
+        with outages():
             return self._reader.read_into(memory, at)
 
     def close(self) -> None:
@@ -189,12 +193,3 @@ class _LocalCopies:
         if file is not None:
             file.unlink(missing_ok=True)
             self._bytes -= size
-
-
-@contextmanager
-def _outages() -> Iterator[None]:
-    """Raise errors of the store as `StoreOutage`, an OSError."""
-    try:
-        yield
-    except OuterstepError as error:
-        raise StoreOutage(str(error)) from error

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordinator.store.blobs import Blobs, FileReader, OpenStore, Reader
+from coordinator.store.blobs import Blobs, FileReader, OpenStore, OwnedBucket, Reader
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from outerstep.common.files import replace_file
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MARK = "bucket"  # in the data directory
-OWNER = "owner"  # in the bucket
 
 
 def store_at(url: str | None, public_url: str | None = None, now: Callable[[], float] = time.time) -> OpenStore:
@@ -40,13 +39,13 @@ def store_at(url: str | None, public_url: str | None = None, now: Callable[[], f
 def reader_of(data_dir: Path) -> Callable[[str], Reader]:
     """Return a function that opens the blobs of a data directory, or of its bucket, for reading. The coordinator may be
     running."""
-    if (marked := _marked(data_dir)) is None:
+    if (marked := marked_bucket(data_dir)) is None:
         return lambda name: FileReader(data_dir / name)
-    objects = _objects(marked[1])
-    return objects.open
+    return objects_at(marked[1]).open
 
 
-def _objects(url: str) -> "Objects":
+def objects_at(url: str) -> "Objects":
+    """Return the objects of a bucket. Raises OuterstepError, also if obstore is not installed."""
     try:
         from outerstep.common.objects import Objects
     except ModuleNotFoundError as error:
@@ -56,43 +55,48 @@ def _objects(url: str) -> "Objects":
     return Objects(url)
 
 
+def usable(objects: "Objects", now: Callable[[], float] = time.time) -> None:
+    """Raise OuterstepError with the reason if a coordinator cannot use the bucket."""
+    from outerstep.common.bucket_check import check_bucket
+
+    for finding in check_bucket(objects, now):
+        if finding.fault is not None:
+            raise OuterstepError(f"the bucket {objects} cannot be used: {finding.fault}")
+
+
 def _directory(data: DataDirectory) -> Blobs:
-    if (marked := _marked(data.root)) is not None:
+    if (marked := marked_bucket(data.root)) is not None:
         raise OuterstepError(f"the blobs of {data.root} are in the bucket {marked[1]}: give --blobs {marked[1]}")
     return DirectoryBlobs(data)
 
 
 def _bucket(url: str, public_url: str | None, data: DataDirectory, now: Callable[[], float]) -> Blobs:
-    objects = _objects(url)
+    objects = objects_at(url)
     from coordinator.store.direct_access import open_direct
     from coordinator.store.object_blobs import ObjectBlobs
-    from outerstep.common.bucket_check import check_bucket
 
-    marked = _marked(data.root)
+    marked = marked_bucket(data.root)
     if marked is None and any((data.root / "runs").glob("*/c*/*")):
         raise OuterstepError(f"the blobs of {data.root} are in its folder runs: start without --blobs")
-    for finding in check_bucket(objects, now):
-        if finding.fault is not None:
-            raise OuterstepError(f"the bucket {objects} cannot be used: {finding.fault}")
+    usable(objects, now)
     own = secrets.token_hex(16) if marked is None else marked[0]
     if marked is None:
-        _mark(data, own, url)  # first, so that a killed first start can be repeated
-    objects.create_from(OWNER, own.encode())
-    found = objects.get(OWNER)
-    if found is None or found[0] != own.encode():
+        mark(data, own, url)  # first, so that a killed first start can be repeated
+    if (bucket := OwnedBucket.taken(objects, own)) is None:
         if marked is None:
             (data.root / MARK).unlink()
-        raise OuterstepError(
-            f"the bucket {objects} belongs to the coordinator of another data directory: give another prefix"
-        )
+            remedy = "give another prefix, or restore it from there (outerstep coordinator restore --blobs)"
+        else:
+            remedy = "it was restored there since, so do not start this one"
+        raise OuterstepError(f"the bucket {objects} belongs to the coordinator of another data directory: {remedy}")
     if marked is not None and marked[1] != url:
         logger.info("the blobs are now at %s, no longer at %s", url, marked[1])
-        _mark(data, own, url)
+        mark(data, own, url)
     logger.info("blobs are in the bucket %s", objects)
-    return ObjectBlobs(objects, data, direct=open_direct(objects, public_url))
+    return ObjectBlobs(bucket, data, direct=open_direct(objects, public_url))
 
 
-def _marked(root: Path) -> tuple[str, str] | None:
+def marked_bucket(root: Path) -> tuple[str, str] | None:
     """Return the id and the URL of the bucket that has the blobs of this data directory; None if it has them itself."""
     try:
         own, _, url = (root / MARK).read_text(encoding="utf-8").strip().partition(" ")
@@ -101,5 +105,6 @@ def _marked(root: Path) -> tuple[str, str] | None:
     return own, url
 
 
-def _mark(data: DataDirectory, own: str, url: str) -> None:
+def mark(data: DataDirectory, own: str, url: str) -> None:
+    """Record durably that the blobs of this data directory are at `url`, in the bucket with the owner `own`."""
     replace_file(data.root / MARK, lambda file: file.write(f"{own} {url}\n".encode()))

@@ -232,12 +232,15 @@ def accept_state(
             with run.lock:
                 row, created = _accept(run, worker, fragment, canonical, state_digest)
                 rows = [] if run.seeded else _uploaded(run)
-                if len(rows) == len(layout.fragments):
+                begins = len(rows) == len(layout.fragments)
+                if begins:
                     _check_pinned(run, worker, [each.state_digest for each in rows])
                     for each in rows:
                         fetch_checkpoint(run, each)
                     with run.change() as change:
                         _begin(change, layout, [each.state_digest for each in rows])
+            if begins:
+                run.context.back_up()
         finally:
             canonical.unlink(missing_ok=True)
     return checkpointing.describe(row, layout), created

@@ -73,9 +73,14 @@ def clean(run: LiveRun) -> None:
     deleted first, so no row names a missing blob. A blob below `oldest_kept` is never needed again: the bounds only
     rise, and the run cannot be rolled back or removed while one of its jobs is running. After a crash, the next start
     deletes the rest (`upkeep/restoring.py`).
+
+    If the blobs are in a bucket, a backup without the rows is made in between, and the blobs that backups need stay.
     """
-    for kind, first in forget(run).items():
-        run.blobs.delete(*(name for name, _ in run.blobs.list(run.names.kind(kind)) if round_of(name) < first))
+    first_rounds = forget(run)
+    needed = run.context.back_up()
+    for kind, first in first_rounds.items():
+        found = (name for name, _ in run.blobs.list(run.names.kind(kind)) if round_of(name) < first)
+        run.blobs.delete(*(name for name in found if name not in needed))
 
 
 def forget(run: LiveRun) -> dict[Kind, int]:

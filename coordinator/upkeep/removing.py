@@ -47,8 +47,9 @@ def remove_rows(run: LiveRun, by: Actor, *, verifying: bool) -> None:
 
 
 def remove_blobs(context: RunContext, name: str) -> None:
-    """Remove all files of a run whose rows are deleted."""
+    """Remove all files of a run whose rows are deleted, after a backup that does not have it."""
     names = RunNames(name)
+    context.back_up(alone=True)
     context.blobs.delete(*(blob for blob, _ in context.blobs.list(names.all) if blob != names.removed))
     context.data.forget(name)
     context.blobs.delete(names.removed)

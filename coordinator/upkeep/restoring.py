@@ -31,15 +31,15 @@ from protocol.messages import FragmentState, Metrics, WorkerState
 logger = logging.getLogger(__name__)
 
 
-def restore(run: LiveRun) -> None:
-    """Rebuild the run in memory, then let it settle."""
+def restore(run: LiveRun, needed: frozenset[str] = frozenset()) -> None:
+    """Rebuild the run in memory, then let it settle. `needed`: the names of blobs that backups need; they stay."""
     with run.lock:
         rolling_back.set_aside_newer(run)
         rolling_back.rejoin_if_restored(run)
         _restore_workers(run)
         opening = _open_round(run)
         retention.forget(run)  # before the sweep, so that no row names a blob that the sweep deletes
-        sweep(run)
+        sweep(run, needed)
         if run.model is not None:
             outer_state.restore(run)
         run.restored(opening)
@@ -113,9 +113,9 @@ def _open_round(run: LiveRun) -> OpenRound | None:
 # --- blobs that nothing needs -----------------------------------------------------------------------------------------
 
 
-def sweep(run: LiveRun) -> None:
+def sweep(run: LiveRun, needed: frozenset[str]) -> None:
     """Delete the blobs that no row names, because a crash may come between a blob and its row. Also delete those that
-    the retention rule does not keep."""
+    the retention rule does not keep. Those that backups need stay."""
     first_rounds = retention.oldest_kept(run)
     for kind, names_of in _NAMES.items():
         found = {name for name, _ in run.blobs.list(run.names.kind(kind))}
@@ -124,9 +124,10 @@ def sweep(run: LiveRun) -> None:
         with run.context.database.read() as session:
             oldest = max(min(map(round_of, found)), first_rounds.get(kind, 0))  # older rows have no blobs
             known = names_of(run, session, oldest)
-        for name in found - known:
+        unneeded = found - known - needed
+        for name in unneeded:
             logger.info("%s: deleting %s, which is not needed", run.name, name)
-        run.blobs.delete(*(found - known))
+        run.blobs.delete(*unneeded)
 
 
 def _contributions(run: LiveRun, session: Session, oldest: int) -> set[str]:

@@ -110,6 +110,7 @@ def roll_back(
             opening = None
             for row in rows:
                 outer_state.fetch_checkpoint(run, row)
+            run.context.back_up(alone=True)
             set_aside(run, to, prefix)
             outer_state.restore(run)
         finally:

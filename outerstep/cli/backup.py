@@ -1,6 +1,7 @@
-"""The commands `outerstep coordinator backup|backups|restore`."""
+"""The commands `outerstep coordinator backup|backups|restore|move`."""
 
 import os
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -14,18 +15,26 @@ from outerstep.common.quantities import bytes_text
 from outerstep.display import table
 from protocol.errors import OuterstepError
 
-PlaceArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR|URL",
-        help="The directory of backups, or the URL of a bucket's prefix: s3://BUCKET/PREFIX, gs://, az://.",
+SHOWN_EVERY_S = 5.0
+
+DirectoryArgument = Annotated[
+    Path | None, typer.Argument(metavar="DIR", help="The directory of backups.", show_default=False)
+]
+BlobsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--blobs",
+        metavar="URL",
+        help="Or the bucket that has the coordinator's blobs: s3://BUCKET/PREFIX, gs://, az://, s3+https://.",
         show_default=False,
     ),
 ]
 
 
 def backup(
-    to: PlaceArgument,
+    to: Annotated[
+        str, typer.Argument(metavar="DIR", help="The directory of backups, best on another disk.", show_default=False)
+    ],
     data: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
     database_url: DatabaseOption = None,
     keep: Annotated[
@@ -33,24 +42,28 @@ def backup(
     ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Back up a coordinator, even while it runs.
+    """Back up a coordinator to a directory, even while it runs.
 
     Copies the database and the blobs that it needs, as of one moment. Blobs that an earlier backup already has are not
     copied again. Backups beyond the newest --keep are deleted once the new one is durable. admin.token is not copied.
+    A coordinator with --blobs URL makes backups in that bucket by itself; this command then makes one elsewhere.
 
     \b
     Example:
       outerstep coordinator backup /mnt/backups --data ./data
-      outerstep coordinator backup s3://bucket/outerstep --data ./data
     """
-    creating, locations = _module("create", "backup"), _module("locations", "backup")
+    if "://" in to:
+        raise UsageError(
+            f"{to} is no directory: back up to a directory and copy that with rclone, or start the coordinator with "
+            "--blobs, then its backups are in that bucket (docs/deployment.md)"
+        )
+    creating, directories = _module("create", "backup"), _module("directory", "backup")
     opening = import_extra("coordinator.store.opening", extra="coordinator", command="outerstep coordinator backup")
     os.umask(0o077)  # its files must not be readable by other users
     settings = settings_of({"data_dir": data, "database_url": database_url, "backup_keep": keep})
-    location = _location(locations, to)
-    locations.check(location, settings.data_dir)
+    directories.check_apart(Path(to), settings.data_dir)
     source = creating.BackupSource(_database(settings), opening.reader_of(settings.data_dir))
-    created = creating.create(source, store := locations.open_store(location), settings.backup_keep)
+    created = creating.create(source, store := directories.BackupDirectory(Path(to)), settings.backup_keep)
     manifest = created.manifest
     if output is Format.JSON:
         print_json(
@@ -71,17 +84,18 @@ def backup(
         say(f"without {len(manifest.lost)} blobs that are lost or corrupt in {settings.data_dir}: {shown}", err=True)
 
 
-def backups(place: PlaceArgument, output: FormatOption = Format.TABLE) -> None:
-    """List backups, newest first, and verify them: every byte is read.
+def backups(place: DirectoryArgument = None, blobs: BlobsOption = None, output: FormatOption = Format.TABLE) -> None:
+    """List backups, newest first, and verify them.
 
-    Exits with code 3 if one is damaged.
+    In a directory every byte is read. In a bucket every database is read, and the blobs that it needs must be there in
+    their size. Exits with code 3 if a backup is damaged.
 
     \b
     Example:
       outerstep coordinator backups /mnt/backups
+      outerstep coordinator backups --blobs s3://bucket/outerstep
     """
-    checking, locations = _module("restore", "backups"), _module("locations", "backups")
-    infos = checking.BackupChecker(locations.open_existing(_location(locations, place))).infos()
+    infos = _module("restore", "backups").BackupChecker(_existing(place, blobs, "backups")).infos()
     if output is Format.JSON:
         print_json(infos)
     else:
@@ -94,13 +108,14 @@ def backups(place: PlaceArgument, output: FormatOption = Format.TABLE) -> None:
 
 
 def restore(
-    place: PlaceArgument,
     data: Annotated[
         Path,
         typer.Option(
             "--data", metavar="NEW", help="The new data directory: empty, or not existing yet.", show_default=False
         ),
     ],
+    place: DirectoryArgument = None,
+    blobs: BlobsOption = None,
     number: Annotated[
         int | None, typer.Option("--backup", metavar="N", help="Which backup. Default: the newest intact one.")
     ] = None,
@@ -111,20 +126,25 @@ def restore(
 ) -> None:
     """Restore a backup into a new data directory.
 
-    Every byte is verified against its digest. Then start the coordinator with that directory, preferably at its old
-    address, where the workers wait for it: they rejoin by themselves, and those that are ahead fetch the run's state.
-    The tokens of that time are valid again. admin.token is not in a backup; if you lost it, use --new-admin-token.
+    Every byte is verified against its digest. Blobs in a bucket stay there and are only looked for. From then on that
+    bucket belongs to NEW: the coordinator that had it before can delete nothing there and make no more backups.
+
+    Then start the coordinator with NEW, preferably at its old address, where the workers wait for it: they rejoin by
+    themselves, and those that are ahead fetch the run's state. The tokens of that time are valid again. admin.token is
+    not in a backup; if you lost it, use --new-admin-token.
 
     \b
     Example:
       outerstep coordinator restore /mnt/backups --data ./data-2 --new-admin-token
       outerstep coordinator --data ./data-2
+      outerstep coordinator restore --blobs s3://bucket/outerstep --data ./data-3
+      outerstep coordinator --data ./data-3 --blobs s3://bucket/outerstep
     """
-    restoring, locations = _module("restore", "restore"), _module("locations", "restore")
+    restoring = _module("restore", "restore")
     os.umask(0o077)
-    location = _location(locations, place)
-    found = locations.open_existing(location)
-    locations.check(location, data)
+    found = _existing(place, blobs, "restore")
+    if place is not None:
+        _module("directory", "restore").check_apart(place, data)
     manifest = restoring.restore(found, number, data, lambda text: say(text, err=True))
     token_file = restoring.new_admin_token(data) if new_admin_token else None
     if output is Format.JSON:
@@ -136,6 +156,50 @@ def restore(
             say(f"created an admin token: {token_file}")
     if manifest.lost:
         say(f"without {len(manifest.lost)} blobs that were lost before the backup was made", err=True)
+
+
+def move(
+    to: Annotated[
+        str,
+        typer.Argument(
+            metavar="URL|directory",
+            help="The URL of a bucket's prefix as for --blobs, or the word directory.",
+            show_default=False,
+        ),
+    ],
+    data: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
+    output: FormatOption = Format.TABLE,
+) -> None:
+    """Move the files of a stopped coordinator between its data directory and a bucket.
+
+    Contributions, deltas and checkpoints are copied, read back and compared by digest. Then the data directory names
+    the new place, and the old files are deleted. The database stays where it is. If the command is interrupted, repeat
+    it: it continues with the files that were not verified yet.
+
+    \b
+    Example:
+      outerstep coordinator move s3://bucket/outerstep --data ./data
+      outerstep coordinator --data ./data --blobs s3://bucket/outerstep
+      outerstep coordinator move directory --data ./data
+    """
+    moving = _module("moving", "move")
+    os.umask(0o077)
+    settings = settings_of({"data_dir": data})
+    shown_at = time.monotonic()
+
+    def progress(now: Any) -> None:
+        nonlocal shown_at
+        if time.monotonic() - shown_at >= SHOWN_EVERY_S:
+            shown_at = time.monotonic()
+            done = f"{bytes_text(now.bytes)} of {bytes_text(now.of_bytes)}"
+            say(f"{now.blobs} of {now.of_blobs} files, {done}", err=True)
+
+    moved = moving.move(settings.data_dir, to, progress)
+    if output is Format.JSON:
+        print_json({"blobs": moved.blobs, "bytes": moved.bytes, "place": to})
+        return
+    start = f"outerstep coordinator --data {settings.data_dir}" + ("" if to == "directory" else f" --blobs {to}")
+    say(f"moved {moved.blobs} files, {bytes_text(moved.bytes)}, to {to}. Start the coordinator with: {start}")
 
 
 def _summary(manifest: Any) -> dict[str, Any]:
@@ -159,12 +223,15 @@ def _module(name: str, command: str) -> ModuleType:
     return import_extra(f"coordinator.backup.{name}", extra="coordinator", command=f"outerstep coordinator {command}")
 
 
-def _location(locations: ModuleType, named: str) -> Any:
-    """Return the directory or URL that was named. Raises UsageError for a URL with another scheme."""
-    try:
-        return locations.parse_location(named)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+def _existing(place: Path | None, blobs: str | None, command: str) -> Any:
+    """Return the backups in a directory or a bucket. Raises UsageError unless one of them is given, and OuterstepError
+    if there are none."""
+    if (place is None) == (blobs is None):
+        raise UsageError(f"outerstep coordinator {command}: give the directory of backups, or --blobs URL")
+    if place is not None:
+        return _module("directory", command).existing(place)
+    opening = import_extra("coordinator.store.opening", extra="coordinator", command=f"outerstep coordinator {command}")
+    return _module("bucket", command).StoredBackups.of(opening.objects_at(blobs))
 
 
 def _database(settings: Any) -> Any:

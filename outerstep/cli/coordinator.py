@@ -105,12 +105,14 @@ def coordinator(
     log_file: LogFileOption = None,
     backup: Annotated[
         str | None,
-        typer.Option("--backup", metavar="DIR|URL", help="Make scheduled backups there. See also `backup`."),
+        typer.Option(
+            "--backup", metavar="DIR", help="Make scheduled backups there. With --blobs they are in the bucket."
+        ),
     ] = None,
     backup_every: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Time between scheduled backups: 30min, 12h. Default: 1h.")
+        str | None, typer.Option(metavar="TIME", help="Time between backups: 30min, 12h. Default: 1h.")
     ] = None,
-    backup_keep: Annotated[int | None, typer.Option(help="Number of scheduled backups to keep. Default: 7.")] = None,
+    backup_keep: Annotated[int | None, typer.Option(help="Number of backups in DIR to keep. Default: 7.")] = None,
     notify: NotifyOption = None,
     notify_format: NotifyFormatOption = None,
 ) -> None:
@@ -153,8 +155,10 @@ def coordinator(
     server = import_extra("coordinator.server", extra="coordinator", command="outerstep coordinator")
     os.umask(0o077)  # its files must not be readable by other users
     settings = settings_of(given)
-    if settings.backup_dir is None and not (backup_every is None and backup_keep is None):
-        raise UsageError("--backup-every and --backup-keep need --backup DIR|URL")
+    if settings.backup_dir is None and backup_keep is not None:
+        raise UsageError("--backup-keep needs --backup DIR")
+    if settings.backup_dir is None and settings.blobs is None and backup_every is not None:
+        raise UsageError("--backup-every needs --backup DIR or --blobs URL")
     if settings.notify_url is None and not (settings.notify_format is None and settings.notify_secret is None):
         raise UsageError("--notify-format and OUTERSTEP_COORDINATOR_NOTIFY_SECRET need --notify URL|@FILE")
     if settings.tls_key is not None and settings.tls_certificate is None:
@@ -316,7 +320,7 @@ def _ago(found: ServerStatus, at: float) -> str:
 def _backup(found: ServerStatus) -> str:
     backup = found.backup
     if backup is None:
-        return "not scheduled; start the coordinator with --backup DIR|URL"
+        return "not scheduled; start the coordinator with --backup DIR"
     every = f"every {duration_text(backup.every_s)}"
     last = "none yet" if backup.last_at is None else f"last one {_ago(found, backup.last_at)}"
     failed = "" if backup.failed_at is None else f", last failure {_ago(found, backup.failed_at)}"

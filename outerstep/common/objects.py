@@ -14,7 +14,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,8 +44,7 @@ STREAM_BYTES = 1 << 20
 _REMOVED_AT_ONCE = 1000  # what S3 allows in one request
 _PARTS = 9_000  # most parts of one object; S3 allows 10,000
 RETRIES: dict[str, Any] = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
-# The first is for parts over the slowest usable network, the second for small requests. A removal ends, in success or
-# failure, long before the lock that allowed it can pass to another backup (`bucket_lock.MARGIN_S`).
+# The first is for parts over the slowest usable network, the second for small requests.
 _PART_TIMEOUT, _TIMEOUT = timedelta(minutes=10), timedelta(seconds=30)
 
 Version = dict[str, str]  # an object's version, as obstore returns and accepts it
@@ -126,12 +125,6 @@ class Objects:
                 for each in batch:
                     yield each["path"].removeprefix(f"{folder}/"), each["size"]
 
-    def top(self) -> set[str]:
-        """Return the first part of every object's path."""
-        with self._explained("list"):
-            found = obstore.list_with_delimiter(self._small)
-        return {*found["common_prefixes"], *(each["path"] for each in found["objects"])}
-
     def get(self, path: str) -> tuple[bytes, Version] | None:
         """Return the content and version of a small object; None if it does not exist."""
         try:
@@ -209,14 +202,6 @@ class Objects:
         that version."""
         return self._put_if(path, content, version)
 
-    def upload(self, path: str, size: int, pieces: Iterable[bytes | bytearray]) -> None:
-        """Create an object of `size` bytes from `pieces`. If `pieces` raises, no object is created."""
-        if size > PART_BYTES:
-            self._put_in_parts(path, size, iter(pieces))
-            return
-        with self._explained("write", path):
-            obstore.put(self._large, path, b"".join(pieces), use_multipart=False)
-
     def _put_in_parts(self, path: str, size: int, content: Any) -> None:
         """Create or replace an object of `size` bytes."""
         try:
@@ -225,6 +210,11 @@ class Objects:
                 obstore.put(self._large, path, content, chunk_size=part_bytes, max_concurrency=PARTS_AT_ONCE)
         except FileNotFoundError as error:  # a lifecycle rule of the bucket or an operator has removed the parts
             raise Transient(f"the parts of {self.name(path)} were removed before the upload was complete") from error
+
+    def copy(self, path: str, new_path: str) -> None:
+        """Copy an object within the store, over an object that has the new name. Raises FileNotFoundError."""
+        with self._explained("write", new_path):
+            obstore.copy(self._large, path, new_path)
 
     def delete(self, paths: Sequence[str]) -> None:
         """Remove objects, if they exist."""

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from coordinator.backup import create as creating
+from coordinator.backup.contents import copy_whole
 from coordinator.backup.create import superseded
 from coordinator.backup.directory import BackupDirectory, existing
 from coordinator.backup.manifest import Blob, Content, Manifest, decode, encode
 from coordinator.backup.restore import restore
-from coordinator.backup.store import copy_whole
 from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import READ_BYTES
 from harness.coordinator import InThread, coordinator_thread

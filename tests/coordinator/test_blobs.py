@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.store import directory_blobs
-from coordinator.store.blobs import Blobs, FileReader, RunNames, move, round_of
+from coordinator.store.blobs import Blobs, FileReader, OwnedBucket, RunNames, move, round_of
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from harness.seaweedfs import SeaweedFS
@@ -34,7 +34,9 @@ def bucket(store: SeaweedFS, data: DataDirectory) -> Blobs:
     from coordinator.store.object_blobs import ObjectBlobs
     from outerstep.common.objects import Objects
 
-    return ObjectBlobs(Objects(store.url(f"{next(_numbers)}/prefix")), data)
+    owned = OwnedBucket.taken(Objects(store.url(f"{next(_numbers)}/prefix")), "its owner")
+    assert owned is not None
+    return ObjectBlobs(owned, data)
 
 
 @pytest.fixture(params=["directory", "memory", "bucket"])

@@ -1,473 +1,295 @@
-"""Backups in a bucket, by the protocol of S3: what is in it, two at once, what is spoilt there, what the line does."""
+"""Backups of a coordinator whose blobs are in a bucket: when they are made, what stays for them, and what they restore."""
 
 import itertools
-import os
+import re
 import shutil
-import sys
-import threading
-from collections import Counter
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from coordinator.backup.create import BackupSource, create
-from coordinator.backup.locations import open_existing, open_store
-from coordinator.backup.manifest import Content
-from coordinator.backup.restore import restore
-from coordinator.backup.store import BackupInterrupted, content_of, never_interrupt
+from coordinator.backup.bucket import KEPT, StoredBackups
+from coordinator.backup.contents import DamagedBackup
+from coordinator.backup.restore import BackupChecker, restore
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
-from coordinator.store.blobs import FileReader
-from coordinator.store.opening import reader_of
-from harness.coordinator import SettableClock, coordinator_thread
-from protocol.digest import digest
-from protocol.errors import OuterstepError, Transient
-from tests.coordinator.crew import crew, play_round
-from tests.support.backing_up import back_up, check_restored, damages
+from coordinator.store.blobs import StoreOutage
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.seaweedfs import SeaweedFS
+from harness.stores import read, rounds
+from protocol.errors import OuterstepError
+from protocol.messages import RunState
+from tests.coordinator.crew import crew, enlist, events, info, play_round
+from tests.coordinator.test_backup import caught_up
+from tests.coordinator.test_removing import finished, leave, remove
+from tests.support.backing_up import round_in
 from tests.support.waiting import wait_until
 
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
-pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
 
-from coordinator.backup import bucket_lock
-from coordinator.backup.bucket import BackupBucket
-from outerstep.common import objects
-from tests.support.s3_server import BUCKET, Request, S3Server
+from outerstep.common.objects import Objects
 
-SHORT = "every_rounds = 1\nkeep = 1"
+SHORT, LONG = "every_rounds = 1\nkeep = 1", "every_rounds = 1\nkeep = 20"
 _numbers = itertools.count()
 
 
 @pytest.fixture
-def prefix() -> str:
-    return f"prefix-{next(_numbers)}"
+def url(store: SeaweedFS) -> str:
+    return store.url(f"bucket-backups/{next(_numbers)}")
 
 
-@pytest.fixture
-def url(s3: S3Server, prefix: str) -> str:
-    return f"s3://{BUCKET}/{prefix}"
+def backups(url: str) -> StoredBackups:
+    return StoredBackups.of(Objects(url))
 
 
-@pytest.fixture(scope="module")
-def states(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Data directories of one run at its states 0, 1 and 2, of which no two share a checkpoint."""
-    folder = tmp_path_factory.mktemp("states")
-    found = [folder / f"state-{round_}" for round_ in range(3)]
-    with coordinator_thread(folder / "data") as running:
-        (a,) = crew(running, "r", ["a"], rounds=3, checkpoints=SHORT)
-        for round_, state in enumerate(found):
-            running.await_state("r", round_)
-            back_up(running.data_dir, folder / "backups")
-            restore(open_store(folder / "backups"), None, state)
+def damages(url: str) -> dict[int, str]:
+    return {each.number: each.damage for each in BackupChecker(backups(url)).infos()}
+
+
+def states(url: str, run: str = "r") -> dict[int, int]:
+    """Return the run's state in each backup."""
+    found = backups(url)
+    return {
+        number: each.round for number in found.numbers() for each in found.manifest(number).runs if each.name == run
+    }
+
+
+def at_rest(running: InThread, run: str, round_: int) -> None:
+    """Return once the state is checkpointed and what it made superfluous is deleted."""
+    running.await_state(run, round_)
+    wait_until(lambda: not running.live(run).outer.any_job_running)
+
+
+def play(url: str, data_dir: Path, number: int, checkpoints: str = SHORT) -> None:
+    """Play that many rounds of the run r of one worker, with a checkpoint of each."""
+    with coordinator_thread(data_dir, blobs=url) as running:
+        (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=checkpoints)
+        for round_ in range(number):
             play_round([a], round_)
-    return found
+            at_rest(running, "r", round_ + 1)
 
 
-def spoilt(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+def go_on(running: InThread, run: str, names: list[str], round_: int) -> None:
+    """Let workers join again and play a round."""
+    play_round([caught_up(enlist(running, run, name)) for name in names], round_)
+    at_rest(running, run, round_ + 1)
 
 
-def only_in_2(url: str) -> list[str]:
-    first, second = ({blob.digest for blob in open_store(url).manifest(n).blobs} for n in (1, 2))
-    return sorted(second - first)
+# --- making them ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two(url: str, states: list[Path]) -> str:
-    """A bucket with backups 1, of state 0, and 2, of state 1."""
-    back_up(states[0], url)
-    back_up(states[1], url)
-    return url
-
-
-# --- what is in it ----------------------------------------------------------------------------------------------------
-
-
-def test_what_is_new_goes_up_the_newest_stay_and_each_is_restored(
-    s3: S3Server, url: str, prefix: str, states: list[Path], tmp_path: Path
+def test_one_is_made_at_the_start_and_after_every_checkpoint_and_every_kept_one_is_whole(
+    url: str, tmp_path: Path
 ) -> None:
-    first = back_up(states[0], url, keep=2)
-    assert first.copied_blobs == len(first.manifest.blobs) > 0
-    assert s3.keys(f"{prefix}/blobs/") == {blob.digest for blob in first.manifest.blobs}
-    assert (back_up(states[0], url, keep=2).copied_blobs, open_store(url).numbers()) == (0, [2, 1])
-    last = [back_up(states[round_], url, keep=2) for round_ in (1, 2)]
-    assert [made.removed for made in last] == [[1], [2]]
-    assert damages(url) == {4: "", 3: ""}
-    assert s3.keys(f"{prefix}/blobs/") == {blob.digest for made in last for blob in made.manifest.blobs}
-    kept = {(made.manifest.number, made.manifest.database.digest) for made in last}
-    names = {name for number, digest in kept for name in (f"{number}.json", f"{number}.{digest}.db")}
-    assert s3.keys(f"{prefix}/backups/") == names
-    for made in last:
-        new = tmp_path / f"new-{made.manifest.number}"
-        manifest = restore(open_existing(url), made.manifest.number, new)
-        assert manifest == made.manifest
-        check_restored(new, manifest)
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        assert backups(url).numbers() == [1]
+        (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=SHORT)
+        for round_ in range(5):
+            play_round([a], round_)
+            at_rest(running, "r", round_ + 1)
+            assert states(url)[max(states(url))] == round_ + 1
+            assert set(damages(url).values()) == {""}
+        assert sorted(states(url).values()) == [3, 4, 5]
+        assert rounds(running.live("r"), "checkpoints") == [3, 4, 5], "the older ones are the backups'"
+        assert rounds(running.live("r"), "contributions") == []
+        assert httpx.get(f"{running.url}/readyz").json()["last_backup_at"] == running.coordinator.last_backup_at
+    found = list(Objects(url).within("database"))
+    assert len(found) == 2 * KEPT, "nothing is left of the older ones"
 
 
-def test_the_coordinator_backs_itself_up_to_a_url(s3: S3Server, url: str, tmp_path: Path) -> None:
-    clock = SettableClock()
-    settings: dict[str, Any] = {"backup_dir": url, "backup_every_s": 3600.0}
-    with coordinator_thread(tmp_path / "data", clock=clock, **settings) as running:
-        wait_until(lambda: running.coordinator.last_backup_at is not None)
-        made_at = running.coordinator.last_backup_at
-    with coordinator_thread(tmp_path / "data", clock=clock, **settings) as running:
-        wait_until(lambda: running.coordinator.last_backup_at == made_at)
-    assert damages(url) == {1: ""}
+def test_one_is_made_after_a_while_without_a_checkpoint_too(url: str, tmp_path: Path) -> None:
+    clock, started = SettableClock(), time.time()
+    begun = clock()
+    settings: dict[str, Any] = {"blobs": url, "backup_every_s": 600.0}
+    with coordinator_thread(
+        tmp_path / "data", clock=clock, now=lambda: started + clock() - begun, **settings
+    ) as running:
+        crew(running, "r", ["a"], rounds=2, members="lease_s = 86400")
+        wait_until(lambda: states(url) != {})
+        before = max(backups(url).numbers())
+        clock.advance(601.0)
+        wait_until(lambda: max(backups(url).numbers()) == before + 1)
 
 
-def test_a_large_object_goes_up_and_comes_down_in_parts(s3: S3Server, url: str, prefix: str, tmp_path: Path) -> None:
-    content = os.urandom(2 * objects.PART_BYTES + 77)
-    (tmp_path / "blob").write_bytes(content)
-    name = digest(content).hex()
-    bucket = BackupBucket(url)
-    with bucket.locked(), FileReader(tmp_path / "blob") as reader:
-        s3.asked.clear()
-        assert bucket.take_blob(reader, name, never_interrupt)
-        assert bucket.holds(Content(digest=name, size=len(content)))
-        sizes = [request.size for request in s3.asked if "partNumber" in request.query]
-        assert sorted(sizes) == [77, objects.PART_BYTES, objects.PART_BYTES]
-        assert not bucket.take_blob(reader, "0" * 64, never_interrupt), "another digest"
-    assert s3.keys(f"{prefix}/blobs/") == {name}
-    assert "Uploads" not in s3.client().list_multipart_uploads(Bucket=BUCKET), "none is left half"
-    s3.asked.clear()
-    with bucket.open_blob(name) as reader:
-        memory = memoryview(bytearray(objects.PART_BYTES + 5))
-        assert reader.read_into(memory, 3) == len(memory)
-        assert bytes(memory) == content[3 : 3 + len(memory)]
-        assert reader.read_into(memory, len(content) - 7) == 7
-        assert bytes(memory[:7]) == content[-7:]
-        assert reader.read_into(memory, len(content)) == 0
-    assert [request.method for request in s3.asked] == ["HEAD", "GET", "GET", "GET"]
-
-
-def test_an_interrupted_upload_leaves_nothing_and_the_next_one_goes_on(
-    s3: S3Server, url: str, prefix: str, states: list[Path]
+def test_where_the_bucket_is_away_nothing_is_deleted_and_the_failure_is_reported(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    going = threading.Event()
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=SHORT)
+        at_rest(running, "r", 0)
+        whole = damages(url)
 
-    def interrupt() -> None:
-        if going.is_set():
-            raise BackupInterrupted
+        def away(*_: object) -> None:
+            raise OuterstepError("the store is away")
 
-    def stop(request: Request) -> None:
-        if "blobs/" in request.path:
-            going.set()
-
-    s3.after = stop
-    source = BackupSource(sqlite.url_in(states[0]), reader_of(states[0]))
-    with pytest.raises(BackupInterrupted):
-        create(source, open_store(url), 1, interrupt=interrupt)
-    assert len(s3.keys(f"{prefix}/blobs/")) == 1
-    s3.undisturbed()
-    made = back_up(states[0], url)
-    assert made.copied_blobs == len(made.manifest.blobs) - 1
-
-
-# --- two at once ------------------------------------------------------------------------------------------------------
+        with monkeypatch.context() as broken:
+            broken.setattr(StoredBackups, "add", away)
+            play_round([a], 0)
+            wait_until(lambda: len(events(running, "r", "backup-failed")) == 1)
+            assert "the store is away" in events(running, "r", "backup-failed")[0]["message"]
+            at_rest(running, "r", 1)
+        assert rounds(running.live("r"), "checkpoints") == [0, 1]
+        assert damages(url) == whole
+        play_round([a], 1)
+        wait_until(lambda: len(events(running, "r", "backup-made")) == 1)
 
 
-class Time:
-    """What clocks say."""
-
-    def __init__(self, now: float) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_two_backups_at_once_are_refused_with_who_and_until_when(url: str, states: list[Path]) -> None:
-    with BackupBucket(url, Time(1_800_000_000.0)).locked():
-        # LEASE_S, and as much more as clocks differ.
-        told = rf"in {url}, by \S+, process {os.getpid()}: wait until it is done.*after 2027-01-15 08:11:00 UTC"
-        with pytest.raises(OuterstepError, match=told), BackupBucket(url, Time(1_800_000_659.0)).locked():
-            pass
-    assert back_up(states[0], url).manifest.number == 1, "it was given back"
+def test_a_run_that_was_removed_is_in_no_backup_and_leaves_nothing(url: str, tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        leave(finished(running, "r"))
+        remove(running, "r")
+    assert damages(url) == {max(damages(url)): ""}
+    assert states(url) == {}
+    assert list(Objects(url).within("runs")) == []
 
 
-def test_a_lock_is_renewed_while_it_is_held(
-    s3: S3Server, url: str, prefix: str, monkeypatch: pytest.MonkeyPatch
+def test_the_backup_after_a_rollback_is_whole(url: str, tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=LONG)
+        for round_ in range(3):
+            play_round([a], round_)
+        at_rest(running, "r", 3)
+        with running.client() as admin:
+            admin.post("/v1/runs/r/rollback", json={"to": 1, "from_round": 3}).raise_for_status()
+        assert damages(url) == {max(damages(url)): ""}
+        assert set(states(url).values()) == {1}
+        go_on(running, "r", ["a"], 1)
+        assert set(damages(url).values()) == {""}
+
+
+# --- restoring one ----------------------------------------------------------------------------------------------------
+
+
+def restored(url: str, data_dir: Path, number: int | None = None, warn: Callable[[str], object] = print) -> int:
+    """Restore a backup; return its number. The operator still has the admin token."""
+    manifest = restore(backups(url), number, data_dir, warn)
+    shutil.copy(data_dir.parent / "data" / "admin.token", data_dir)
+    return manifest.number
+
+
+@pytest.mark.covers("reliability:restore-beside")
+def test_a_new_machine_goes_on_from_the_bucket_alone(url: str, tmp_path: Path) -> None:
+    play(url, tmp_path / "data", 3, LONG)
+    restored(url, tmp_path / "new")
+    shutil.rmtree(tmp_path / "data")
+    with coordinator_thread(tmp_path / "new", blobs=url) as running:
+        assert info(running, "r")["round"] == 3
+        (event,) = events(running, "r", "restored-from-backup")
+        assert "was restored. The run continues from round 3" in event["message"]
+        go_on(running, "r", ["a"], 3)
+        live = running.live("r")
+        assert live.state is RunState.RUNNING
+        assert set(damages(url).values()) == {""}
+
+
+def test_an_older_one_takes_the_run_back(url: str, tmp_path: Path) -> None:
+    play(url, tmp_path / "data", 3)
+    number = min(states(url))
+    assert states(url)[number] == 1
+    restored(url, tmp_path / "new", number)
+    with coordinator_thread(tmp_path / "new", blobs=url) as running:
+        assert info(running, "r")["round"] == 1
+        assert rounds(running.live("r"), "checkpoints") == [1], "the newer ones were set aside"
+        go_on(running, "r", ["a"], 1)
+        assert set(damages(url).values()) == {""}
+
+
+@pytest.mark.covers("security:superseded-coordinator")
+def test_the_coordinator_of_before_can_delete_nothing_and_make_no_backups(url: str, tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data", blobs=url) as old:
+        (a,) = crew(old, "r", ["a"], rounds=20, checkpoints=SHORT)
+        play_round([a], 0)
+        at_rest(old, "r", 1)
+        restored(url, tmp_path / "new")
+        with coordinator_thread(tmp_path / "new", blobs=url) as new:
+            before = dict(Objects(url).within(""))
+            play_round([a], 1)
+            old.await_state("r", 2)
+            wait_until(lambda: len(events(old, "r", "backup-failed")) == 1)
+            assert "belongs to another coordinator" in events(old, "r", "backup-failed")[0]["message"]
+            with pytest.raises(StoreOutage, match="Stop this one"):
+                old.live("r").blobs.delete("runs/r/checkpoints/1/0.x")
+            assert before.items() <= dict(Objects(url).within("")).items()
+            assert info(new, "r")["round"] == 1
+    with pytest.raises(OuterstepError, match="it was restored there since, so do not start this one"):
+        Coordinator(Settings(data_dir=tmp_path / "data", blobs=url))
+
+
+def test_of_two_copies_of_a_data_directory_the_second_is_told(url: str, tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        running.create_run('name = "r"\n[data]\nsource = "custom"\n[sync]\nrounds = 1\n')
+        shutil.copytree(tmp_path / "data", tmp_path / "copy")
+        refused = pytest.raises(OSError, match="another coordinator with a copy of this data directory has written")
+        with coordinator_thread(tmp_path / "copy", blobs=url), refused:
+            running.live("r").context.back_up()
+
+
+def spoil_database(url: str, number: int) -> None:
+    found, objects = backups(url), Objects(url)
+    name = found.database_name(found.manifest(number)).removeprefix(f"{url}/")
+    content = objects.get(name)
+    assert content is not None
+    objects.delete([name])
+    objects.create_from(name, content[0][:-9] + bytes(9))
+
+
+def lose_checkpoint(url: str, number: int) -> None:
+    found = backups(url)
+    own = {blob.name for blob in found.manifest(number).blobs}
+    others = {blob.name for other in found.numbers() if other != number for blob in found.manifest(other).blobs}
+    Objects(url).delete([name for name in own - others if "/checkpoints/" in name])
+
+
+@pytest.mark.parametrize("damage", [spoil_database, lose_checkpoint])
+def test_a_damaged_one_is_named_and_an_older_one_restored(
+    url: str, tmp_path: Path, damage: Callable[[str, int], None]
 ) -> None:
-    monkeypatch.setattr(bucket_lock, "RENEW_S", 0.01)
-    time = Time(1000.0)
-    with BackupBucket(url, time).locked():
-        time.now = 5000.0
-        wait_until(lambda: b'"until":5600.0' in s3.read(f"{prefix}/lock"))
-        with pytest.raises(OuterstepError, match="another backup is being made"), BackupBucket(url, time).locked():
-            pass
-    assert b'"until":0.0' in s3.read(f"{prefix}/lock")
-
-
-def test_a_renewal_of_which_the_answer_is_lost_is_one(s3: S3Server, url: str, prefix: str) -> None:
-    time = Time(1000.0)
-    held = bucket_lock.BucketLock(objects.Objects(url), time)
-    with held.held():
-        s3.after = lambda request: (503, "SlowDown") if request.method == "PUT" else None
-        time.now = 1100.0
-        with pytest.raises(Transient):
-            held.renew()
-        s3.undisturbed()
-        time.now = 1200.0
-        held.renew()
-        assert b'"until":1800.0' in s3.read(f"{prefix}/lock")
-    assert b'"until":0.0' in s3.read(f"{prefix}/lock")
-
-
-def test_a_lock_that_somebody_removed_is_lost(s3: S3Server, url: str, prefix: str) -> None:
-    held = bucket_lock.BucketLock(objects.Objects(url), Time(1000.0))
-    with held.held():
-        s3.client().delete_object(Bucket=BUCKET, Key=f"{prefix}/lock")
-        with pytest.raises(OuterstepError, match=f"another backup has taken the lock {url}/lock"):
-            held.renew()
-    assert s3.keys(f"{prefix}/") == set()
-
-
-@pytest.mark.covers("reliability:bucket-backup-killed")
-def test_who_was_stopped_for_long_does_no_harm_to_who_took_over(
-    url: str, states: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the first is about to name in a manifest, the second has removed."""
-    monkeypatch.setattr(bucket_lock, "RENEW_S", 1e6)  # it was stopped, and with it the thread
-    manifest = back_up(states[0], url).manifest
-    first = BackupBucket(url, Time(1000.0))
-    second = BackupBucket(url, Time(1000.0 + bucket_lock.LEASE_S + bucket_lock.CLOCKS_S))
-    with first.locked():
-        assert all(first.holds(blob) for blob in manifest.blobs)
-        database = first.scratch()
-        shutil.copy(states[0] / sqlite.FILE, database)
-        made = create(BackupSource(sqlite.url_in(states[2]), reader_of(states[2])), second, keep=1)
-        assert (made.manifest.number, made.removed) == (2, [1])
-        with pytest.raises(OuterstepError, match="another backup has taken the lock"):
-            first.add(
-                manifest.model_copy(update={"number": 3, "database": content_of(database)}), database, never_interrupt
-            )
-    assert damages(url) == {2: ""}
-    check_restored(tmp_path / "new", restore(open_store(url), None, tmp_path / "new"))
-    assert back_up(states[1], url).manifest.number == 3, "nothing holds the lock"
-
-
-def test_who_cannot_renew_the_lock_removes_nothing(s3: S3Server, two: str, prefix: str) -> None:
-    time = Time(1000.0)
-    bucket = BackupBucket(two, time)
-    there = s3.keys(f"{prefix}/blobs/")
-    with bucket.locked():
-        time.now += bucket_lock.LEASE_S - bucket_lock.MARGIN_S + 1
-        with pytest.raises(OuterstepError, match="could not be renewed in time"):
-            bucket.remove_blobs(bucket.digests())
-    assert s3.keys(f"{prefix}/blobs/") == there
-
-
-def test_a_number_is_taken_once(two: str, states: list[Path]) -> None:
-    bucket = BackupBucket(two)
-    manifest = bucket.manifest(2)
-    with bucket.locked():
-        database = bucket.scratch()
-        with bucket.open_database(manifest) as reader:
-            memory = memoryview(bytearray(reader.size))
-            database.write_bytes(memory[: reader.read_into(memory, 0)])
-        with pytest.raises(OuterstepError, match=r"another backup .*/backups/2\.json"):
-            bucket.add(manifest.model_copy(update={"made_at": 1.0}), database, never_interrupt)
-    assert bucket.manifest(2) == manifest
-
-
-def test_a_store_that_heeds_no_conditions_is_refused(s3: S3Server, url: str, states: list[Path]) -> None:
-    s3.deaf = True
-    with pytest.raises(OuterstepError, match="ignores `If-None-Match`"):
-        back_up(states[0], url)
-
-
-def test_a_lock_that_is_none_is_left_alone(s3: S3Server, url: str, prefix: str, states: list[Path]) -> None:
-    s3.write(f"{prefix}/lock", b"mine")
-    with pytest.raises(OuterstepError, match="is not a lock of Outerstep"):
-        back_up(states[0], url)
-    assert s3.read(f"{prefix}/lock") == b"mine"
-
-
-# --- damage -----------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_spoilt_in_the_bucket_is_found_and_an_older_backup_restored(
-    s3: S3Server, two: str, prefix: str, tmp_path: Path
-) -> None:
-    blob = only_in_2(two)[0]
-    key = f"{prefix}/blobs/{blob}"
-    s3.write(key, spoilt(s3.read(key)))
-    told = damages(two)
-    assert told[2].startswith(f"{two}/blobs/{blob} is missing or damaged (runs/r/")
-    assert told[1] == ""
+    play(url, tmp_path / "data", 2)
+    newest, *older = backups(url).numbers()
+    damage(url, newest)
+    assert [number for number, text in damages(url).items() if "missing" in text] == [newest]
+    with pytest.raises(DamagedBackup, match="missing"):
+        restore(backups(url), newest, tmp_path / "new")
     said: list[str] = []
-    manifest = restore(open_store(two), None, tmp_path / "new", said.append)
-    assert (manifest.number, said) == (
-        1,
-        [f"backup 2 is damaged, trying an older one: {two}/blobs/{blob} is damaged"],
-    )
-    check_restored(tmp_path / "new", manifest)
-    s3.client().delete_object(Bucket=BUCKET, Key=key)
-    assert damages(two)[2].startswith(f"{two}/blobs/{blob} is missing or damaged")
+    assert restored(url, tmp_path / "new", None, said.append) == older[0]
+    assert len(said) == 1
+    assert f"backup {newest} is damaged, trying an older one" in said[0]
+    assert round_in(tmp_path / "new" / sqlite.FILE, "r") == 1
 
 
-def test_a_spoilt_database_and_a_spoilt_manifest_are_found(
-    s3: S3Server, two: str, prefix: str, states: list[Path], tmp_path: Path
-) -> None:
-    name = BackupBucket(two).database_name(open_store(two).manifest(2))
-    for key in (name.removeprefix(f"s3://{BUCKET}/"), f"{prefix}/backups/1.json"):
-        s3.write(key, spoilt(s3.read(key)))
-    assert damages(two) == {2: f"{name} is missing or damaged", 1: "its manifest is not what was written"}
-    with pytest.raises(OuterstepError, match="every backup in"):
-        restore(open_store(two), None, tmp_path / "new")
-    before = s3.keys(f"{prefix}/blobs/")
-    back_up(states[2], two, keep=1)
-    assert before < s3.keys(f"{prefix}/blobs/"), "what cannot be read may need any of them"
+def test_a_database_that_unpacks_to_more_than_the_manifest_says_fills_no_disk(url: str, tmp_path: Path) -> None:
+    from coordinator.backup import bucket
+
+    play(url, tmp_path / "data", 1)
+    found, objects = backups(url), Objects(url)
+    manifest = found.manifest(max(found.numbers()))
+    name = found.database_name(manifest).removeprefix(f"{url}/")
+    (tmp_path / "zeros").write_bytes(bytes(manifest.database.size * 40))
+    bucket.compress(tmp_path / "zeros", tmp_path / "bomb")
+    objects.delete([name])
+    objects.create_from(name, tmp_path / "bomb")
+    with pytest.raises(DamagedBackup, match="is missing or damaged"):
+        found.fetch_database(manifest, tmp_path / "database", tmp_path / "scratch")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bomb", "data", "zeros"]
 
 
-def test_a_cut_blob_is_copied_anew(s3: S3Server, two: str, prefix: str, states: list[Path]) -> None:
-    key = f"{prefix}/blobs/{only_in_2(two)[0]}"
-    s3.write(key, s3.read(key)[:-1])
-    assert back_up(states[1], two).copied_blobs == 1
-    assert set(damages(two).values()) == {""}
+def test_two_restores_at_once_leave_one_owner(url: str, tmp_path: Path) -> None:
+    play(url, tmp_path / "data", 1)
+    first, second = backups(url), backups(url)
+    restore(first, None, tmp_path / "a")
+    with pytest.raises(OuterstepError, match="another restore has taken"):
+        restore(second, None, tmp_path / "b")
+    restored(url, tmp_path / "b")  # whoever repeats it does so knowingly
+    with pytest.raises(OuterstepError, match="belongs to the coordinator of another data directory"):
+        Coordinator(Settings(data_dir=tmp_path / "a", blobs=url))
+    with coordinator_thread(tmp_path / "b", blobs=url) as running:
+        assert read(running.live("r").blobs, backups(url).manifest(max(backups(url).numbers())).blobs[0].name)
 
 
-# --- the line ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_line_that_is_cut_is_no_damage(s3: S3Server, two: str, tmp_path: Path) -> None:
-    blob = only_in_2(two)[0]
-    s3.fault = lambda request: (503, "SlowDown") if blob in request.path and request.method == "GET" else None
-    for does in (lambda: damages(two), lambda: restore(open_store(two), None, tmp_path / "new")):
-        with pytest.raises(Transient, match=f"cannot read {two}/blobs/{blob}: the store answers 503"):
-            does()
-    s3.undisturbed()
-    check_restored(tmp_path / "new", restore(open_store(two), None, tmp_path / "new"))
-
-
-def test_an_answer_that_is_lost_is_no_refusal(s3: S3Server, url: str, states: list[Path]) -> None:
-    """A try that had its effect is made again, and meets what it made itself."""
-    tries: Counter[str] = Counter()
-
-    def lose(request: Request) -> tuple[int, str] | None:
-        tries[request.path] += request.method == "PUT"
-        return (503, "SlowDown") if tries[request.path] % 2 else None
-
-    s3.after = lose
-    assert back_up(states[0], url).manifest.number == 1
-    assert {path.rpartition("/")[2] for path in tries} > {"lock", "1.json"}
-    s3.undisturbed()
-    assert damages(url) == {1: ""}
-
-
-def test_a_fault_in_the_middle_leaves_what_was_there_and_the_next_one_goes_on(
-    s3: S3Server, url: str, states: list[Path]
-) -> None:
-    back_up(states[0], url)
-    s3.fault = lambda request: (500, "InternalError") if request.path.endswith("2.json") else None
-    with pytest.raises(Transient, match=r"cannot write .*/backups/2\.json"):
-        back_up(states[1], url, keep=1)
-    assert damages(url) == {1: ""}
-    s3.undisturbed()
-    made = back_up(states[1], url, keep=1)
-    assert (made.copied_blobs, made.removed, damages(url)) == (0, [1], {2: ""})
-
-
-@pytest.mark.parametrize(
-    ("method", "answer", "told"),
-    [
-        (
-            "PUT",
-            (403, "SignatureDoesNotMatch"),
-            "this machine may not write {url}/lock (403 SignatureDoesNotMatch): ",
-        ),
-        (
-            "GET",
-            (403, "AccessDenied"),
-            "this machine may not list {url} (403 AccessDenied): check that the key in AWS_AC",
-        ),
-        (
-            "GET",
-            (400, "AuthorizationHeaderMalformed"),
-            "the bucket of {url} is in another region than the request: set ",
-        ),
-        (
-            "GET",
-            (301, "PermanentRedirect"),
-            "the bucket of {url} is in another region than the request: set AWS_REGION",
-        ),
-        ("PUT", (400, "InvalidRequest"), "cannot write {url}/lock: the store answers 400 InvalidRequest"),
-    ],
-)
-def test_what_another_try_does_not_mend_is_told_with_what_to_look_at(
-    s3: S3Server, url: str, states: list[Path], method: str, answer: tuple[int, str], told: str
-) -> None:
-    s3.fault = lambda request: answer if request.method == method else None
-    with pytest.raises(OuterstepError) as caught:
-        back_up(states[0], url)
-    assert told.format(url=url) in str(caught.value)
-    assert not isinstance(caught.value, Transient)
-
-
-def test_an_upload_that_the_bucket_has_dropped_may_be_tried_again(s3: S3Server, url: str, tmp_path: Path) -> None:
-    content = bytes(objects.PART_BYTES + 1)
-    (tmp_path / "blob").write_bytes(content)
-    s3.fault = lambda request: (404, "NoSuchUpload") if "partNumber" in request.query else None
-    bucket = BackupBucket(url)
-    with (
-        bucket.locked(),
-        FileReader(tmp_path / "blob") as reader,
-        pytest.raises(Transient, match=r"the parts of .* were removed"),
-    ):
-        bucket.take_blob(reader, digest(content).hex(), never_interrupt)
-
-
-def test_where_there_are_no_credentials_the_variables_are_named(
-    s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AZURE_STORAGE_ACCOUNT_NAME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:1")  # which machines of a cloud have
-    with pytest.raises(OuterstepError, match=f"no credentials for {url}: set AWS_ACCESS_KEY_ID"):
-        open_existing(url)
-    with pytest.raises(OuterstepError, match="no credentials for az://a/b: set AZURE_STORAGE_ACCOUNT_NAME"):
-        open_store("az://a/b")
-
-
-def test_a_bucket_that_is_not_there_is_told(s3: S3Server, states: list[Path]) -> None:
-    for does in (lambda url: back_up(states[0], url), open_existing):
-        with pytest.raises(OuterstepError, match="there is no bucket 'nowhere' for s3://nowhere/a"):
-            does("s3://nowhere/a")
-    with pytest.raises(OuterstepError, match="s3:///a names no bucket"):
-        open_store("s3:///a")
-
-
-def test_where_nobody_answers_another_try_may_help(
-    s3: S3Server, url: str, states: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    with pytest.raises(
-        Transient, match=f"cannot list {url}: nothing answers at http://127.0.0.1:1 .*: check that it can be"
-    ):
-        back_up(states[0], url)
-
-
-def test_where_no_backup_is_it_says_so(s3: S3Server, url: str, prefix: str, states: list[Path]) -> None:
-    with pytest.raises(
-        OuterstepError, match=f"there is no backup in {url}: `outerstep coordinator backup {url}` makes"
-    ):
-        open_existing(url)
-    s3.write(f"{prefix}/letter", b"")
-    with pytest.raises(OuterstepError, match=f"{url} has other objects"):
-        back_up(states[0], url)
-    assert s3.keys(f"{prefix}/") == {"letter"}
-
-
-def test_without_obstore_the_line_to_type_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "coordinator.backup.bucket")
-    monkeypatch.delitem(sys.modules, "outerstep.common.objects")
-    monkeypatch.delitem(sys.modules, "coordinator.backup.bucket_lock")
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    import coordinator.backup
-
-    monkeypatch.delattr(coordinator.backup, "bucket")
-    with pytest.raises(OuterstepError, match=r"needs obstore: pip install 'outerstep\[coordinator,remote\]'"):
-        Coordinator(Settings(data_dir=tmp_path / "data", backup_dir="s3://bucket/backups"))
+def test_where_there_is_none_it_is_said(url: str, tmp_path: Path) -> None:
+    with pytest.raises(OuterstepError, match=re.escape(f"there is no backup in {url}: a coordinator with --blobs")):
+        backups(url)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.backup.store import copy_whole
-from coordinator.store.blobs import RunNames, StoreOutage
+from coordinator.backup.contents import copy_whole
+from coordinator.store.blobs import OwnedBucket, RunNames, StoreOutage
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import fault_of
 from coordinator.store.payloads import fault_in
@@ -51,7 +51,13 @@ def prefix() -> str:
 
 @pytest.fixture
 def blobs(s3: S3Server, data: DataDirectory, prefix: str) -> ObjectBlobs:
-    return ObjectBlobs(Objects(f"s3://{BUCKET}/{prefix}"), data, cache_bytes=4000)
+    return ObjectBlobs(owned(Objects(f"s3://{BUCKET}/{prefix}")), data, cache_bytes=4000)
+
+
+def owned(objects: Objects) -> OwnedBucket:
+    bucket = OwnedBucket.taken(objects, "its owner")
+    assert bucket is not None
+    return bucket
 
 
 def copies(data: DataDirectory) -> list[int]:
@@ -250,7 +256,7 @@ def test_a_put_whose_answer_was_lost_is_in_the_store(s3: S3Server, blobs: Object
 
 
 def test_only_one_of_several_puts_creates_the_blob(store: SeaweedFS, data: DataDirectory, prefix: str) -> None:
-    blobs = ObjectBlobs(Objects(store.url(prefix)), data)
+    blobs = ObjectBlobs(owned(Objects(store.url(prefix))), data)
     contents = [bytes([number]) for number in range(6)]
     for name in (f"runs/r/deltas/{number}/0" for number in range(5)):
         with ThreadPoolExecutor(len(contents)) as threads:

@@ -14,7 +14,7 @@ import pytest
 
 from coordinator.backup.directory import BackupDirectory
 from coordinator.backup.restore import restore
-from coordinator.backup.scheduled import RETRY_S
+from coordinator.backup.scheduled import RETRY_S, DirectoryBackups
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import Reader
@@ -52,6 +52,13 @@ def await_backup(running: InThread, after: float | None) -> float:
     return at
 
 
+def set_now(running: InThread, monkeypatch: pytest.MonkeyPatch, now: float) -> None:
+    scheduled = running.coordinator.backups
+    assert scheduled is not None
+    for each in (scheduled, scheduled.backups):
+        monkeypatch.setattr(each, "_now", lambda: now)
+
+
 def await_rest(running: InThread) -> None:
     """Return once the thread has nothing to do until the clock moves."""
     scheduled = running.coordinator.backups
@@ -66,7 +73,7 @@ def test_one_is_made_at_the_first_start_and_again_after_a_while(
     await_rest(running)
     assert httpx.get(f"{running.url}/readyz").json()["last_backup_at"] == first
     assert numbers(tmp_path) == [1]
-    monkeypatch.setattr(running.coordinator.backups, "_now", lambda: first + EVERY_S + 1)
+    set_now(running, monkeypatch, first + EVERY_S + 1)
     running.coordinator.tick()
     assert numbers(tmp_path) == [1], "not before its time"
     (a,) = crew(running, "r", ["a"], rounds=2, members="lease_s = 86400")
@@ -85,11 +92,11 @@ def test_where_the_clock_was_set_back_they_go_on(
     """None was made until the clock had come to the last one again, and nothing said so."""
     first = await_backup(running, None)
     await_rest(running)
-    monkeypatch.setattr(running.coordinator.backups, "_now", lambda: first - 86_400)
+    set_now(running, monkeypatch, first - 86_400)
     clock.advance(EVERY_S)
     assert await_backup(running, first) == first - 86_400
     await_rest(running)
-    monkeypatch.setattr(running.coordinator.backups, "_now", lambda: first - 86_400 - 5)
+    set_now(running, monkeypatch, first - 86_400 - 5)
     clock.advance(RETRY_S)
     running.coordinator.tick()
     assert running.coordinator.last_backup_at == first - 86_400, "by some seconds it is still new enough"
@@ -155,7 +162,8 @@ def test_it_waits_for_nobody_and_nobody_for_it(tmp_path: Path, clock: SettableCl
 
         scheduled = running.coordinator.backups
         assert scheduled is not None
-        scheduled.source = replace(scheduled.source, open_blob=stuck)
+        assert isinstance(scheduled.backups, DirectoryBackups)
+        scheduled.backups.source = replace(scheduled.backups.source, open_blob=stuck)
         shutil.rmtree(root)
         clock.advance(EVERY_S)
         assert reached.wait(60)

@@ -10,9 +10,11 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from coordinator.server import make_server
+from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from harness.coordinator import CoordinatorProcess
 from outerstep.rest import connect
+from protocol.errors import OuterstepError
 
 PREFIX = "OUTERSTEP_COORDINATOR_"
 TOKEN = "ost_" + "a" * 43
@@ -96,9 +98,15 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
     }
 
 
-def test_backups_may_go_to_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(PREFIX + "BACKUP_DIR", "s3://bucket//prefix")
-    assert Settings().backup_dir == "s3://bucket//prefix", "no path, of which two slashes are one"
+def test_backups_go_to_a_directory_or_to_the_bucket_of_the_blobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PREFIX + "BACKUP_DIR", "s3://bucket/prefix")
+    with pytest.raises(
+        ValueError, match="s3://bucket/prefix is no directory; with --blobs URL backups are in that bucket"
+    ):
+        Settings()
+    monkeypatch.setenv(PREFIX + "BACKUP_DIR", "/backups")
+    with pytest.raises(OuterstepError, match="so leave --backup out"):
+        Coordinator(Settings(blobs="s3://bucket/prefix"))
 
 
 def test_an_argument_goes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,7 @@ from protocol.errors import OuterstepError
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
 pytest.importorskip("botocore", reason="no signatures: pip install 'outerstep[remote]'")
 
-from coordinator.store.direct_access import SignedAccess, open_direct
-from coordinator.store.signing import Signer
+from coordinator.store.direct_access import SignedAccess, Signer, open_direct
 from outerstep.common.bucket_check import FOLDER
 from outerstep.common.objects import Bucket, Objects
 

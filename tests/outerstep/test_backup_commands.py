@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from harness.coordinator import coordinator_thread
+from harness.seaweedfs import SeaweedFS
 from outerstep.cli import app
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
@@ -86,30 +88,39 @@ def test_a_damaged_backup_is_shown_and_ends_with_3(tmp_path: Path, served: Serve
     assert err.startswith("backup 2 is damaged, trying an older one: ")
 
 
-@pytest.mark.system
-def test_a_bucket_in_the_place_of_a_directory(tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
-    pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3]' flask flask-cors")
-    from tests.support.s3_server import BUCKET, s3_server
+def test_those_beside_the_blobs_of_a_bucket(tmp_path: Path, store: SeaweedFS):
+    url = store.url("backup-commands")
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        running.create_run(SPEC.replace("demo", "kept"))
+        assert outerstep("coordinator", "backup", tmp_path / "b", "--data", tmp_path / "data")[0] == 0
+    with coordinator_thread(tmp_path / "data", blobs=url):
+        pass
+    code, out, _ = outerstep("coordinator", "backups", "--blobs", url)
+    assert (code, re.findall(r"^(\d) .* intact$", out, re.MULTILINE)) == (0, ["2", "1"])
+    given = ("coordinator", "restore", "--blobs", url, "--data", tmp_path / "new")
+    code, out, err = outerstep(*given, "--new-admin-token")
+    assert (code, err) == (0, "")
+    assert re.search(rf"restored backup 2 of 20.* into {tmp_path}/new: kept at state 0", out)
+    with coordinator_thread(tmp_path / "new", blobs=url) as running, running.client() as admin:
+        assert [each["name"] for each in admin.get("/v1/runs").json()["items"]] == ["kept"]
+    code, out, err = outerstep(*given)
+    assert (code, "has a database already: restore into a new directory" in err) == (3, True)
+    code, _, err = outerstep("coordinator", "backups", "--blobs", store.url("nothing-there"))
+    assert (code, "there is no backup in" in err) == (3, True)
 
-    url, new = f"s3://{BUCKET}/deep/er", tmp_path / "new"
-    with s3_server() as s3:
-        for name, value in s3.environment().items():
-            monkeypatch.setenv(name, value)
-        code, out, err = outerstep("coordinator", "backup", f"{url}/", "--data", served.data)
-        assert (code, out.startswith(f"made backup 1 in {url}: 0 new of 0 blobs"), err) == (0, True, "")
-        assert re.search(r"^1 +20\S+ .* intact$", outerstep("coordinator", "backups", url)[1], re.MULTILINE)
-        code, out, err = outerstep("coordinator", "restore", url, "--data", new, "--new-admin-token")
-        assert (code, out.startswith("restored backup 1"), err) == (0, True, "")
-        manifest = s3.read("deep/er/backups/1.json")
-        s3.write("deep/er/backups/1.json", manifest[:-1])
-        code, _, err = outerstep("coordinator", "backups", url)
-        assert (code, "backup 1: its manifest is not what was written" in err) == (3, True)
-        s3.fault = lambda request: (403, "AccessDenied") if request.method == "GET" else None
-        code, _, err = outerstep("coordinator", "restore", url, "--data", tmp_path / "other")
-        assert (code, f"this machine may not list {url}" in err) == (3, True)
-    with serving(new) as again:
-        assert again.outerstep("run", "ls")[0] == 0
+
+def test_moving_to_a_bucket_and_back(tmp_path: Path, store: SeaweedFS):
+    url, data = store.url("move-command"), tmp_path / "data"
+    with coordinator_thread(data):
+        pass
+    code, out, err = outerstep("coordinator", "move", url, "--data", data)
+    assert (code, err) == (0, "")
+    start = f"outerstep coordinator --data {data} --blobs {url}"
+    assert out == f"moved 0 files, 0 B, to {url}. Start the coordinator with: {start}\n"
+    code, out, _ = outerstep("coordinator", "move", "directory", "--data", data, "--format", "json")
+    assert (code, json.loads(out)) == (0, {"blobs": 0, "bytes": 0, "place": "directory"})
+    code, _, err = outerstep("coordinator", "move", "directory", "--data", data)
+    assert (code, "are in directory already" in err) == (3, True)
 
 
 @pytest.mark.parametrize(
@@ -125,19 +136,21 @@ def test_a_bucket_in_the_place_of_a_directory(tmp_path: Path, served: Served, mo
         (
             ["backup", "ftp://host/b", "--data", "{tmp}/empty"],
             2,
-            "ftp://host/b: backups go to a directory, or to a URL",
+            "ftp://host/b is no directory: back up to a directory and copy that with rclone, or",
         ),
-        (["restore", "https://host/b", "--data", "{tmp}/new"], 2, "https://host/b: backups go to a directory, or"),
+        (["restore", "--data", "{tmp}/new"], 2, "restore: give the directory of backups, or --blobs URL"),
+        (["backups", "{tmp}/empty", "--blobs", "s3://b"], 2, "backups: give the directory of backups, or --blobs URL"),
         (["backup", "{tmp}/b", "--keep", "0"], 2, "--keep"),
         (["backups", "{tmp}/none"], 3, "there is no directory {tmp}/none"),
         (["backups", "{tmp}/empty"], 3, "there is no backup in {tmp}/empty: `outerstep coordinator backup"),
         (["restore", "{tmp}/empty", "--data", "{tmp}/new"], 3, "there is no backup in {tmp}/empty"),
         (["--data", "{tmp}/empty", "backup", "{tmp}/b"], 2, "give --data after `coordinator backup`, not before it"),
-        (["--backup-every", "1h"], 2, "--backup-every and --backup-keep need --backup DIR|URL"),
+        (["--backup-every", "1h"], 2, "--backup-every needs --backup DIR or --blobs URL"),
+        (["--backup-keep", "3"], 2, "--backup-keep needs --backup DIR"),
         (
             ["--backup", "ftp://host/b", "--data", "{tmp}/empty"],
-            3,
-            "ftp://host/b: backups go to a directory, or to a URL",
+            2,
+            "--backup = 'ftp://host/b': ftp://host/b is no directory; with --blobs URL",
         ),
         (["--backup", "{tmp}/b", "--backup-every", "soon"], 2, "--backup-every: 'soon' is not a time such as 30min"),
         (["--backup", "{tmp}/b", "--backup-every", "0"], 2, "--backup-every = 0.0: input should be greater than 0"),

@@ -95,6 +95,7 @@ class StoreBlobs:
     def __init__(self, node: "CoordinatorNode", store: StoreNode) -> None:
         self._node, self._store = node, store
         self.direct: DirectAccess | None = self
+        self.bucket = None
 
     def _request(self) -> None:
         """A request reaches the store, if it gets there."""

@@ -5,18 +5,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from coordinator.backup.contents import is_whole
 from coordinator.backup.create import BackupSource, CreatedBackup, create
-from coordinator.backup.locations import Location, open_store
+from coordinator.backup.directory import BackupDirectory
 from coordinator.backup.manifest import Content, Manifest
 from coordinator.backup.restore import BackupChecker, new_admin_token, restore
-from coordinator.backup.store import is_whole
 from coordinator.store import sqlite
 from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.opening import reader_of
 
 
 def back_up(
-    data_dir: Path, place: Location, keep: int = 7, before_opening: Callable[[str], object] = lambda _: None
+    data_dir: Path, place: Path, keep: int = 7, before_opening: Callable[[str], object] = lambda _: None
 ) -> CreatedBackup:
     """Back up a data directory, whoever uses it; `before_opening` is called with the name of each blob."""
     open_blob = reader_of(data_dir)
@@ -25,19 +25,19 @@ def back_up(
         before_opening(name)
         return open_blob(name)
 
-    return create(BackupSource(sqlite.url_in(data_dir), opening), open_store(place), keep)
+    return create(BackupSource(sqlite.url_in(data_dir), opening), BackupDirectory(place), keep)
 
 
-def restored(place: Location, data_dir: Path, number: int | None = None) -> Manifest:
+def restored(place: Path, data_dir: Path, number: int | None = None) -> Manifest:
     """Restore a backup, with a new admin token."""
-    manifest = restore(open_store(place), number, data_dir)
+    manifest = restore(BackupDirectory(place), number, data_dir)
     new_admin_token(data_dir)
     return manifest
 
 
-def damages(place: Location) -> dict[int, str]:
+def damages(place: Path) -> dict[int, str]:
     """What is wrong with each backup, by number."""
-    return {info.number: info.damage for info in BackupChecker(open_store(place)).infos()}
+    return {info.number: info.damage for info in BackupChecker(BackupDirectory(place)).infos()}
 
 
 def blobs_in(root: Path) -> set[str]:

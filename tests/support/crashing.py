@@ -15,6 +15,8 @@ from sqlalchemy.orm import Session
 import coordinator.backup.restore
 import coordinator.server
 import worker.agent
+from coordinator.service import Coordinator
+from coordinator.settings import Settings
 from coordinator.store import database, sqlite
 from outerstep.cli import main
 from tests.support.crash_points import Changes, CrashPoints, caller
@@ -76,10 +78,17 @@ def run_backup(folder: Path, data_dir: Path, root: Path) -> None:
     _become(folder, ["coordinator", "backup", str(root), "--data", str(data_dir), "--keep", "1"])
 
 
-def run_bucket_backup(folder: Path, environment: dict[str, str], data_dir: Path, url: str) -> None:
-    """The same, to a bucket."""
+def run_bucket_start(folder: Path, environment: dict[str, str], data_dir: Path, url: str) -> None:
+    """A coordinator whose blobs are in a bucket starts, which makes a backup, and stops."""
     os.environ.update(environment)
-    _become(folder, ["coordinator", "backup", url, "--data", str(data_dir), "--keep", "1"])
+    _redirect(folder)
+    Coordinator(Settings(data_dir=data_dir, blobs=url)).close()
+
+
+def run_bucket_restore(folder: Path, environment: dict[str, str], data_dir: Path, url: str) -> None:
+    """`outerstep coordinator restore --blobs`."""
+    os.environ.update(environment)
+    _become(folder, ["coordinator", "restore", "--blobs", url, "--data", str(data_dir)])
 
 
 def run_restore(folder: Path, root: Path, data_dir: Path) -> None:
@@ -90,7 +99,11 @@ def run_restore(folder: Path, root: Path, data_dir: Path) -> None:
 
 def _become(folder: Path, arguments: list[str]) -> None:
     """The command, with its output in files."""
-    for name, stream in (("out", 1), ("log", 2)):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    _redirect(folder)
     sys.argv = ["outerstep", *arguments]
     main()
+
+
+def _redirect(folder: Path) -> None:
+    for name, stream in (("out", 1), ("log", 2)):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)

@@ -13,8 +13,7 @@ import pytest
 from sqlalchemy import select
 
 from coordinator.store.blobs import SignedRequest
-from coordinator.store.direct_access import OWN_S
-from coordinator.store.signing import Signer
+from coordinator.store.direct_access import OWN_S, Signer
 from coordinator.store.tables import ContributionRow
 from harness.coordinator import InThread
 from harness.seaweedfs import SeaweedFS
