@@ -1,11 +1,13 @@
 """The proxies of `deploy/` agree with the coordinator. If they are installed: a round through each, and whole runs through
 Caddy over HTTP/2."""
 
+import json
 import os
 import re
 import shutil
 import ssl
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ from coordinator.http.long_polls import MAX_WAIT_S
 from coordinator.settings import Settings
 from harness.coordinator import Certificate, InThread, coordinator_thread, make_certificate
 from harness.member import Member, spec_toml
+from harness.seaweedfs import SeaweedFS
 from protocol.fragments import TensorSpec
 from protocol.messages import Scope
 from tests.support.ports import free_port
@@ -75,11 +78,12 @@ def nginx(folder: Path, port: int, behind: int, certificate: Certificate) -> lis
     return ["nginx", "-p", str(folder), "-c", str(config), "-e", "stderr", "-g", f"daemon off; pid {folder}/pid;"]
 
 
-def caddy(folder: Path, port: int, behind: int, certificate: Certificate) -> list[str]:
+def caddy(folder: Path, port: int, behind: int, certificate: Certificate, store: int = 1) -> list[str]:
     changed = {
         "{\n\tservers": "{\n\tadmin off\n\tauto_https disable_redirects\n\tservers",
         "{$OUTERSTEP_DOMAIN:localhost} {": f"https://127.0.0.1:{port} {{\n\ttls {certificate.file} {certificate.key}",
         "{$OUTERSTEP_UPSTREAM:127.0.0.1:8470}": f"127.0.0.1:{behind}",
+        "{$OUTERSTEP_STORE:127.0.0.1:8333}": f"127.0.0.1:{store}",
     }
     config = written(folder / "Caddyfile", CADDY, changed)
     return ["caddy", "run", "--adapter", "caddyfile", "--config", str(config)]
@@ -212,6 +216,41 @@ def test_whole_runs_go_through_caddy(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert client.get("/v1/runs/trained").json()["state"] == "finished"
         assert kinds["trained"].result().count("round-published") == 3
         assert kinds["large"].result().count("round-published") == 1
+
+
+@pytest.mark.system
+@INSTALLED["caddy"]
+def test_the_store_of_the_compose_file_is_reached_through_caddy(tmp_path: Path, store: SeaweedFS) -> None:
+    """Its signatures hold although it is behind a proxy, for the coordinator and for workers."""
+    certificate, port = make_certificate(tmp_path / "tls"), free_port()
+    proxy = subprocess.Popen(
+        caddy(tmp_path, port, 1, certificate, store.port), env=os.environ | {"HOME": str(tmp_path)}
+    )
+    try:
+        with client_of(f"https://127.0.0.1:{port}", certificate.file, http2=False) as client:
+            wait_until(lambda: proxy.poll() is not None or reached(client))
+        url = f"s3+https://127.0.0.1:{port}/outerstep-bucket/blobs"
+        done = subprocess.run(
+            [sys.executable, "-m", "outerstep", "doctor", "--blobs", url, "--format", "json"],
+            env=os.environ | {"SSL_CERT_FILE": str(certificate.file)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    finally:
+        proxy.terminate()
+        proxy.wait()
+    found = {each["name"]: each for each in json.loads(done.stdout)["findings"]}
+    assert {each["fault"] for each in found.values()} == {None}
+    assert found["direct"]["said"] == f"workers transfer directly to https://127.0.0.1:{port}"
+
+
+def reached(client: httpx.Client) -> bool:
+    try:
+        client.get("/healthz")
+    except httpx.TransportError:
+        return False
+    return True
 
 
 def kinds_of_events(client: httpx.Client, run: str) -> list[str]:

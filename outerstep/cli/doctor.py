@@ -100,7 +100,7 @@ def _examine_bucket(url: str, output: Format) -> None:
     if output is Format.JSON:
         print_json({"exit_code": code, "findings": [asdict(each) for each in findings]})
     elif code is Exit.DONE:
-        say(f"\nready: start the coordinator with: outerstep coordinator --blobs {shlex.quote(url)}")
+        say(f"ready: start the coordinator with: outerstep coordinator --blobs {shlex.quote(url)}")
     raise typer.Exit(code)
 
 
