@@ -44,6 +44,7 @@ STREAM_BYTES = 1 << 20
 _REMOVED_AT_ONCE = 1000  # what S3 allows in one request
 _PARTS = 9_000  # most parts of one object; S3 allows 10,000
 RETRIES: dict[str, Any] = {"max_retries": 10, "retry_timeout": timedelta(seconds=60)}
+NO_RETRIES: dict[str, Any] = {"max_retries": 0}
 # The first is for parts over the slowest usable network, the second for small requests.
 _PART_TIMEOUT, _TIMEOUT = timedelta(minutes=10), timedelta(seconds=30)
 
@@ -103,7 +104,9 @@ class Objects:
     Methods raise Transient for errors worth a retry, and OuterstepError for others.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, retries: dict[str, Any] = RETRIES) -> None:
+        """`retries`: obstore's retry_config."""
+        self._retries = retries
         self._url = url.rstrip("/")
         self.bucket = Bucket.of(self._url)
         self._credentials = SCHEMES[urlsplit(self._url).scheme]
@@ -238,7 +241,7 @@ class Objects:
         try:
             from_url: Any = store.from_url  # Any, because its annotations only allow particular stores
             of_endpoint = {} if self.bucket.endpoint is None else {"endpoint": self.bucket.endpoint}
-            return from_url(self.bucket.url, client_options=options, retry_config=RETRIES, **of_endpoint)
+            return from_url(self.bucket.url, client_options=options, retry_config=self._retries, **of_endpoint)
         except (exceptions.BaseError, ValueError) as error:
             if any(each in str(error) for each in _NO_CREDENTIALS):
                 raise self._no_credentials() from error
@@ -270,7 +273,7 @@ class Objects:
         if status and status[1] in ("401", "403"):
             return OuterstepError(
                 f"this machine may not {action} {name} ({answer}): check that the key in {self._credentials} is right "
-                "and may list, read, write and remove objects there"
+                "and has the permissions that docs/deployment.md lists"
             )
         if any(each in text for each in _ANOTHER_REGION):
             return OuterstepError(

@@ -378,6 +378,9 @@ def test_an_object_store(server: FileServer, directory: Path, tmp_path: Path, mo
         settings = CacheSettings(tmp_path / "cache")
         data = open_remote_set(spec("s3://bucket/sets/one"), None, settings, threading.Event())
         assert torch.equal(data.unit(0), local.unit(0))
+        by_its_address = f"s3+{url}/bucket/sets/one"
+        again = open_remote_set(spec(by_its_address), None, CacheSettings(tmp_path / "b"), threading.Event())
+        assert torch.equal(again.unit(0), local.unit(0))
         late = data.order.shards(UNITS - 1)
         server.files[f"/bucket/sets/one/train-{late[0]}.bin"] = b"short"
         del server.files[f"/bucket/sets/one/train-{late[1]}.bin"]
@@ -387,6 +390,7 @@ def test_an_object_store(server: FileServer, directory: Path, tmp_path: Path, mo
 
 def test_without_obstore_the_line_to_type_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
+    monkeypatch.delitem(sys.modules, "outerstep.common.objects", raising=False)
     with pytest.raises(DataError, match=r"needs obstore: pip install 'outerstep\[remote\]'"):
         open_remote_set(spec("s3://bucket/set"), None, CacheSettings(tmp_path), threading.Event())
 

@@ -2,25 +2,26 @@
 
     https://, http://       any file server; one without range requests sends a file from its beginning at every attempt
     hf://datasets/A/B@REV/… a repository of the Hugging Face hub: https with the hub's addresses and its token
-    s3://, gs://, az://     an object store, through obstore (the extra `remote`), with credentials from the environment
+    s3://, gs://, az://, s3+https://
+                            an object store (outerstep/common/objects.py; the extra `remote`)
 
 There are two kinds of faults: Transient, which retrying may fix, and DataError, which it does not.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import quote
 
 import httpx
 
 from outerstep.common.answers import check_not_encoded, header_number, read_body
 from outerstep.common.connections import error_text
-from protocol.errors import BeyondLimits, Transient
+from protocol.errors import BeyondLimits, OuterstepError, Transient
 from worker.errors import DataError
 
-HTTP, HUB, STORES = ("https://", "http://"), ("hf://",), ("s3://", "gs://", "az://")
+HTTP, HUB = ("https://", "http://"), ("hf://",)
+STORES = ("s3://", "s3+https://", "s3+http://", "gs://", "az://")
 
 _RANGE_BYTES = 8 << 20  # read at once from an object store, and held in memory
 _TIMEOUT = httpx.Timeout(30.0, pool=None)  # without any data; a transfer may take longer
@@ -145,60 +146,48 @@ class StoreFiles:
 
     def __init__(self, source: str) -> None:
         try:
-            from obstore import exceptions, store
+            from outerstep.common.objects import NO_RETRIES, Objects
         except ImportError as error:
             raise DataError(f"data.source = {source!r} needs obstore: pip install 'outerstep[remote]'") from error
-        self._source, self._errors = source.rstrip("/"), exceptions
-        options: Any = {
-            "connect_timeout": timedelta(seconds=10),
-            "read_timeout": timedelta(seconds=30),
-            "timeout": timedelta(minutes=10),
-            "allow_http": True,  # for a self-hosted store at AWS_ENDPOINT_URL or the like
-        }
         try:
-            from_url: Any = store.from_url  # its overloads are per kind of store
-            self._store = from_url(
-                self._source,
-                client_options=options,
-                retry_config={"max_retries": 0},  # the caller retries and logs it
-            )
-        except (exceptions.BaseError, ValueError) as error:
-            raise DataError(f"data.source = {source!r} cannot be opened: {_first_line(error)}") from error
+            self._objects = Objects(source, NO_RETRIES)  # the caller retries and logs it
+        except OuterstepError as error:
+            raise DataError(f"data.source = {source!r} cannot be opened: {error}") from error
 
     def url(self, name: str) -> str:
-        return f"{self._source}/{name}"
+        return self._objects.name(name)
 
     def read(self, name: str, start: int, stop: int) -> Iterator[bytes]:
-        import obstore
-
         with self._translated(name):
-            size = obstore.head(self._store, name)["size"]
+            size = self._size(name)
             if size < stop:
                 raise _ends_early(self.url(name), size, stop)
             for at in range(start, stop, _RANGE_BYTES):
-                yield bytes(obstore.get_range(self._store, name, start=at, end=min(at + _RANGE_BYTES, stop)))
+                yield self._objects.read(name, at, min(at + _RANGE_BYTES, stop))
 
     def whole(self, name: str, limit_bytes: int) -> bytes:
-        import obstore
-
         with self._translated(name):
-            size = obstore.head(self._store, name)["size"]
+            size = self._size(name)
             if size > limit_bytes:
                 raise _too_long(self.url(name), limit_bytes)
-            return bytes(obstore.get_range(self._store, name, start=0, end=size)) if size else b""
+            return self._objects.read(name, 0, size) if size else b""
+
+    def _size(self, name: str) -> int:
+        if (size := self._objects.size(name)) is None:
+            raise _missing(self.url(name), "the store")
+        return size
 
     @contextmanager
     def _translated(self, name: str) -> Iterator[None]:
-        """Translate the store's exceptions into Transient and DataError."""
-        url, errors = self.url(name), self._errors
+        """Raise the store's errors as Transient and DataError."""
         try:
             yield
         except FileNotFoundError as error:
-            raise _missing(url, "the store") from error
-        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
-            raise DataError(f"{url}: this machine has no permission to read it: {_first_line(error)}") from error
-        except errors.BaseError as error:
-            raise Transient(f"{url} cannot be fetched: {_first_line(error)}") from error
+            raise _missing(self.url(name), "the store") from error
+        except (Transient, DataError):
+            raise
+        except OuterstepError as error:
+            raise DataError(str(error)) from error
 
 
 def _missing(url: str, answer: str) -> DataError:
@@ -211,8 +200,3 @@ def _ends_early(url: str, size: int, wanted: int) -> DataError:
 
 def _too_long(url: str, limit_bytes: int) -> DataError:
     return DataError(f"{url} has more than {limit_bytes} bytes: not the index of a token set")
-
-
-def _first_line(error: Exception) -> str:
-    """Return the store's message without the debugging details after it."""
-    return str(error).partition("\n")[0]
