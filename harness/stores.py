@@ -66,6 +66,12 @@ class MemoryBlobs:
         target.unlink(missing_ok=True)
         target.write_bytes(content)
 
+    def rename(self, name: str, new_name: str) -> None:
+        content = self._content(name)
+        with self._lock:
+            self._contents[new_name] = content
+        self.delete(name)
+
     def delete(self, *names: str) -> None:
         with self._lock:
             for name in names:
@@ -189,6 +195,9 @@ class Disturbed:
 
     def fetch(self, name: str, target: Path) -> None:
         self._blobs.fetch(name, target)
+
+    def rename(self, name: str, new_name: str) -> None:
+        self._blobs.rename(name, new_name)
 
     def delete(self, *names: str) -> None:
         self._blobs.delete(*names)

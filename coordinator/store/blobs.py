@@ -169,6 +169,10 @@ class Blobs(Protocol):
     def fetch(self, name: str, target: Path) -> None:
         """Copy a blob to the local file `target`, replacing an older one. Raises FileNotFoundError."""
 
+    def rename(self, name: str, new_name: str) -> None:
+        """Give a blob another name, over a blob of that name. After a crash it has at least one of the two. Raises
+        FileNotFoundError."""
+
     def delete(self, *names: str) -> None:
         """Delete blobs, if they exist."""
 
@@ -229,13 +233,3 @@ class RunNames:
 def round_of(name: str) -> int:
     """Return the round of a contribution, a delta or a checkpoint."""
     return int(name.split("/")[3])
-
-
-def move(blobs: Blobs, name: str, new_name: str, scratch: Path) -> None:
-    """Rename a blob. After a crash it has at least one of the two names. `scratch`: an unused path."""
-    try:
-        blobs.fetch(name, scratch)
-        blobs.put(new_name, scratch)
-    finally:
-        scratch.unlink(missing_ok=True)
-    blobs.delete(name)

@@ -51,6 +51,10 @@ class DirectoryBlobs:
         target.unlink(missing_ok=True)
         os.link(self.root / name, target)
 
+    def rename(self, name: str, new_name: str) -> None:
+        self.put(new_name, self.root / name)
+        self.delete(name)
+
     def delete(self, *names: str) -> None:
         for name in names:
             path = self.root / name

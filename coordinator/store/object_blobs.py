@@ -23,6 +23,7 @@ from protocol.digest import Buffer
 outages = OwnedBucket.outages
 
 CACHE_BYTES = 4 << 30
+COPIED_BYTES = 5 << 30  # the largest object that S3 copies in one request
 LARGEST_SHARE = 4  # of the cache, one blob takes at most a fourth
 
 
@@ -74,6 +75,24 @@ class ObjectBlobs:
             file.replace(target)
         finally:
             file.unlink(missing_ok=True)
+
+    def rename(self, name: str, new_name: str) -> None:
+        self.bucket.check()
+        with outages():
+            size = self._objects.size(name)
+            if size is None:
+                raise FileNotFoundError(self._objects.name(name))
+            if size <= COPIED_BYTES:
+                self._objects.copy(name, new_name)
+                size = None
+        if size is not None:
+            file = self._data.scratch()
+            try:
+                self._download(name, file)
+                self.put(new_name, file)
+            finally:
+                file.unlink(missing_ok=True)
+        self.delete(name)
 
     def delete(self, *names: str) -> None:
         if not names:

@@ -20,7 +20,7 @@ from typing import Any
 from sqlalchemy import delete, select, update
 
 from coordinator.run.live_run import Change, LiveRun
-from coordinator.store.blobs import KINDS, Kind, move, round_of
+from coordinator.store.blobs import KINDS, Kind, round_of
 from coordinator.store.identity import Actor
 from coordinator.store.tables import (
     AssignmentRow,
@@ -289,7 +289,7 @@ def set_aside(run: LiveRun, state: int, prefix: str) -> None:
 def _move(run: LiveRun, names: list[str], prefix: str) -> None:
     run.note_vanished(*names)
     for name in names:
-        move(run.blobs, name, prefix + name.removeprefix(run.names.all), run.context.data.scratch())
+        run.blobs.rename(name, prefix + name.removeprefix(run.names.all))
 
 
 def _prefix_of_rollback(run: LiveRun, latest: int) -> str | None:

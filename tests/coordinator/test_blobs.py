@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.store import directory_blobs
-from coordinator.store.blobs import Blobs, FileReader, OwnedBucket, RunNames, move, round_of
+from coordinator.store.blobs import Blobs, FileReader, OwnedBucket, RunNames, round_of
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from harness.seaweedfs import SeaweedFS
@@ -104,10 +104,23 @@ def test_a_local_file_is_put_and_fetched_and_stays_what_it_is(blobs: Blobs, data
         blobs.fetch(NAME, target)
 
 
-def test_a_blob_that_is_moved_has_the_other_name(blobs: Blobs, data: DataDirectory) -> None:
+def test_a_blob_that_is_renamed_has_the_other_name(blobs: Blobs) -> None:
     blobs.put(NAME, b"some bytes")
-    move(blobs, NAME, "runs/r/set-aside/0/x", data.scratch())
+    blobs.rename(NAME, "runs/r/set-aside/0/x")
     assert list(blobs.list("runs/r/")) == [("runs/r/set-aside/0/x", 10)]
+    assert read(blobs, "runs/r/set-aside/0/x") == b"some bytes"
+    with pytest.raises(FileNotFoundError):
+        blobs.rename(NAME, "runs/r/set-aside/0/y")
+
+
+def test_an_object_too_large_to_be_copied_by_the_store_is_renamed_too(
+    bucket: Blobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.store.object_blobs.COPIED_BYTES", 5)
+    bucket.put(NAME, b"some bytes")
+    bucket.rename(NAME, "runs/r/set-aside/0/x")
+    assert list(bucket.list("runs/r/")) == [("runs/r/set-aside/0/x", 10)]
+    assert read(bucket, "runs/r/set-aside/0/x") == b"some bytes"
 
 
 def test_names_say_what_it_is() -> None:

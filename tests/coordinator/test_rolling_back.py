@@ -7,7 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.store import blobs
 from coordinator.store.identity import Actor
 from coordinator.sync import outer_state
 from coordinator.upkeep import rolling_back
@@ -198,14 +197,14 @@ def test_killed_in_the_middle_it_is_done_at_the_next_start(tmp_path: Path, monke
                 raise KeyboardInterrupt
             original(*arguments)
 
-        original = blobs.move
+        original = running.live("r").blobs.rename
         with monkeypatch.context() as patch:
             if point == "rows":
                 patch.setattr(outer_state, "fetch_checkpoint", dies)
             elif point == "checkpoint":
                 patch.setattr(rolling_back, "set_aside", dies)
             else:
-                patch.setattr(rolling_back, "move", moves_two)
+                patch.setattr(running.live("r").blobs, "rename", moves_two)
             live = running.live("r")
             patch.setattr(live, "restored", lambda opening: None)  # nothing follows: it is dead
             order = RollBack(to=2, from_round=4)

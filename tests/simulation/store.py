@@ -125,6 +125,10 @@ class StoreBlobs:
         target.unlink(missing_ok=True)
         target.write_bytes(content)
 
+    def rename(self, name: str, new_name: str) -> None:
+        self.put(new_name, self._content(name))
+        self.delete(name)
+
     def delete(self, *names: str) -> None:
         self._request()
         for name in names:
