@@ -69,12 +69,16 @@ def spec_toml(run: LiveRun) -> str:
 
 
 def disk_bytes(run: LiveRun) -> DiskBytes:
-    """Return the bytes of the run's files."""
+    """Return the bytes of the run's files. For files in a bucket, the database is asked: listing them takes requests,
+    and must not hold up a report while the bucket cannot be reached."""
 
     def stored(prefix: str) -> int:
         return sum(size for _, size in run.blobs.list(prefix))
 
     names = run.names
+    if run.blobs.bucket is not None:
+        recorded = retention.recorded_bytes(run)
+        return DiskBytes(**recorded, state=run.outer.files.bytes(), set_aside=run.set_aside_bytes)
     return DiskBytes(
         **{kind: stored(names.kind(kind)) for kind in KINDS},
         state=run.outer.files.bytes(),

@@ -198,6 +198,7 @@ class LiveRun:
         self.arrivals: deque[Arrival] = deque()  # to be committed by the next thread that gets the lock
         self.uploading: Counter[str] = Counter()  # by blob: how many requests are uploading this contribution
         self.deleting: set[str] = set()  # blobs of rejected contributions that are being deleted
+        self.set_aside_bytes = 0  # of the files that were set aside, if they are in a bucket
         self.vanished: set[str] = set()  # blobs that were deleted or moved while they were being uploaded
         self.granted: dict[str, Grant] = {}  # by blob: uploads that workers may make themselves, not yet committed
         self.not_direct: set[str] = set()  # workers that have uploaded an invalid payload to the store

@@ -9,6 +9,7 @@ whose delta is kept. For older rounds only sums are kept. The newest `retention.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from sqlalchemy import case, delete, func, select
 from sqlalchemy.orm import Session
@@ -64,6 +65,24 @@ def oldest_kept(run: LiveRun) -> dict[Kind, int]:
     """Return, for each kind of blob, the first round that the retention rule keeps; empty if there is no checkpoint."""
     kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
     return {"checkpoints": kept[-1], "deltas": first_delta(kept), "contributions": kept[0]} if kept else {}
+
+
+def recorded_bytes(run: LiveRun) -> dict[Kind, int]:
+    """Return the bytes of the run's blobs that the retention rule keeps, by kind, from their rows."""
+    first = oldest_kept(run)
+    sizes: dict[Kind, tuple[Any, Any]] = {
+        "contributions": (ContributionRow, ContributionRow.size),
+        "deltas": (FragmentRow, FragmentRow.delta_bytes),
+        "checkpoints": (CheckpointFragmentRow, CheckpointFragmentRow.size),
+    }
+    with run.context.database.read() as session:
+        return {
+            kind: session.scalar(
+                select(func.coalesce(func.sum(size), 0)).where(row.run_id == run.id, row.round >= first.get(kind, 0))
+            )
+            or 0
+            for kind, (row, size) in sizes.items()
+        }
 
 
 def clean(run: LiveRun) -> None:

@@ -35,6 +35,7 @@ def restore(run: LiveRun, needed: frozenset[str] = frozenset()) -> None:
     """Rebuild the run in memory, then let it settle. `needed`: the names of blobs that backups need; they stay."""
     with run.lock:
         rolling_back.set_aside_newer(run)
+        rolling_back.note_set_aside(run)
         rolling_back.rejoin_if_restored(run)
         _restore_workers(run)
         opening = _open_round(run)

@@ -290,6 +290,13 @@ def _move(run: LiveRun, names: list[str], prefix: str) -> None:
     run.note_vanished(*names)
     for name in names:
         run.blobs.rename(name, prefix + name.removeprefix(run.names.all))
+    note_set_aside(run)
+
+
+def note_set_aside(run: LiveRun) -> None:
+    """Note how many bytes are set aside in a bucket. In a directory they are counted when somebody asks."""
+    if run.blobs.bucket is not None:
+        run.set_aside_bytes = sum(size for _, size in run.blobs.list(run.names.set_aside))
 
 
 def _prefix_of_rollback(run: LiveRun, latest: int) -> str | None:

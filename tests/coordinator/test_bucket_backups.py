@@ -157,6 +157,12 @@ def test_the_backup_after_a_rollback_is_whole(url: str, tmp_path: Path) -> None:
             admin.post("/v1/runs/r/rollback", json={"to": 1, "from_round": 3}).raise_for_status()
         assert damages(url) == {max(damages(url)): ""}
         assert set(states(url).values()) == {1}
+        stored = dict.fromkeys(("contributions", "deltas", "checkpoints", "set-aside"), 0)
+        for name, size in Objects(url).within("runs/r"):
+            stored[name.split("/")[0]] += size
+        shown = info(running, "r")["disk_bytes"]
+        assert {kind: shown[kind.replace("-", "_")] for kind in stored} == stored
+        assert stored["set-aside"] > 0
         go_on(running, "r", ["a"], 1)
         assert set(damages(url).values()) == {""}
 
