@@ -1,6 +1,6 @@
 """One outer round over loopback without training: Outerstep's sync and gloo's fp32 all-reduce, in the same run.
 
-    python -m benchmarks.sync [--quick] [--json] [--params 25e6 100e6] [--workers 4] [--rounds 5] [--only speed]
+    python -m benchmarks.sync [--quick] [--json] [--params 25e6 100e6] [--workers 4] [--rounds 5] [--only speed] [--bucket]
 
 Each worker process holds a random pseudo-gradient and does alternately
   sync    what `outerstep worker` does with it: encode, upload (durable before it is acknowledged), wait for the delta,
@@ -14,6 +14,9 @@ As `DiLoCo` does with the pseudo-gradients, each worker takes the digests of its
 Core-seconds are of one sync, over all workers and the coordinator; divided by the cores they are the least time of a
 sync on this machine. "Floor" is from `floor.py`: the parts that every sync needs; the ratio assumes that no core is
 idle.
+
+With --bucket everything is measured a second time with the coordinator's files in a bucket of SeaweedFS on this
+machine, to which workers transfer directly; then the coordinator's memory with 64 workers.
 """
 
 import argparse
@@ -26,9 +29,11 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from multiprocessing.synchronize import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +46,7 @@ from rich.table import Table
 
 from benchmarks.floor import core_seconds
 from harness.coordinator import InProcess, coordinator_process
+from harness.seaweedfs import seaweedfs
 from protocol.fragments import TensorSpec
 from protocol.messages import Action, JoinRequest, Metrics
 from protocol.wire import CHUNK_ELEMENTS, StateHeader
@@ -55,6 +61,7 @@ from worker.state.work import Contribution
 # Workers and parameters for the coordinator's memory; and the rounds until its memory stops growing.
 CREWS = ((2, 25_000_000), (32, 25_000_000), (2, 100_000_000), (2, 400_000_000))
 QUICK_CREWS = ((2, 8_000_000), (8, 8_000_000))
+BUCKET_CREWS = ((64, 25_000_000),)
 MEMORY_ROUNDS = 5
 
 SPEC = """
@@ -136,6 +143,18 @@ def measure(plan: Plan) -> dict[str, Any]:
 def round_seconds(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]:
     """Return each round's time from the first start to the last end, from (start, end) per worker and round."""
     return [max(end for _, end in round_) - min(start for start, _ in round_) for round_ in zip(*spans, strict=True)]
+
+
+@contextmanager
+def coordinator_on(store: str) -> Iterator[InProcess]:
+    """Start a coordinator with its files in its directory, or in a bucket on this machine."""
+    with ExitStack() as stack:
+        blobs = None
+        if store == "bucket":
+            server = stack.enter_context(seaweedfs())
+            os.environ.update(server.environment)
+            blobs = server.url("benchmark")
+        yield stack.enter_context(coordinator_process(blobs=blobs))
 
 
 def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
@@ -235,25 +254,29 @@ def main() -> None:
     parser.add_argument("--params", type=float, nargs="+", help="parameters; default 25e6 100e6")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, help="measured rounds, after a warm-up; default 5")
+    parser.add_argument("--bucket", action="store_true", help="also with the files in a bucket (needs weed)")
     arguments = parser.parse_args()
+    stores = ["directory", "bucket"] if arguments.bucket else ["directory"]
     sizes = arguments.params or ([25e6] if arguments.quick else [25e6, 100e6])
     rounds = arguments.rounds or (3 if arguments.quick else 5)
 
     reports = []
-    for number, elements in enumerate(sizes if arguments.only != "memory" else []):
-        with coordinator_process() as coordinator:
+    for number, (elements, store) in enumerate(product(sizes if arguments.only != "memory" else [], stores)):
+        with coordinator_on(store) as coordinator:
             plan = Plan(coordinator, f"sync-{number}", arguments.workers, int(elements), rounds, _free_port())
-            report = measure(plan)
+            report = measure(plan) | {"store": store}
         report["floor_cpu_s"] = {part: round(s, 3) for part, s in core_seconds(int(elements), plan.workers).items()}
         least_s = sum(report["floor_cpu_s"].values()) / (os.cpu_count() or 1)
         report["floor_ratio"] = round(least_s / report["gloo_fp32_s"], 3)
         reports.append(report)
     memory = []
-    crews = QUICK_CREWS if arguments.quick else CREWS
-    for workers, elements in crews if arguments.only != "speed" else []:
-        with coordinator_process() as coordinator:
+    crews = {"directory": QUICK_CREWS if arguments.quick else CREWS, "bucket": BUCKET_CREWS}
+    for store, (workers, elements) in ((each, crew) for each in stores for crew in crews[each]):
+        if arguments.only == "speed":
+            continue
+        with coordinator_on(store) as coordinator:
             plan = Plan(coordinator, f"rss-{workers}-{elements}", workers, elements, MEMORY_ROUNDS, None)
-            memory.append(measure(plan))
+            memory.append(measure(plan) | {"store": store})
     _print(reports, memory)
     if arguments.json:
         total = [m["coordinator_idle_rss"] + m["coordinator_rss_above_idle"] for m in memory]
@@ -270,13 +293,23 @@ def main() -> None:
 
 
 def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
-    columns = ["parameters", "workers", "sync s", "gloo fp32 s", "ratio", "workers' core-s", "coordinator's core-s"]
+    columns = [
+        "parameters",
+        "workers",
+        "files in",
+        "sync s",
+        "gloo fp32 s",
+        "ratio",
+        "workers' core-s",
+        "coordinator's core-s",
+    ]
     columns += ["floor core-s", "floor ratio", "up MB", "down MB", "all-reduce MB", "error", "RSS above idle MB"]
     table = Table(*columns, title="one round, medians")
     for r in reports:
         table.add_row(
             f"{r['parameters']:,}",
             f"{r['workers']}",
+            r["store"],
             f"{r['sync_s']:.3f}",
             f"{r['gloo_fp32_s']:.3f}",
             f"{r['ratio']:.2f}",
@@ -290,10 +323,11 @@ def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
             f"{r['relative_error']:.4f}",
             f"{r['coordinator_rss_above_idle'] / 1e6:.0f}",
         )
-    peak = Table("parameters", "workers", "total MB", "above idle MB", title="coordinator, peak RSS")
+    peak = Table("parameters", "workers", "files in", "total MB", "above idle MB", title="coordinator, peak RSS")
     for m in memory:
         above, idle = m["coordinator_rss_above_idle"], m["coordinator_idle_rss"]
-        peak.add_row(f"{m['parameters']:,}", f"{m['workers']}", f"{(idle + above) / 1e6:.0f}", f"{above / 1e6:.0f}")
+        size = f"{(idle + above) / 1e6:.0f}", f"{above / 1e6:.0f}"
+        peak.add_row(f"{m['parameters']:,}", f"{m['workers']}", m["store"], *size)
     console = Console(width=180)
     for each, filled in ((table, reports), (peak, memory)):
         if filled:

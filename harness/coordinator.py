@@ -256,10 +256,12 @@ class CoordinatorProcess:
 
 
 @contextmanager
-def coordinator_process(host: str = "127.0.0.1", certificate: Certificate | None = None) -> Iterator[InProcess]:
+def coordinator_process(
+    host: str = "127.0.0.1", certificate: Certificate | None = None, blobs: str | None = None
+) -> Iterator[InProcess]:
     """A coordinator process with a temporary directory; it logs only warnings."""
     with TemporaryDirectory(prefix="outerstep-") as directory:
-        coordinator = CoordinatorProcess(Path(directory), host=host, certificate=certificate, quiet=True)
+        coordinator = CoordinatorProcess(Path(directory), host=host, certificate=certificate, quiet=True, blobs=blobs)
         try:
             yield coordinator.start()
         finally:
