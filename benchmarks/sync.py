@@ -1,6 +1,7 @@
 """One outer round over loopback without training: Outerstep's sync and gloo's fp32 all-reduce, in the same run.
 
-    python -m benchmarks.sync [--quick] [--json] [--params 25e6 100e6] [--workers 4] [--rounds 5] [--only speed] [--bucket]
+    python -m benchmarks.sync [--quick] [--json] [--params 25e6 100e6] [--workers 4] [--rounds 5] [--only speed]
+                              [--bucket]
 
 Each worker process holds a random pseudo-gradient and does alternately
   sync    what `outerstep worker` does with it: encode, upload (durable before it is acknowledged), wait for the delta,
@@ -293,17 +294,17 @@ def main() -> None:
 
 
 def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
-    columns = [
-        "parameters",
-        "workers",
-        "files in",
-        "sync s",
-        "gloo fp32 s",
-        "ratio",
-        "workers' core-s",
+    columns = ["parameters", "workers", "files in", "sync s", "gloo fp32 s", "ratio", "workers' core-s"]
+    columns += [
         "coordinator's core-s",
+        "floor core-s",
+        "floor ratio",
+        "up MB",
+        "down MB",
+        "all-reduce MB",
+        "error",
+        "RSS above idle MB",
     ]
-    columns += ["floor core-s", "floor ratio", "up MB", "down MB", "all-reduce MB", "error", "RSS above idle MB"]
     table = Table(*columns, title="one round, medians")
     for r in reports:
         table.add_row(
