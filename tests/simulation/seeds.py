@@ -9,7 +9,7 @@ from pathlib import Path
 
 FIXED = range(50)
 QUICK = FIXED[:6]  # what `make test` takes the time for
-PER_COMMIT = 100
+PER_COMMIT = 50
 WITHOUT_COMMIT = FIXED.stop
 
 
