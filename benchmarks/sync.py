@@ -47,7 +47,7 @@ from rich.table import Table
 
 from benchmarks.floor import core_seconds
 from harness.coordinator import InProcess, coordinator_process
-from harness.seaweedfs import seaweedfs
+from harness.seaweedfs import SeaweedFS, seaweedfs
 from protocol.fragments import TensorSpec
 from protocol.messages import Action, JoinRequest, Metrics
 from protocol.wire import CHUNK_ELEMENTS, StateHeader
@@ -147,15 +147,21 @@ def round_seconds(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]
 
 
 @contextmanager
-def coordinator_on(store: str) -> Iterator[InProcess]:
-    """Start a coordinator with its files in its directory, or in a bucket on this machine."""
+def coordinator_on(store: str) -> Iterator[tuple[InProcess, SeaweedFS | None]]:
+    """Start a coordinator with its files in its directory, or in a bucket of a server on this machine."""
     with ExitStack() as stack:
-        blobs = None
+        blobs = server = None
         if store == "bucket":
             server = stack.enter_context(seaweedfs())
             os.environ.update(server.environment)
             blobs = server.url("benchmark")
-        yield stack.enter_context(coordinator_process(blobs=blobs))
+        yield stack.enter_context(coordinator_process(blobs=blobs)), server
+
+
+def cpu_seconds_of(server: SeaweedFS) -> float:
+    assert server.process is not None
+    times = psutil.Process(server.process.pid).cpu_times()
+    return float(times.user + times.system)
 
 
 def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
@@ -263,9 +269,10 @@ def main() -> None:
 
     reports = []
     for number, (elements, store) in enumerate(product(sizes if arguments.only != "memory" else [], stores)):
-        with coordinator_on(store) as coordinator:
+        with coordinator_on(store) as (coordinator, server):
             plan = Plan(coordinator, f"sync-{number}", arguments.workers, int(elements), rounds, _free_port())
             report = measure(plan) | {"store": store}
+            report["store_cpu_s"] = 0.0 if server is None else round(cpu_seconds_of(server) / (rounds + 1), 3)
         report["floor_cpu_s"] = {part: round(s, 3) for part, s in core_seconds(int(elements), plan.workers).items()}
         least_s = sum(report["floor_cpu_s"].values()) / (os.cpu_count() or 1)
         report["floor_ratio"] = round(least_s / report["gloo_fp32_s"], 3)
@@ -275,7 +282,7 @@ def main() -> None:
     for store, (workers, elements) in ((each, crew) for each in stores for crew in crews[each]):
         if arguments.only == "speed":
             continue
-        with coordinator_on(store) as coordinator:
+        with coordinator_on(store) as (coordinator, _):
             plan = Plan(coordinator, f"rss-{workers}-{elements}", workers, elements, MEMORY_ROUNDS, None)
             memory.append(measure(plan) | {"store": store})
     _print(reports, memory)
@@ -297,6 +304,7 @@ def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
     columns = ["parameters", "workers", "files in", "sync s", "gloo fp32 s", "ratio", "workers' core-s"]
     columns += [
         "coordinator's core-s",
+        "store's core-s",
         "floor core-s",
         "floor ratio",
         "up MB",
@@ -316,6 +324,7 @@ def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
             f"{r['ratio']:.2f}",
             f"{r['workers_cpu_s']:.2f}",
             f"{r['coordinator_cpu_s']:.2f}",
+            f"{r['store_cpu_s']:.2f}",
             f"{sum(r['floor_cpu_s'].values()):.2f}",
             f"{r['floor_ratio']:.2f}",
             f"{r['upload_bytes'] / 1e6:.1f}",
