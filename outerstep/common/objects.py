@@ -175,6 +175,17 @@ class Objects:
         with self._explained("read", path):
             return bytes(obstore.get_range(self._large, path, start=start, end=stop))
 
+    def read_into(self, path: str, memory: memoryview, start: int) -> None:
+        """Fill `memory` with the bytes of an object from offset `start` on. Raises FileNotFoundError."""
+        with self._explained("read", path):
+            found, got = obstore.get(self._large, path, options={"range": (start, start + len(memory))}), 0
+            for piece in found.stream(min_chunk_size=STREAM_BYTES):
+                view = memoryview(piece)[: len(memory) - got]
+                memory[got : got + len(view)] = view
+                got += len(view)
+        if got != len(memory):
+            raise Transient(f"{self.name(path)} broke off after {got} of {len(memory)} bytes")
+
     # --- writing --------------------------------------------------------------------------------------------------
 
     def create(self, path: str, content: bytes) -> Version | None:
@@ -305,6 +316,9 @@ class ObjectReader:
 
     def read_into(self, memory: memoryview, at: int) -> int:
         wanted = max(0, min(len(memory), self.size - at))
+        if wanted > PART_BYTES:  # without a copy in between
+            self._objects.read_into(self._path, memory[:wanted], at)
+            return wanted
         with self._lock:
             filled = 0
             while filled < wanted:
