@@ -51,8 +51,10 @@ class BucketBackups:
         self._folder = StoredBackups(bucket.objects, bucket.owner)
         self._lock = threading.Lock()
         self._kept: dict[int, Manifest] = {}
-        self._last = max(self._folder.numbers(), default=0)
-        for number in self._folder.numbers():
+        self._unconfirmed = False  # the last backup failed, and may be there all the same
+        numbers = self._folder.numbers()
+        self._last = max(numbers, default=0)
+        for number in numbers:
             with suppress(DamagedBackup):
                 self._kept[number] = self._folder.manifest(number)
 
@@ -76,6 +78,10 @@ class BucketBackups:
         """
         with self._lock:
             self._bucket.check()
+            if self._unconfirmed:
+                with self._bucket.outages():
+                    self._last = max(self._folder.numbers(), default=self._last)
+            self._unconfirmed = True
             made_at, copied, compressed = self._now(), self._scratch(), self._scratch()
             try:
                 database.copy(self._url, copied)
@@ -84,6 +90,7 @@ class BucketBackups:
             finally:
                 copied.unlink(missing_ok=True)
                 compressed.unlink(missing_ok=True)
+            self._unconfirmed = False
             self._kept[manifest.number] = manifest
             self._last = manifest.number
             newest = sorted(self._kept, reverse=True)[: 1 if alone else self._most]

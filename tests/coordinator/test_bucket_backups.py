@@ -138,6 +138,27 @@ def test_where_the_bucket_is_away_nothing_is_deleted_and_the_failure_is_reported
         wait_until(lambda: len(events(running, "r", "backup-made")) == 1)
 
 
+def test_one_whose_answer_was_lost_is_no_reason_to_fail_ever_after(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        crew(running, "r", ["a"], rounds=2)
+        before, real = max(backups(url).numbers()), StoredBackups.add
+
+        def lost(*given: Any) -> None:
+            real(*given)
+            raise OuterstepError("no answer")
+
+        context = running.live("r").context
+        with monkeypatch.context() as broken:
+            broken.setattr(StoredBackups, "add", lost)
+            with pytest.raises(StoreOutage, match="no answer"):
+                context.back_up()
+        running.create_run('name = "later"\n[data]\nsource = "custom"\n[sync]\nrounds = 1\n')
+        context.back_up()
+        assert max(backups(url).numbers()) == before + 2
+
+
 def test_a_run_that_was_removed_is_in_no_backup_and_leaves_nothing(url: str, tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data", blobs=url) as running:
         leave(finished(running, "r"))
