@@ -125,11 +125,13 @@ class Coordinator:
             rows = session.scalars(select(RunRow)).all()
         # SQLite would reuse the id of a removed run, but other objects may still refer to that id.
         self._ids = itertools.count(1 + max((row.id for row in rows), default=0))
-        needed = self._back_up()
-        removing.finish(self._context, {row.name for row in rows})
         for row in rows:
             run = LiveRun(row, self._context, settle)
             self._runs[run.name] = run
+            retention.forget(run)  # before the sweeps, so that no row names a blob that they delete
+        needed = self._back_up()
+        removing.finish(self._context, {row.name for row in rows})
+        for run in self._runs.values():
             restoring.restore(run, needed)
         self.data.clear_restored()
 

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
+from coordinator.backup import bucket
 from coordinator.run.live_run import LiveRun
 from coordinator.store.blobs import Blobs, DirectAccess, Kind, OwnedBucket, Reader, round_of
 from coordinator.store.data_directory import DataDirectory
@@ -113,6 +114,7 @@ def store(data: DataDirectory) -> Blobs:
 
 @cache
 def _server() -> SeaweedFS:
+    bucket.KEPT = 1  # so that blobs are kept for as long as in a directory
     server = _servers.enter_context(seaweedfs())
     os.environ.update(server.environment)
     return server

@@ -42,12 +42,10 @@ _MANIFEST = re.compile(r"([1-9][0-9]*)\.json")
 class BucketBackups:
     """Makes the backups of one coordinator. Thread-safe."""
 
-    def __init__(
-        self, bucket: OwnedBucket, url: URL, scratch: Callable[[], Path], now: Callable[[], float], kept: int = KEPT
-    ) -> None:
+    def __init__(self, bucket: OwnedBucket, url: URL, scratch: Callable[[], Path], now: Callable[[], float]) -> None:
         """`url`: of the database. `scratch` returns an unused local path. Reads the manifests of earlier backups; may
         raise OuterstepError."""
-        self._bucket, self._url, self._scratch, self._now, self._most = bucket, url, scratch, now, kept
+        self._bucket, self._url, self._scratch, self._now = bucket, url, scratch, now
         self._folder = StoredBackups(bucket.objects, bucket.owner)
         self._lock = threading.Lock()
         self._kept: dict[int, Manifest] = {}
@@ -93,7 +91,7 @@ class BucketBackups:
             self._unconfirmed = False
             self._kept[manifest.number] = manifest
             self._last = manifest.number
-            newest = sorted(self._kept, reverse=True)[: 1 if alone else self._most]
+            newest = sorted(self._kept, reverse=True)[: 1 if alone else KEPT]
             self._kept = {number: self._kept[number] for number in sorted(newest)}
             with self._bucket.outages():
                 self._folder.remove_all_but(self._kept.values())

@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 
 def restore(run: LiveRun, needed: frozenset[str] = frozenset()) -> None:
-    """Rebuild the run in memory, then let it settle. `needed`: the names of blobs that backups need; they stay."""
+    """Rebuild the run in memory, then let it settle. The rows that the retention rule does not keep are deleted
+    already. `needed`: the names of blobs that backups need; they stay."""
     with run.lock:
         rolling_back.set_aside_newer(run)
         rolling_back.note_set_aside(run)
         rolling_back.rejoin_if_restored(run)
         _restore_workers(run)
         opening = _open_round(run)
-        retention.forget(run)  # before the sweep, so that no row names a blob that the sweep deletes
         sweep(run, needed)
         if run.model is not None:
             outer_state.restore(run)
