@@ -110,9 +110,9 @@ def roll_back(
             opening = None
             for row in rows:
                 outer_state.fetch_checkpoint(run, row)
-            run.context.back_up(alone=True)
-            set_aside(run, to, prefix)
             outer_state.restore(run)
+            run.context.back_up(alone=True)  # if this or the next fails, the run goes on all the same
+            set_aside(run, to, prefix)
         finally:
             run.restored(opening)
 

@@ -188,6 +188,28 @@ def test_the_backup_after_a_rollback_is_whole(url: str, tmp_path: Path) -> None:
         assert set(damages(url).values()) == {""}
 
 
+def test_a_rollback_whose_backup_fails_is_one_all_the_same(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise OuterstepError("the store is away")
+
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=LONG)
+        for round_ in range(3):
+            play_round([a], round_)
+        at_rest(running, "r", 3)
+        with running.client() as admin, monkeypatch.context() as broken:
+            broken.setattr(StoredBackups, "add", away)
+            answer = admin.post("/v1/runs/r/rollback", json={"to": 1, "from_round": 3})
+            assert (answer.status_code, "the store is away" in answer.text) == (503, True)
+        assert info(running, "r")["round"] == 1
+        go_on(running, "r", ["a"], 1)
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        go_on(running, "r", ["a"], 2)
+        assert set(damages(url).values()) == {""}
+
+
 # --- restoring one ----------------------------------------------------------------------------------------------------
 
 
