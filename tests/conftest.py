@@ -32,8 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Allow whole systems more time before a hang is suspected: they take longer, above all on a busy machine."""
+    """Allow whole systems more time before a hang is suspected: they take longer, above all on a busy machine. Skip
+    tests of a data directory's files if blobs are elsewhere."""
     for item in items:
+        if stores.kind != "directory" and item.get_closest_marker("in_directory"):
+            item.add_marker(pytest.mark.skip(reason="looks at the files in a data directory"))
         whole = item.get_closest_marker("system") or item.get_closest_marker("nightly")
         if whole and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))

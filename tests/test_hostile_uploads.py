@@ -306,6 +306,7 @@ def test_a_thousand_hostile_bodies_do_not_make_the_coordinator_grow(target: Targ
     assert process.memory_info().rss - before < 30 << 20
 
 
+@pytest.mark.in_directory
 def test_after_all_that_the_member_still_contributes(target: Target) -> None:
     body = target.payload()
     reply = target.send(body)

@@ -22,6 +22,8 @@ from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, play_round
 from tests.support.backing_up import back_up, blobs_in, check_restored, damages, restored, round_in
 
+pytestmark = pytest.mark.in_directory
+
 SHORT = "every_rounds = 1\nkeep = 1"  # what is deleted soonest
 
 

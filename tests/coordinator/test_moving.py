@@ -24,6 +24,8 @@ pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[
 
 from outerstep.common.objects import Objects
 
+pytestmark = pytest.mark.in_directory
+
 _numbers = itertools.count()
 
 

@@ -19,6 +19,8 @@ from tests.coordinator.test_backup import caught_up
 from tests.support.backing_up import back_up, restored
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.in_directory
+
 
 @pytest.mark.covers("reliability:restore-elsewhere")
 def test_the_crew_goes_on_from_the_backup_and_ends_with_one_model(tmp_path: Path) -> None:
