@@ -38,10 +38,13 @@ def manifest_of(content: bytes, number: int) -> Manifest:
 
 
 def is_whole(opened: Callable[[], Reader], content: Content) -> bool:
-    """Return True if the reader that `opened` returns can be read and has this content."""
+    """Return True if the reader that `opened` returns can be read and has this content. Raises StoreOutage, which says
+    nothing about the content."""
     try:
         with opened() as reader:
             return reader.size == content.size and digest_of(reader).hex() == content.digest
+    except StoreOutage:
+        raise
     except OSError:
         return False
 

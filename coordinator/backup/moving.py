@@ -15,15 +15,17 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
+from coordinator.backup.contents import content_of, is_whole
+from coordinator.backup.create import os_errors_explained
 from coordinator.store import sqlite
-from coordinator.store.blobs import OWNER, Blobs, FileReader, OwnedBucket
+from coordinator.store.blobs import OWNER, Blobs, OwnedBucket
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.opening import MARK, mark, marked_bucket, objects_at, usable
-from coordinator.store.payloads import digest_of
 from outerstep.common.files import fsync, replace_file
 from protocol.errors import OuterstepError
 
@@ -34,7 +36,7 @@ _DIGEST = re.compile(r"\.([0-9a-f]{16})$")  # at the end of a blob's name, the b
 
 @dataclass(frozen=True)
 class Progress:
-    """What has been moved so far, and what there is."""
+    """How many blobs and bytes have been moved, and how many there are."""
 
     blobs: int
     of_blobs: int
@@ -62,7 +64,7 @@ def move(data_dir: Path, target: str, progress: Callable[[Progress], object] = l
     called after each blob.
 
     Raises OuterstepError: the coordinator runs, the target is not usable or belongs to another coordinator, a blob is
-    damaged in the old place or cannot be stored in the new one. May raise OSError.
+    damaged in the old place or cannot be stored in the new one; a store or a disk fails.
     """
     if not any((data_dir / each).exists() for each in (sqlite.FILE, MARK, "runs")):
         raise OuterstepError(f"{data_dir} is not a coordinator's data directory: give another --data")
@@ -83,8 +85,9 @@ def move(data_dir: Path, target: str, progress: Callable[[Progress], object] = l
             replace_file(journal, lambda file: file.write(json.dumps(asdict(places)).encode() + b"\n"))
         moved = Progress(0, 0, 0, 0)
         if _marked_place(data) != places.target:
-            moved = _copy_all(data, places, journal, progress)
-            _switch(data, places)
+            with os_errors_explained(data_dir, data_dir if places.source == DIRECTORY else places.source):
+                moved = _copy_all(data, places, journal, progress)
+                _switch(data, places)
         _delete_old(data, places)
         journal.unlink()
         fsync(data.root)
@@ -130,10 +133,11 @@ def _blobs(blobs: Blobs) -> Iterator[tuple[str, int]]:
 def _copy_all(data: DataDirectory, places: _Places, journal: Path, progress: Callable[[Progress], object]) -> Progress:
     source = _opened(data, places.source, places.source_owner)
     target = _opened(data, places.target, places.target_owner)
-    found = dict(_blobs(source))
-    verified = set(journal.read_text(encoding="utf-8").splitlines()[1:])
-    # The coordinator may have run since an earlier attempt, and have deleted blobs.
-    target.delete(*(name for name, _ in _blobs(target) if name not in found))
+    found, there = dict(_blobs(source)), dict(_blobs(target))
+    # Since an earlier attempt, the coordinator may have run, and blobs may have been lost in the new place.
+    noted = journal.read_text(encoding="utf-8").splitlines()[1:]
+    verified = {name for name in noted if _DIGEST.search(name) and name in found and there.get(name) == found[name]}
+    target.delete(*(there.keys() - found.keys()))
     total, count, moved = sum(found.values()), 0, 0
     with journal.open("a", encoding="utf-8") as file:
         for name, size in sorted(found.items()):
@@ -153,30 +157,20 @@ def copy_verified(data: DataDirectory, source: Blobs, target: Blobs, name: str) 
     file = data.scratch()
     try:
         source.fetch(name, file)
-        digest = _digest(file)
+        content, stored = content_of(file), partial(target.open, name, fresh=True)
         known = _DIGEST.search(name)
-        if known is not None and not digest.hex().startswith(known[1]):
+        if known is not None and not content.digest.startswith(known[1]):
             raise OuterstepError(
                 f"{name} is damaged: start the coordinator, which checks its files every hour and rebuilds this one "
                 "or gives it up; then stop it and repeat the command"
             )
-        if not target.put(name, file) and _stored_digest(target, name) != digest:  # what a killed attempt has left
+        if not target.put(name, file) and not is_whole(stored, content):  # what a killed attempt has left
             target.delete(name)
             target.put(name, file)
     finally:
         file.unlink(missing_ok=True)
-    if _stored_digest(target, name) != digest:
+    if not is_whole(stored, content):
         raise OuterstepError(f"{name} has other bytes in the new place than were written: repeat the command")
-
-
-def _digest(file: Path) -> bytes:
-    with FileReader(file) as reader:
-        return digest_of(reader)
-
-
-def _stored_digest(blobs: Blobs, name: str) -> bytes:
-    with blobs.open(name, fresh=True) as reader:
-        return digest_of(reader)
 
 
 # --- the new place in the place of the old one ------------------------------------------------------------------------

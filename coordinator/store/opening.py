@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from coordinator.store.blobs import Blobs, FileReader, OpenStore, OwnedBucket, Reader
+from coordinator.store.blobs import OWNER, Blobs, FileReader, OpenStore, OwnedBucket, Reader
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from outerstep.common.files import replace_file
@@ -78,10 +78,16 @@ def _bucket(url: str, public_url: str | None, data: DataDirectory, now: Callable
     marked = marked_bucket(data.root)
     if marked is None and any((data.root / "runs").glob("*/c*/*")):
         raise OuterstepError(f"the blobs of {data.root} are in its folder runs: start without --blobs")
+    moved = marked is not None and marked[1] != str(objects)
+    if marked is not None and moved and objects.get(OWNER) is None:
+        raise OuterstepError(
+            f"the blobs of {data.root} are in {marked[1]}, and {objects} has none: give --blobs {marked[1]}, or move "
+            f"them first (outerstep coordinator move {objects})"
+        )
     usable(objects, now)
     own = secrets.token_hex(16) if marked is None else marked[0]
     if marked is None:
-        mark(data, own, url)  # first, so that a killed first start can be repeated
+        mark(data, own, str(objects))  # first, so that a killed first start can be repeated
     if (bucket := OwnedBucket.taken(objects, own)) is None:
         if marked is None:
             (data.root / MARK).unlink()
@@ -89,9 +95,9 @@ def _bucket(url: str, public_url: str | None, data: DataDirectory, now: Callable
         else:
             remedy = "it was restored there since, so do not start this one"
         raise OuterstepError(f"the bucket {objects} belongs to the coordinator of another data directory: {remedy}")
-    if marked is not None and marked[1] != url:
-        logger.info("the blobs are now at %s, no longer at %s", url, marked[1])
-        mark(data, own, url)
+    if marked is not None and moved:
+        logger.info("the blobs are now at %s, no longer at %s", objects, marked[1])
+        mark(data, own, str(objects))
     logger.info("blobs are in the bucket %s", objects)
     return ObjectBlobs(bucket, data, direct=open_direct(objects, public_url))
 
@@ -102,7 +108,7 @@ def marked_bucket(root: Path) -> tuple[str, str] | None:
         own, _, url = (root / MARK).read_text(encoding="utf-8").strip().partition(" ")
     except FileNotFoundError:
         return None
-    return own, url
+    return own, url.rstrip("/")
 
 
 def mark(data: DataDirectory, own: str, url: str) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,55 @@ def test_an_interrupted_move_leaves_the_old_place_whole_and_copies_nothing_twice
     assert len(copied) == moved.blobs - 3, "three were verified before"
     with coordinator_thread(data, blobs=None if back else url) as running:
         assert contents(running) == before
+
+
+def test_a_blob_that_was_lost_in_the_new_place_meanwhile_is_copied_again(url: str, data: Path) -> None:
+    """Such as by a lifecycle rule. It was taken for verified, and then deleted in the old place."""
+    with coordinator_thread(data) as running:
+        before = contents(running)
+    seen = 0
+
+    def stop(progress: object) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 5:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        move(data, url, stop)
+    Objects(url).delete([name for name in in_bucket(url) if name.startswith("runs/")][:2])
+    move(data, url)
+    with coordinator_thread(data, blobs=url) as running:
+        assert contents(running) == before
+
+
+def test_a_store_that_fails_in_the_middle_is_named_and_nothing_is_lost(
+    url: str, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise OuterstepError("the store is away")
+
+    before = blobs_in(data)
+    with monkeypatch.context() as broken:
+        broken.setattr(Objects, "open", away)
+        with pytest.raises(OuterstepError, match=f"the store is away; what {data} contained before is unchanged"):
+            move(data, url)
+    assert blobs_in(data) == before
+    move(data, url)
+    assert blobs_in(data) == set()
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_another_bucket_that_has_none_of_the_blobs_is_refused(url: str, data: Path, slash: str) -> None:
+    move(data, url + slash)
+    refusal = re.escape(f"are in {url}, and {url}-empty has none: give --blobs {url}, or move")
+    with pytest.raises(OuterstepError, match=refusal):
+        Coordinator(Settings(data_dir=data, blobs=f"{url}-empty"))
+    assert in_bucket(f"{url}-empty") == set()
+    with pytest.raises(OuterstepError, match="are in .* already"):
+        move(data, f"{url}/")
+    with coordinator_thread(data, blobs=f"{url}/") as running:
+        assert contents(running)
 
 
 def test_killed_after_the_switch_it_deletes_the_rest(url: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
