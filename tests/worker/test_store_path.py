@@ -69,23 +69,34 @@ def test_everything_goes_directly_and_ends_in_the_same_bits(
 
 
 @pytest.mark.parametrize("method", ["PUT", "GET"])
-def test_a_store_that_cannot_be_reached_from_here_is_avoided(
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("http://{closed}", "the store at http://{closed}"),
+        # Such as a store without TLS beside a coordinator with it.
+        ("ftp://store.example.org", "the coordinator names the store ftp://store.example.org"),
+    ],
+    ids=["unreachable", "not used by workers"],
+)
+def test_a_store_that_a_worker_cannot_use_is_avoided(
     store: SeaweedFS,
     tmp_path: Path,
     expected: str | None,
     method: str,
+    address: str,
+    reason: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         closed = f"127.0.0.1:{probe.getsockname()[1]}"
     with bucket(store, tmp_path) as coordinator:
-        elsewhere(monkeypatch, method, f"http://{closed}")
+        elsewhere(monkeypatch, method, address.format(closed=closed))
         digest, directly = train(coordinator, tmp_path)
     assert digest == expected
     if method == "PUT":
         assert not any(directly)
-    assert f"payloads go through the coordinator for the next 10 min: the store at http://{closed}" in caplog.text
+    assert f"payloads go through the coordinator for the next 10 min: {reason.format(closed=closed)}" in caplog.text
 
 
 @pytest.mark.covers("reliability:store-faults")
@@ -135,23 +146,6 @@ def test_other_bytes_than_published_are_not_used(
         digest, _ = train(coordinator, tmp_path)
     assert digest == expected
     assert "has sent other bytes than published" in caplog.text
-
-
-@pytest.mark.parametrize("method", ["PUT", "GET"])
-def test_an_address_that_a_worker_does_not_use_ends_no_worker(
-    store: SeaweedFS,
-    tmp_path: Path,
-    expected: str | None,
-    method: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Such as a store without TLS beside a coordinator with it: payloads go through the coordinator."""
-    with bucket(store, tmp_path) as coordinator:
-        elsewhere(monkeypatch, method, "ftp://store.example.org")
-        digest, _ = train(coordinator, tmp_path)
-    assert digest == expected
-    assert "the next 10 min: the coordinator names the store ftp://store.example.org" in caplog.text
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, method: str, url: str) -> None:
