@@ -5,8 +5,8 @@
     database/{owner}/{n}.json            backup n's manifest; without it there is no backup n
     runs/…                               the blobs
 
-The blobs are not copied. Instead none is deleted while a backup needs it: whoever deletes blobs that rows have named
-first makes a backup without these rows, and then keeps what the backups that remain need (`RunContext.back_up`).
+The blobs are not copied. Instead, a blob stays until no backup needs it. Code that deletes blobs with rows deletes the
+rows first, then makes a backup (`RunContext.back_up`), and then deletes only blobs that no remaining backup needs.
 
 No object is overwritten, and the manifest is written last. A restore gives the bucket to a new owner, so a coordinator
 that should have been stopped can neither make backups nor delete blobs any more.
@@ -49,9 +49,8 @@ class BucketBackups:
         self._folder = StoredBackups(bucket.objects, bucket.owner)
         self._lock = threading.Lock()
         self._kept: dict[int, Manifest] = {}
-        self._unconfirmed = False  # the last backup failed, and may be there all the same
         numbers = self._folder.numbers()
-        self._last = max(numbers, default=0)
+        self._last: int | None = max(numbers, default=0)  # None: the last backup failed, and may be there all the same
         for number in numbers:
             with suppress(DamagedBackup):
                 self._kept[number] = self._folder.manifest(number)
@@ -76,19 +75,18 @@ class BucketBackups:
         """
         with self._lock:
             self._bucket.check()
-            if self._unconfirmed:
+            last, self._last = self._last, None
+            if last is None:
                 with self._bucket.outages():
-                    self._last = max(self._folder.numbers(), default=self._last)
-            self._unconfirmed = True
+                    last = max(self._folder.numbers(), default=0)
             made_at, copied, compressed = self._now(), self._scratch(), self._scratch()
             try:
                 database.copy(self._url, copied)
                 interrupt()
-                manifest = self._stored(made_at, copied, compressed)
+                manifest = self._stored(last + 1, made_at, copied, compressed)
             finally:
                 copied.unlink(missing_ok=True)
                 compressed.unlink(missing_ok=True)
-            self._unconfirmed = False
             self._kept[manifest.number] = manifest
             self._last = manifest.number
             newest = sorted(self._kept, reverse=True)[: 1 if alone else KEPT]
@@ -97,19 +95,19 @@ class BucketBackups:
                 self._folder.remove_all_but(self._kept.values())
             return manifest
 
-    def _stored(self, made_at: float, copied: Path, compressed: Path) -> Manifest:
+    def _stored(self, number: int, made_at: float, copied: Path, compressed: Path) -> Manifest:
         runs, blobs = required_blobs(copied)
         compress(copied, compressed)
         with self._bucket.outages():
-            lost = self._folder.missing(blobs)
+            lost = {blob.name for blob in self._folder.missing(blobs)}
             manifest = Manifest(
-                number=self._last + 1,
+                number=number,
                 made_at=made_at,
                 version=__version__,
                 runs=runs,
                 database=content_of(copied),
-                blobs=[blob for blob in blobs if blob not in lost],
-                lost=sorted(blob.name for blob in lost),
+                blobs=[blob for blob in blobs if blob.name not in lost],
+                lost=sorted(lost),
             )
             self._folder.add(manifest, compressed)
         return manifest

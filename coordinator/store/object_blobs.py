@@ -77,15 +77,12 @@ class ObjectBlobs:
             file.unlink(missing_ok=True)
 
     def rename(self, name: str, new_name: str) -> None:
-        self.bucket.check()
-        with outages():
-            size = self._objects.size(name)
-            if size is None:
-                raise FileNotFoundError(self._objects.name(name))
-            if size <= COPIED_BYTES:
+        if (size := self.stat(name)) is None:
+            raise FileNotFoundError(self._objects.name(name))
+        if size <= COPIED_BYTES:
+            with outages():
                 self._objects.copy(name, new_name)
-                size = None
-        if size is not None:
+        else:
             file = self._data.scratch()
             try:
                 self._download(name, file)

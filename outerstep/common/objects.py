@@ -284,7 +284,7 @@ class Objects:
         if status and status[1] in ("401", "403"):
             return OuterstepError(
                 f"this machine may not {action} {name} ({answer}): check that the key in {self._credentials} is right "
-                "and has the permissions that docs/deployment.md lists"
+                "and allows it (docs/deployment.md)"
             )
         if any(each in text for each in _ANOTHER_REGION):
             return OuterstepError(
