@@ -14,47 +14,83 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 
 from coordinator.app import create_app
 from coordinator.http.connection_limit import ConnectionLimit, connection_limit
 from coordinator.http.connections import Connection
+from coordinator.leadership.forwarding import LeadOrForward
+from coordinator.leadership.sharing import shared_application
 from coordinator.logs import FORMATS
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import OpenStore
+from coordinator.store.database import is_shared, url_of
 from outerstep.common import tracing
 from outerstep.common.connections import set_congestion_control
 from protocol import __version__
 from protocol.compiled import COMPILED, KERNELS
+from protocol.errors import OuterstepError
 from protocol.text import printable
 from protocol.versions import RESPONSE_HEADERS
 
 GRACE_S = 10
+SHARED_GRACE_S = 3  # another coordinator takes over, so that a client that is cut off can continue at once
 ADMIN_TOKEN = "admin.token"  # in the data directory
 
 logger = logging.getLogger(__name__)
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that prints its address when it is ready, and ends the long polls when it shuts down."""
+    """A uvicorn server that prints its address when it is ready, and ends the long polls when it shuts down.
+
+    `terms` is None if the coordinator has a database of its own, and then `service` is the coordinator.
+    """
 
     def __init__(
-        self, config: uvicorn.Config, coordinator: Coordinator, connections: ConnectionLimit, address: str
+        self,
+        config: uvicorn.Config,
+        settings: Settings,
+        address: str,
+        connections: ConnectionLimit,
+        service: Coordinator | None,
+        shared: LeadOrForward | None,
     ) -> None:
         super().__init__(config)
-        self.coordinator, self.connections = coordinator, connections
-        self._address = address
+        self.settings, self.connections, self.shared = settings, connections, shared
+        self._service, self._address = service, address
+        self.settled = False  # True once it leads, or knows the leader
+        self.failure: OuterstepError | None = None  # why it has stopped at its start
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The coordinator. Raises RuntimeError if another process leads."""
+        found = self._service if self.shared is None else self.shared.terms.coordinator
+        if found is None:
+            raise RuntimeError("another coordinator leads")
+        return found
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        if self.started and self.shared is not None:
+            try:
+                await self.shared.terms.settled()
+            except OuterstepError as error:
+                self.failure, self.should_exit = error, True
+                await self.shutdown(sockets)
+                return
         if self.started:
+            self.settled = True
             # Printed in one write, because a reader that waits for the first line may stop reading after it.
-            print("\n".join(banner(self._address, self.coordinator.settings.data_dir)), flush=True)
+            print("\n".join(banner(self._address, self.settings.data_dir)), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.coordinator.waiters.close()
+        if self.shared is not None:
+            self.shared.stop_waiting()
+        elif self._service is not None:
+            self._service.waiters.close()
         await super().shutdown(sockets)
 
 
@@ -68,28 +104,51 @@ def make_server(
     """Return a server and its bound socket. Raises OSError if the address is in use, and OuterstepError if the data
     directory is in use."""
     connections = connection_limit(settings)
+    url = url_of(settings.database, settings.data_dir)
     listening = _listen(settings.host, settings.port)
     logger.info("TCP congestion control: %s", set_congestion_control(listening))
+    scheme = "https" if settings.tls_certificate else "http"
+    host, port = listening.getsockname()[:2]
+    address = f"{scheme}://{netloc(host, port)}"
+    service = shared = None
     try:
-        coordinator = Coordinator(settings, clock=clock, now=now, store=store)
+        if is_shared(url):
+            shared = shared_application(settings, url, connections, _reachable(settings, address), clock, store)
+        else:
+            service = Coordinator(settings, clock=clock, now=now, store=store)
     except BaseException:
         listening.close()
         raise
     protocol: Any = partial(Connection, limit=connections, settings=settings, tls=_tls(settings))
     config = uvicorn.Config(
-        create_app(coordinator, connections),
+        shared if service is None else create_app(service, connections),  # type: ignore[arg-type]
         http=protocol,
         ws="none",
         forwarded_allow_ips=settings.proxies,
         log_config=None,
         access_log=False,
         headers=list(RESPONSE_HEADERS.items()),
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_graceful_shutdown=GRACE_S if shared is None else SHARED_GRACE_S,
         timeout_keep_alive=75,
     )
-    scheme = "https" if settings.tls_certificate else "http"
-    host, port = listening.getsockname()[:2]
-    return Server(config, coordinator, connections, f"{scheme}://{netloc(host, port)}"), listening
+    return Server(config, settings, address, connections, service, shared), listening
+
+
+def _reachable(settings: Settings, address: str) -> str:
+    """Return the address of this coordinator for others."""
+    if settings.advertise_url is not None:
+        return settings.advertise_url
+    parts = urlsplit(address)
+    if parts.hostname not in ("0.0.0.0", "::"):
+        return address
+    try:
+        own = socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise OuterstepError(
+            f"this machine's own address is unknown ({error}): give the one where other coordinators reach it, "
+            "--advertise http://HOST:PORT"
+        ) from error
+    return f"{parts.scheme}://{netloc(own, parts.port or 0)}"
 
 
 def banner(address: str, data_dir: Path) -> list[str]:
@@ -182,6 +241,8 @@ def serve(settings: Settings) -> None:
     keep_freed_memory()
     server.run(sockets=[listening])
     tracing.stop()
+    if server.failure is not None:
+        raise server.failure
 
 
 # Options of glibc's mallopt (malloc.h).

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
@@ -33,9 +34,9 @@ from coordinator.settling import settle
 from coordinator.store import audit
 from coordinator.store.blobs import Blobs, OpenStore
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.database import Database, url_of
+from coordinator.store.database import Database, Fence, url_of
 from coordinator.store.identity import Actor, Identity
-from coordinator.store.opening import store_at
+from coordinator.store.opening import RowMark, store_at
 from coordinator.store.partial_uploads import PartialUploads
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import RunRow
@@ -65,8 +66,28 @@ class Coordinator:
         now: Callable[[], float] = time.time,
         store: OpenStore | None = None,
         secret: bytes | None = None,
+        fence: Fence | None = None,
+        data: DataDirectory | None = None,
+    ) -> None:
+        """`secret`: None for that in the database. `fence`: of the term for which this coordinator leads; None if no
+        other one shares its database. `data`: None to open the one in the settings until the coordinator is closed."""
+        with ExitStack() as opened:
+            self._start(opened, settings, clock, now, store, secret, fence, data)
+            self._opened = opened.pop_all()
+
+    def _start(
+        self,
+        opened: ExitStack,
+        settings: Settings,
+        clock: Callable[[], float],
+        now: Callable[[], float],
+        store: OpenStore | None,
+        secret: bytes | None,
+        fence: Fence | None,
+        data: DataDirectory | None,
     ) -> None:
         self.settings, self.clock, self.now = settings, clock, now
+        self._closing = threading.Event()
         self.waiters = Waiters()
         self.memory = MemoryBudget()
         self.partial_uploads = PartialUploads(clock, settings.parts_bytes_per_member)
@@ -79,19 +100,26 @@ class Coordinator:
                     "`outerstep coordinator backup DIR` on a schedule of yours"
                 )
         self.read_threads, self.parse_thread = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)
-        url = url_of(settings.database_url, settings.data_dir)
-        self.data = DataDirectory(settings.data_dir)
-        blobs = (store or store_at(settings.blobs, settings.blobs_public_url, now))(self.data)
-        self.database = Database(url)
+        url = url_of(settings.database, settings.data_dir)
+        if data is None:
+            data = opened.enter_context(closing(DataDirectory(settings.data_dir)))
+        else:
+            data.empty_scratch()
+        self.data = data
+        self.database = opened.enter_context(closing(Database(url, fence)))
+        place = settings.blobs, settings.blobs_public_url, now
+        shared = (RowMark(self.database), fence.holds) if fence is not None else ()
+        blobs = (store or store_at(*place, *shared))(self.data)
         self.tokens = Tokens(self.database, now)
         chosen = settings.admin_token.get_secret_value() if settings.admin_token else None
         if done := self.tokens.ensure_admin(settings.data_dir / "admin.token", chosen):
             logger.info("%s", done)
-        self._jobs = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="publish")
-        self._verifying = ThreadPoolExecutor(1, thread_name_prefix="verify")
+        self._jobs, self._verifying = (
+            self._threads(opened, "publish", os.cpu_count() or 1),
+            self._threads(opened, "verify", 1),
+        )
         self.verify_at: dict[int, float] = {}
         self._tick_faults: dict[str, tuple[str, float]] = {}  # by kind: the last fault, and when it was logged
-        self._closing = threading.Event()
         self.storage = Storage(self.data, blobs, self.database, self._jobs.submit, clock)
         webhook = webhook_of(settings.notify_url, settings.notify_format, settings.notify_secret)
         self.outbox = None if webhook is None else Outbox(self.database, new_id, clock, now)
@@ -103,6 +131,8 @@ class Coordinator:
         self.started_at = now()
         self._in_bucket: BucketBackups | None = None
         self.backups = self._scheduled(url, blobs)
+        if self.backups is not None:
+            opened.callback(self.backups.close)
         self._context = RunContext(
             database=self.database,
             data=self.data,
@@ -115,7 +145,7 @@ class Coordinator:
             closing=self._closing,
             notify=self.outbox.note_event if self.outbox else lambda *_: None,
             back_up=self._back_up,
-            secret=secret or os.urandom(32),
+            secret=secret or self.database.secret(),
             clock=clock,
             now=now,
         )
@@ -134,6 +164,13 @@ class Coordinator:
         for run in self._runs.values():
             restoring.restore(run, needed)
         self.data.clear_restored()
+
+    def _threads(self, opened: ExitStack, name: str, count: int) -> ThreadPoolExecutor:
+        """Return threads that are stopped when `opened` is closed."""
+        threads = ThreadPoolExecutor(count, thread_name_prefix=name)
+        opened.callback(threads.shutdown, wait=True, cancel_futures=True)
+        opened.callback(self._closing.set)
+        return threads
 
     def _scheduled(self, url: URL, blobs: Blobs) -> ScheduledBackups | None:
         """Return the scheduled backups: in the bucket that has the blobs, or in the settings' `backup_dir`; None if
@@ -163,12 +200,7 @@ class Coordinator:
     def close(self) -> None:
         """Stop the threads, and close the database and the data directory. The next start resumes unfinished work."""
         self._closing.set()
-        for threads in (self._jobs, self._verifying):
-            threads.shutdown(wait=True, cancel_futures=True)
-        if self.backups is not None:
-            self.backups.close()
-        self.database.close()
-        self.data.close()
+        self._opened.close()
 
     def tick(self) -> None:
         """Do what depends on time alone, such as deadlines and leases. Called a few times a second."""

@@ -19,10 +19,18 @@ class Settings(BaseSettings):
 
     data_dir: Path = Field(
         Path("outerstep-data"),
-        description="contributions, deltas and checkpoints unless blobs is set; the database unless database_url is",
+        description="contributions, deltas and checkpoints unless blobs is set; the database unless database is",
     )
-    database_url: str | None = Field(
-        None, description="URL of the database; default: SQLite, the file outerstep.db in the data directory"
+    database: str | None = Field(
+        None,
+        repr=False,
+        description="URL of the database: postgresql+psycopg://USER:PASSWORD@HOST/DATABASE, which several coordinators "
+        "may share, and which needs blobs; or sqlite:////PATH; default: SQLite, outerstep.db in the data directory",
+    )
+    advertise_url: str | None = Field(
+        None,
+        description="the address where other coordinators of the same PostgreSQL database reach this one, "
+        "http://HOST:PORT; default: host and port, or this machine's address if host is 0.0.0.0 or ::",
     )
     blobs: str | None = Field(
         None,
@@ -171,6 +179,16 @@ class Settings(BaseSettings):
                 'print("whsec_" + base64.b64encode(secrets.token_bytes(32)).decode())\''
             )
         return SecretStr(text)
+
+    @field_validator("advertise_url")
+    @classmethod
+    def _is_an_address(cls, text: str | None) -> str | None:
+        if text is None:
+            return None
+        parts = urlsplit(text)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+            raise ValueError(f"{text} is not an address such as http://10.0.0.2:8470")
+        return text.rstrip("/")
 
     @field_validator("backup_dir", mode="before")
     @classmethod

@@ -43,7 +43,7 @@ rounds = 10
 """
 
 DATABASE = """
-The database and the data directory belong together, because rows name files. So give the same `--database-url` at every
+The database and the data directory belong together, because rows name files. So give the same `--database` at every
 start and to `outerstep migrate`, or never give it. A coordinator that finds files of runs but no database does not
 start. A backup has both ([deployment.md](deployment.md#backup)).
 

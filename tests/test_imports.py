@@ -51,7 +51,7 @@ LAYERS: dict[str, list[str]] = {
         *("settings", "logs", "store", "quotas", "screening"),
         *("run", "units", "trust", "rounds", "workers", "sync", "settling", "upkeep", "backup"),
         *("round_reports", "reports", "notifications", "service"),
-        *("http", "metrics", "api", "dashboard", "app", "server"),
+        *("http", "metrics", "api", "dashboard", "app", "leadership", "server"),
     ],
     "worker": [
         *("errors", "ranks", "settings", "process", "accounts", "codecs", "models"),

@@ -91,6 +91,7 @@ class BucketBackups:
             self._last = manifest.number
             newest = sorted(self._kept, reverse=True)[: 1 if alone else KEPT]
             self._kept = {number: self._kept[number] for number in sorted(newest)}
+            self._bucket.check()
             with self._bucket.outages():
                 self._folder.remove_all_but(self._kept.values())
             return manifest
@@ -196,11 +197,19 @@ class StoredBackups:
                 )
 
     def remove_all_but(self, kept: Iterable[Manifest]) -> None:
-        """Remove all other backups, those of earlier owners too, and what a killed backup has left."""
+        """Remove all earlier backups, those of earlier owners too, and what a killed backup has left. Later ones stay:
+        another coordinator of the same database has made them."""
+        kept = list(kept)
         names = {name for each in kept for name in (self._manifest(each.number), self._database(each))}
-        found = [f"{FOLDER}/{name}" for name, _ in self.objects.within(FOLDER)]
-        others = sorted(set(found) - names, key=lambda path: not path.endswith(".json"))  # manifests first
-        self.objects.delete(others)
+        last = max(each.number for each in kept)
+        found = {f"{FOLDER}/{name}" for name, _ in self.objects.within(FOLDER)}
+        others = {path for path in found - names if self._number(path) <= last}
+        self.objects.delete(sorted(others, key=lambda path: not path.endswith(".json")))  # manifests first
+
+    def _number(self, path: str) -> int:
+        """Return the number of a backup from the name of one of its objects; 0 if it is another owner's."""
+        number = path.removeprefix(f"{self._folder}/").partition(".")[0]
+        return int(number) if number.isdecimal() else 0
 
     def _manifest(self, number: int) -> str:
         return f"{self._folder}/{number}.json"

@@ -25,7 +25,7 @@ from coordinator.store import sqlite
 from coordinator.store.blobs import OWNER, Blobs, OwnedBucket
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.opening import MARK, mark, marked_bucket, objects_at, usable
+from coordinator.store.opening import MARK, FileMark, objects_at, usable
 from outerstep.common.files import fsync, replace_file
 from protocol.errors import OuterstepError
 
@@ -55,7 +55,7 @@ class _Places:
 
     @classmethod
     def new(cls, data: DataDirectory, target: str) -> Self:
-        source_owner, source = marked_bucket(data.root) or ("", DIRECTORY)
+        source_owner, source = FileMark(data.root).read() or ("", DIRECTORY)
         return cls(source, source_owner, target, secrets.token_hex(16))
 
 
@@ -95,7 +95,7 @@ def move(data_dir: Path, target: str, progress: Callable[[Progress], object] = l
 
 
 def _marked_place(data: DataDirectory) -> str:
-    found = marked_bucket(data.root)
+    found = FileMark(data.root).read()
     return DIRECTORY if found is None else found[1]
 
 
@@ -178,10 +178,9 @@ def copy_verified(data: DataDirectory, source: Blobs, target: Blobs, name: str) 
 
 def _switch(data: DataDirectory, places: _Places) -> None:
     if places.target == DIRECTORY:
-        (data.root / MARK).unlink()
-        fsync(data.root)
+        FileMark(data.root).clear()
     else:
-        mark(data, places.target_owner, places.target)
+        FileMark(data.root).write(places.target_owner, places.target)
 
 
 def _delete_old(data: DataDirectory, places: _Places) -> None:

@@ -25,7 +25,7 @@ from coordinator.store.blobs import Reader
 from coordinator.store.data_directory import RESTORED, DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.opening import mark
+from coordinator.store.opening import FileMark
 from coordinator.store.tokens import Tokens
 from outerstep.common.connections import error_text
 from outerstep.common.files import fsync, write_new
@@ -203,7 +203,7 @@ def _restore_beside(backups: StoredBackups, number: int, data_dir: Path) -> Mani
         shutil.rmtree(data.root / "runs", ignore_errors=True)
         backups.fetch_database(manifest, file := data.scratch(), data.scratch())
         owner = secrets.token_hex(16)
-        mark(data, owner, str(backups))
+        FileMark(data.root).write(owner, str(backups))
         backups.pass_on(manifest, owner)
         file.replace(data.root / sqlite.FILE)
         fsync(data.root)

@@ -32,7 +32,7 @@ Responses = dict[int | str, Document]  # by status
 _EVERYWHERE = ("method-not-allowed", "request-timeout", "payload-too-large", "head-too-large", "internal", "not-ready")
 _WITH_A_TOKEN = ("unauthorized", "protocol-mismatch", "invalid-message", "too-many-requests")
 RUN_PROBLEMS = ("forbidden", "not-found")  # for every route below /v1/runs/{run}
-WRITE_PROBLEMS = ("storage-full",)
+WRITE_PROBLEMS = ("storage-full", "superseded")
 UPLOAD_PROBLEMS = ("length-required", "digest-mismatch", "invalid-payload", *WRITE_PROBLEMS)
 
 _PAYLOAD = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
@@ -52,7 +52,14 @@ _RESPONSE_HEADERS = {
     "Content-Range": "bytes FIRST-LAST/SIZE, or bytes */SIZE with 416.",
     "Preference-Applied": f"wait=SECONDS, the wait that was granted: at most {MAX_WAIT_S:.0f}.",
 }
-_WITH_RETRY_AFTER = ("not-published", "worker-name-taken", "too-many-requests", "not-ready", "storage-full")
+_WITH_RETRY_AFTER = (
+    "not-published",
+    "worker-name-taken",
+    "too-many-requests",
+    "not-ready",
+    "storage-full",
+    "superseded",
+)
 _PROBLEM_HEADERS = {
     "unauthorized": ("WWW-Authenticate",),
     "method-not-allowed": ("Allow",),

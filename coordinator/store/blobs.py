@@ -109,26 +109,31 @@ class DirectAccess(Protocol):
 
 @dataclass(frozen=True)
 class OwnedBucket:
-    """A bucket and the id of the coordinator that uses it."""
+    """A bucket and the id of the coordinator that uses it. `leads` returns False once another coordinator of the same
+    database may lead; None if there is no other one."""
 
     objects: "Objects"
     owner: str
+    leads: Callable[[], bool] | None = None
 
     @classmethod
-    def taken(cls, objects: "Objects", owner: str) -> Self | None:
+    def taken(cls, objects: "Objects", owner: str, leads: Callable[[], bool] | None = None) -> Self | None:
         """Make `owner` the bucket's owner. Return None if it has another one. May raise OuterstepError."""
         objects.create_from(OWNER, owner.encode())
         found = objects.get(OWNER)
-        return cls(objects, owner) if found is not None and found[0] == owner.encode() else None
+        return cls(objects, owner, leads) if found is not None and found[0] == owner.encode() else None
 
     def check(self) -> None:
-        """Raise StoreOutage unless the bucket still has this owner. Called before blobs are deleted."""
+        """Raise StoreOutage unless the bucket still has this owner, and this coordinator leads. Called before objects
+        are deleted."""
         with self.outages():
             found = self.objects.get(OWNER)
         if found is None or found[0] != self.owner.encode():
             raise StoreOutage(
                 f"the bucket {self.objects} belongs to another coordinator: it was restored elsewhere. Stop this one"
             )
+        if self.leads is not None and not self.leads():
+            raise StoreOutage("another coordinator leads, so this one deletes nothing")
 
     @staticmethod
     @contextmanager

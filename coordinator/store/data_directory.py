@@ -35,9 +35,13 @@ class DataDirectory:
             root / "lock", f"{root} is in use by another coordinator; stop it or choose another --data"
         )
         self._scratch = root / "incoming"
+        self._numbers = itertools.count()
+        self.empty_scratch()
+
+    def empty_scratch(self) -> None:
+        """Delete the local files of an earlier coordinator."""
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir()
-        self._numbers = itertools.count()
 
     def scratch(self) -> Path:
         """Return an unused path for a local file. The next start of the coordinator deletes what remains there."""

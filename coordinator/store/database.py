@@ -1,7 +1,8 @@
 """The database at a URL. It is migrated at start.
 
-Only one process uses it, and only through `read()` and `write()`. A write commits, durably, when its block ends without
-an exception. Each database system has its own module beside this one, listed in BACKENDS.
+It is used only through `read()` and `write()`. A write commits, durably, when its block ends without an exception. Only
+one process writes the rows of runs: the only one that has the database, or the one that leads (`leadership/`). Each
+database system has its own module beside this one, listed in BACKENDS.
 """
 
 import errno
@@ -15,15 +16,16 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, make_url
+from sqlalchemy import URL, Connection, Engine, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
-from sqlalchemy.orm import Session
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.orm import Session, SessionTransaction
 
 import migrations
-from coordinator.store import sqlite
+from coordinator.store import postgresql, sqlite
 from coordinator.store.blobs import StoreOutage
 from coordinator.store.data_directory import RESTORED
-from coordinator.store.tables import Base
+from coordinator.store.tables import Base, DeploymentRow
 from protocol import __version__
 from protocol.errors import OuterstepError, Problem
 from protocol.messages import Cause
@@ -48,6 +50,10 @@ class Backend(Protocol):
     def folder(self, url: URL) -> Path | None:
         """Return the local directory of the database at `url`; None if the database is on another machine."""
 
+    def begin_upgrade(self, connection: Connection) -> None:
+        """Keep others from migrating the database until the transaction ends. Raises OuterstepError if the database
+        system is too old."""
+
     def size_bytes(self, url: URL) -> int:
         """Return the size of the database in bytes."""
 
@@ -63,7 +69,7 @@ class Backend(Protocol):
         statement was wrong."""
 
 
-BACKENDS: dict[str, Backend] = {"sqlite": sqlite}
+BACKENDS: dict[str, Backend] = {"sqlite": sqlite, "postgresql": postgresql}
 
 # The constraints that a request can violate, and the problem that answers it. No client can violate the others, so a
 # violation of those is a bug.
@@ -81,15 +87,15 @@ def url_of(text: str | None, data_dir: Path) -> URL:
     """Return the URL in `text`, or the URL of the database in `data_dir` if `text` is None. Raises ValueError if it
     cannot be used."""
     url = sqlite.url_in(data_dir) if text is None else _elsewhere(text, data_dir)
-    there = exists(url)
-    if not there and (data_dir / RESTORED).exists():
+    restored = (data_dir / RESTORED).exists()
+    if not (restored or any((data_dir / "runs").glob("*"))) or exists(url):
+        return url
+    if restored:
         raise ValueError(f"the restore into {data_dir} is incomplete: run `outerstep coordinator restore` again")
-    if not there and any((data_dir / "runs").glob("*")):
-        raise ValueError(
-            f"{data_dir} has files of runs, but there is no database at {url!r}: give the URL that the coordinator had "
-            "before, restore the database from a backup, or start with an empty data directory"
-        )
-    return url
+    raise ValueError(
+        f"{data_dir} has files of runs, but there is no database at {url!r}: give the URL that the coordinator had "
+        "before, restore the database from a backup, or start with an empty data directory"
+    )
 
 
 def _elsewhere(text: str, data_dir: Path) -> URL:
@@ -112,23 +118,40 @@ def _elsewhere(text: str, data_dir: Path) -> URL:
     return url
 
 
+class Fence(Protocol):
+    """What keeps a coordinator from writing once another one leads."""
+
+    def check(self, session: Session) -> None:
+        """Raise Problem `superseded` if another coordinator leads, and keep others from leading until the transaction
+        ends."""
+
+    def holds(self) -> bool:
+        """Return True if nobody else leads, as far as is known without asking the database."""
+
+    def end(self) -> None:
+        """Let all later checks fail. Called if it is unknown whether a commit has happened."""
+
+
 class Database:
-    """The database of one coordinator, migrated to the newest schema and locked against other coordinators.
+    """The database of one coordinator, migrated to the newest schema and locked against other coordinators. `fence`: if
+    several coordinators share it.
 
     Raises OuterstepError if it is in use or cannot be opened; may raise OSError.
     """
 
-    def __init__(self, url: URL) -> None:
+    def __init__(self, url: URL, fence: Fence | None = None) -> None:
         backend = BACKENDS[url.get_backend_name()]
         self.name, self.folder = url.get_backend_name(), backend.folder(url)
+        self._fence = fence
         self._violated = backend.violated
         self._size_bytes = partial(backend.size_bytes, url)
         with ExitStack() as opened:
             opened.enter_context(backend.lock(url))
             self.reading, self.writing = backend.engines(url)
             opened.callback(self.reading.dispose)
+            opened.callback(self.writing.dispose)
             try:
-                upgrade(self.reading)
+                upgrade(self.writing)
             except DBAPIError as error:
                 raise OuterstepError(f"the database {url!r} cannot be opened: {error.orig}") from error
             self._opened = opened.pop_all()
@@ -143,15 +166,29 @@ class Database:
     def write(self) -> Iterator[Session]:
         """Open a session. Its transaction is committed, durably, at the end of the block.
 
-        Raises the Problem in VIOLATIONS if the block violates one of those constraints.
+        Raises the Problem in VIOLATIONS if the block violates one of those constraints, and Problem `superseded` if
+        another coordinator leads.
         """
         try:
-            with Session(self.writing, expire_on_commit=False) as session, session.begin():
+            with Session(self.writing, expire_on_commit=False) as session, session.begin() as transaction:
+                if self._fence is not None:
+                    self._fence.check(session)
                 yield session
+                self._commit(session, transaction)
         except IntegrityError as error:
             if (problem := VIOLATIONS.get(self._violated(error) or "")) is None:
                 raise
             raise Problem(*problem) from error
+
+    def _commit(self, session: Session, transaction: SessionTransaction) -> None:
+        session.flush()  # what is wrong with a statement is known before the commit
+        try:
+            transaction.commit()
+        except DBAPIError as error:
+            # The connection was lost, or the server was stopped: it may have committed all the same.
+            if self._fence is not None and fault_of(error) is not None:
+                self._fence.end()
+            raise
 
     def revision(self) -> str | None:
         """Return the revision of the schema. Raises DBAPIError if the database does not respond."""
@@ -161,6 +198,11 @@ class Database:
     def size_bytes(self) -> int:
         """Return the size in bytes. Raises OSError."""
         return self._size_bytes()
+
+    def secret(self) -> bytes:
+        """Return the secret that all coordinators of this database have."""
+        with self.read() as session:
+            return session.scalars(select(DeploymentRow.secret)).one()
 
     def probe(self) -> None:
         """Begin and end a write transaction without changes. Raises DBAPIError if it cannot begin."""
@@ -176,8 +218,13 @@ def copy(url: URL, target: Path) -> None:
     BACKENDS[url.get_backend_name()].copy(url, target)
 
 
+def is_shared(url: URL) -> bool:
+    """Return True if several coordinators may use the database at `url` together."""
+    return url.get_backend_name() == "postgresql"
+
+
 def exists(url: URL) -> bool:
-    """Return True if there is a database at `url`."""
+    """Return True if there is a database at `url`. Raises OuterstepError if it cannot be reached."""
     return BACKENDS[url.get_backend_name()].exists(url)
 
 
@@ -195,6 +242,10 @@ def fault_of(error: BaseException) -> Fault | None:
     if isinstance(error, DBAPIError):
         found = (backend.fault(error) for backend in BACKENDS.values())
         return next((Fault(*each) for each in found if each is not None), None)
+    if isinstance(error, Problem) and error.slug == "superseded":
+        return Fault(Cause.STORAGE_UNAVAILABLE, str(error))
+    if isinstance(error, PoolTimeout):
+        return Fault(Cause.STORAGE_UNAVAILABLE, "the database is busy with other transactions")
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return Fault(Cause.STORAGE_FULL, sqlite.DISK_FULL)
     if isinstance(error, StoreOutage):
@@ -217,6 +268,7 @@ def upgrade(engine: Engine) -> None:
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     config.attributes["metadata"] = Base.metadata
     with engine.connect() as connection:
+        BACKENDS[engine.dialect.name].begin_upgrade(connection)
         config.attributes["connection"] = connection
         _refuse_later_schema(connection, ScriptDirectory.from_config(config))
         command.upgrade(config, "head")

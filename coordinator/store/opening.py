@@ -1,21 +1,27 @@
 """Opening the store of a coordinator's blobs: its data directory, or a bucket.
 
-A store belongs to one coordinator: its start deletes blobs that its database does not name. So a bucket has the object
-`owner`, and the data directory the file `bucket`, with the same random id. A directory without that id does not get the
-bucket, and a directory with it does not start without the bucket.
+A store belongs to one database: a coordinator's start deletes blobs that its database does not name. So a bucket has
+the object `owner`, and the data directory the file `bucket`, with the same random id. A directory without that id does
+not get the bucket, and a directory with it does not start without the bucket. If several coordinators share a database,
+the id is in its row `deployment` instead.
 """
 
 import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from sqlalchemy import select
 
 from coordinator.store.blobs import OWNER, Blobs, FileReader, OpenStore, OwnedBucket, Reader
 from coordinator.store.data_directory import DataDirectory
+from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
-from outerstep.common.files import replace_file
+from coordinator.store.tables import DeploymentRow
+from outerstep.common.files import fsync, replace_file
 from protocol.errors import OuterstepError
 
 if TYPE_CHECKING:
@@ -26,12 +32,78 @@ logger = logging.getLogger(__name__)
 MARK = "bucket"  # in the data directory
 
 
-def store_at(url: str | None, public_url: str | None = None, now: Callable[[], float] = time.time) -> OpenStore:
+class Mark(Protocol):
+    """Which bucket has the blobs of a database: its id and its URL."""
+
+    def read(self) -> tuple[str, str] | None:
+        """Return (id, URL); None if the blobs are in the data directory."""
+
+    def write(self, own: str, url: str) -> None:
+        """Record durably that the blobs are at `url`, in the bucket with the owner `own`."""
+
+    def clear(self) -> None:
+        """Record durably that no bucket has them."""
+
+
+@dataclass(frozen=True)
+class FileMark:
+    """The mark of a data directory, in its file `bucket`."""
+
+    root: Path
+
+    def read(self) -> tuple[str, str] | None:
+        try:
+            own, _, url = (self.root / MARK).read_text(encoding="utf-8").strip().partition(" ")
+        except FileNotFoundError:
+            return None
+        return own, url.rstrip("/")
+
+    def write(self, own: str, url: str) -> None:
+        replace_file(self.root / MARK, lambda file: file.write(f"{own} {url}\n".encode()))
+
+    def clear(self) -> None:
+        (self.root / MARK).unlink()
+        fsync(self.root)
+
+
+@dataclass(frozen=True)
+class RowMark:
+    """The mark of a database that several coordinators share, in its row `deployment`."""
+
+    database: Database
+
+    def read(self) -> tuple[str, str] | None:
+        with self.database.read() as session:
+            row = session.scalars(select(DeploymentRow)).one()
+            return None if row.bucket_owner is None or row.bucket_url is None else (row.bucket_owner, row.bucket_url)
+
+    def write(self, own: str, url: str) -> None:
+        self._set(own, url)
+
+    def clear(self) -> None:
+        self._set(None, None)
+
+    def _set(self, own: str | None, url: str | None) -> None:
+        with self.database.write() as session:
+            row = session.scalars(select(DeploymentRow)).one()
+            row.bucket_owner, row.bucket_url = own, url
+
+
+def store_at(
+    url: str | None,
+    public_url: str | None = None,
+    now: Callable[[], float] = time.time,
+    mark: Mark | None = None,
+    leads: Callable[[], bool] | None = None,
+) -> OpenStore:
     """Return what opens the store at `url`; None: the data directory. Opening raises OuterstepError if the store cannot
-    be used, or belongs to another data directory. `public_url`: where the bucket's prefix can be downloaded from."""
+    be used, or belongs to another database. `public_url`: where the bucket's prefix can be downloaded from. `mark`:
+    None for that of the data directory. `leads`: as `OwnedBucket` has it."""
 
     def opened(data: DataDirectory) -> Blobs:
-        return _directory(data) if url is None else _bucket(url, public_url, data, now)
+        if url is None:
+            return _directory(data)
+        return _bucket(url, public_url, data, now, mark or FileMark(data.root), leads)
 
     return opened
 
@@ -39,7 +111,7 @@ def store_at(url: str | None, public_url: str | None = None, now: Callable[[], f
 def reader_of(data_dir: Path) -> Callable[[str], Reader]:
     """Return a function that opens the blobs of a data directory, or of its bucket, for reading. The coordinator may be
     running."""
-    if (marked := marked_bucket(data_dir)) is None:
+    if (marked := FileMark(data_dir).read()) is None:
         return lambda name: FileReader(data_dir / name)
     return objects_at(marked[1]).open
 
@@ -65,17 +137,24 @@ def usable(objects: "Objects", now: Callable[[], float] = time.time) -> None:
 
 
 def _directory(data: DataDirectory) -> Blobs:
-    if (marked := marked_bucket(data.root)) is not None:
+    if (marked := FileMark(data.root).read()) is not None:
         raise OuterstepError(f"the blobs of {data.root} are in the bucket {marked[1]}: give --blobs {marked[1]}")
     return DirectoryBlobs(data)
 
 
-def _bucket(url: str, public_url: str | None, data: DataDirectory, now: Callable[[], float]) -> Blobs:
+def _bucket(
+    url: str,
+    public_url: str | None,
+    data: DataDirectory,
+    now: Callable[[], float],
+    mark: Mark,
+    leads: Callable[[], bool] | None,
+) -> Blobs:
     objects = objects_at(url)
     from coordinator.store.direct_access import open_direct
     from coordinator.store.object_blobs import ObjectBlobs
 
-    marked = marked_bucket(data.root)
+    marked = mark.read()
     if marked is None and any((data.root / "runs").glob("*/c*/*")):
         raise OuterstepError(f"the blobs of {data.root} are in its folder runs: start without --blobs")
     moved = marked is not None and marked[1] != str(objects)
@@ -87,30 +166,17 @@ def _bucket(url: str, public_url: str | None, data: DataDirectory, now: Callable
     usable(objects, now)
     own = secrets.token_hex(16) if marked is None else marked[0]
     if marked is None:
-        mark(data, own, str(objects))  # first, so that a killed first start can be repeated
-    if (bucket := OwnedBucket.taken(objects, own)) is None:
+        mark.write(own, str(objects))  # first, so that a killed first start can be repeated
+    if (bucket := OwnedBucket.taken(objects, own, leads)) is None:
         if marked is None:
-            (data.root / MARK).unlink()
+            mark.clear()
             remedy = "give another prefix, or restore it from there (outerstep coordinator restore --blobs)"
         else:
             remedy = "it was restored there since, so do not start this one"
-        raise OuterstepError(f"the bucket {objects} belongs to the coordinator of another data directory: {remedy}")
+        whose = "database" if isinstance(mark, RowMark) else "data directory"
+        raise OuterstepError(f"the bucket {objects} belongs to the coordinator of another {whose}: {remedy}")
     if marked is not None and moved:
         logger.info("the blobs are now at %s, no longer at %s", objects, marked[1])
-        mark(data, own, str(objects))
+        mark.write(own, str(objects))
     logger.info("blobs are in the bucket %s", objects)
     return ObjectBlobs(bucket, data, direct=open_direct(objects, public_url))
-
-
-def marked_bucket(root: Path) -> tuple[str, str] | None:
-    """Return the id and the URL of the bucket that has the blobs of this data directory; None if it has them itself."""
-    try:
-        own, _, url = (root / MARK).read_text(encoding="utf-8").strip().partition(" ")
-    except FileNotFoundError:
-        return None
-    return own, url.rstrip("/")
-
-
-def mark(data: DataDirectory, own: str, url: str) -> None:
-    """Record durably that the blobs of this data directory are at `url`, in the bucket with the owner `own`."""
-    replace_file(data.root / MARK, lambda file: file.write(f"{own} {url}\n".encode()))

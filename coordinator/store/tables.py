@@ -5,8 +5,20 @@ A worker is identified by its run and name. Times are seconds since 1970.
 
 from typing import Any, ClassVar
 
-from sqlalchemy import JSON, CheckConstraint, ForeignKey, Index, LargeBinary, MetaData, String, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    CheckConstraint,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    UniqueConstraint,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.types import TypeEngine
 
 NAMING = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -17,9 +29,23 @@ NAMING = {
 }
 
 
+# 64 bits in every database. SQLite's INTEGER has them, and only that type makes a primary key the row's number.
+INTEGER = BigInteger().with_variant(Integer(), "sqlite")
+
+
+def name_type(length: int) -> TypeEngine[str]:
+    """Return the type of a name. Every database orders names by their bytes, as Python does."""
+    return String(length).with_variant(String(length, collation="C"), "postgresql")
+
+
 class Base(DeclarativeBase):
     metadata = MetaData(naming_convention=NAMING)
-    type_annotation_map: ClassVar[dict[Any, Any]] = {dict[str, Any]: JSON, list[Any]: JSON, bytes: LargeBinary}
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
+        dict[str, Any]: JSON,
+        list[Any]: JSON,
+        bytes: LargeBinary,
+        int: INTEGER,
+    }
 
 
 def _counter() -> Any:
@@ -37,17 +63,17 @@ class TokenRow(Base):
 
     __tablename__ = "tokens"
 
-    id: Mapped[str] = mapped_column(String(16), primary_key=True)
-    scope: Mapped[str] = mapped_column(String(16))
-    note: Mapped[str] = mapped_column(String(200))
+    id: Mapped[str] = mapped_column(name_type(16), primary_key=True)
+    scope: Mapped[str] = mapped_column(name_type(16))
+    note: Mapped[str] = mapped_column(name_type(200))
     secret_hash: Mapped[bytes] = mapped_column(unique=True)
     created_at: Mapped[float]
-    run: Mapped[str | None] = mapped_column(String(64))
-    worker: Mapped[str | None] = mapped_column(String(64))
+    run: Mapped[str | None] = mapped_column(name_type(64))
+    worker: Mapped[str | None] = mapped_column(name_type(64))
     names: Mapped[int | None]
     uses: Mapped[int | None]
     used: Mapped[int] = _counter()
-    parent: Mapped[str | None] = mapped_column(String(16))
+    parent: Mapped[str | None] = mapped_column(name_type(16))
     expires_at: Mapped[float | None]
     last_used_at: Mapped[float | None]
 
@@ -60,10 +86,10 @@ class AuditRow(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     at: Mapped[float]
-    token: Mapped[str | None] = mapped_column(String(16))
-    address: Mapped[str | None] = mapped_column(String(64))
-    act: Mapped[str] = mapped_column(String(32))
-    run: Mapped[str | None] = mapped_column(String(64))
+    token: Mapped[str | None] = mapped_column(name_type(16))
+    address: Mapped[str | None] = mapped_column(name_type(64))
+    act: Mapped[str] = mapped_column(name_type(32))
+    run: Mapped[str | None] = mapped_column(name_type(64))
     message: Mapped[str]
 
 
@@ -81,11 +107,11 @@ class RunRow(Base):
     __tablename__ = "runs"
 
     id: Mapped[int] = mapped_column(primary_key=True)
-    name: Mapped[str] = mapped_column(String(64), unique=True)
+    name: Mapped[str] = mapped_column(name_type(64), unique=True)
     spec_toml: Mapped[str]
     spec_digest: Mapped[bytes]
     spec: Mapped[dict[str, Any]]
-    state: Mapped[str] = mapped_column(String(16))
+    state: Mapped[str] = mapped_column(name_type(16))
     created_at: Mapped[float]
     round: Mapped[int] = mapped_column(default=0)
     step: Mapped[int] = _counter()
@@ -121,8 +147,8 @@ class WorkerRow(Base):
 
     id: Mapped[int] = mapped_column(primary_key=True)
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"))
-    name: Mapped[str] = mapped_column(String(64))
-    state: Mapped[str] = mapped_column(String(16))
+    name: Mapped[str] = mapped_column(name_type(64))
+    state: Mapped[str] = mapped_column(name_type(16))
     epoch: Mapped[int]
     token_hash: Mapped[bytes | None] = mapped_column(unique=True)
     joined_at: Mapped[float]
@@ -140,7 +166,7 @@ class WorkerRow(Base):
     units: Mapped[int | None]
     next_unit: Mapped[int] = _counter()
     checked_epochs: Mapped[int] = _counter()
-    token: Mapped[str | None] = mapped_column(String(16))
+    token: Mapped[str | None] = mapped_column(name_type(16))
     reputation: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
     suspected: Mapped[bool] = mapped_column(default=False, server_default="0")
     refuted_state: Mapped[int | None]
@@ -167,8 +193,8 @@ class UnitRangeRow(Base):
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"))
     start: Mapped[int]
     stop: Mapped[int]
-    state: Mapped[str] = mapped_column(String(16))
-    worker: Mapped[str | None] = mapped_column(String(64))
+    state: Mapped[str] = mapped_column(name_type(16))
+    worker: Mapped[str | None] = mapped_column(name_type(64))
     round: Mapped[int | None]  # the round that they were assigned for
     consumed_round: Mapped[int | None]  # the round of the contribution that consumed them
 
@@ -180,7 +206,7 @@ class AssignmentRow(Base):
 
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     round: Mapped[int] = mapped_column(primary_key=True)
-    worker: Mapped[str] = mapped_column(String(64), primary_key=True)
+    worker: Mapped[str] = mapped_column(name_type(64), primary_key=True)
     inner_steps: Mapped[int]
     evaluate: Mapped[bool]
 
@@ -221,7 +247,7 @@ class FragmentRow(Base):
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     round: Mapped[int] = mapped_column(primary_key=True)
     fragment: Mapped[int] = mapped_column(primary_key=True)
-    state: Mapped[str] = mapped_column(String(16))
+    state: Mapped[str] = mapped_column(name_type(16))
     reason: Mapped[str]
     contributors: Mapped[dict[str, Any] | None]
     late: Mapped[list[Any]] = mapped_column(default=list, server_default="[]")
@@ -243,7 +269,7 @@ class LateContributionRow(Base):
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     round: Mapped[int] = mapped_column(primary_key=True)
     fragment: Mapped[int] = mapped_column(primary_key=True)
-    worker: Mapped[str] = mapped_column(String(64), primary_key=True)
+    worker: Mapped[str] = mapped_column(name_type(64), primary_key=True)
     late_s: Mapped[float]
 
 
@@ -256,7 +282,7 @@ class ContributionRow(Base):
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     round: Mapped[int] = mapped_column(primary_key=True)
     fragment: Mapped[int] = mapped_column(primary_key=True)
-    worker: Mapped[str] = mapped_column(String(64), primary_key=True)
+    worker: Mapped[str] = mapped_column(name_type(64), primary_key=True)
     digest: Mapped[bytes]
     sha256: Mapped[bytes | None]
     size: Mapped[int]  # bytes
@@ -274,7 +300,7 @@ class ReportRow(Base):
 
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     round: Mapped[int] = mapped_column(primary_key=True)
-    worker: Mapped[str] = mapped_column(String(64), primary_key=True)
+    worker: Mapped[str] = mapped_column(name_type(64), primary_key=True)
     epoch: Mapped[int] = mapped_column(primary_key=True)
     account: Mapped[dict[str, Any]]
 
@@ -326,7 +352,7 @@ class EvaluationRow(Base):
 
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
     round: Mapped[int] = mapped_column(primary_key=True)
-    worker: Mapped[str] = mapped_column(String(64), primary_key=True)
+    worker: Mapped[str] = mapped_column(name_type(64), primary_key=True)
     loss: Mapped[float]
     tokens: Mapped[int]
     bytes: Mapped[int | None]
@@ -341,7 +367,7 @@ class EventRow(Base):
     id: Mapped[int] = mapped_column(primary_key=True)
     run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), index=True)
     at: Mapped[float]
-    kind: Mapped[str] = mapped_column(String(32))
+    kind: Mapped[str] = mapped_column(name_type(32))
     message: Mapped[str]
     data: Mapped[dict[str, Any]]
 
@@ -354,13 +380,55 @@ class NotificationRow(Base):
     __tablename__ = "notifications"
 
     number: Mapped[int] = mapped_column(primary_key=True)
-    id: Mapped[str] = mapped_column(String(64), unique=True)
+    id: Mapped[str] = mapped_column(name_type(64), unique=True)
     at: Mapped[float]
-    kind: Mapped[str] = mapped_column(String(32))
+    kind: Mapped[str] = mapped_column(name_type(32))
     message: Mapped[str]
-    state: Mapped[str | None] = mapped_column(String(16))
-    run: Mapped[str | None] = mapped_column(String(64))
-    worker: Mapped[str | None] = mapped_column(String(64))
+    state: Mapped[str | None] = mapped_column(name_type(16))
+    run: Mapped[str | None] = mapped_column(name_type(64))
+    worker: Mapped[str | None] = mapped_column(name_type(64))
     round: Mapped[int | None]
     open: Mapped[bool]
     done_at: Mapped[float | None]
+
+
+class DeploymentRow(Base):
+    """What all coordinators of this database have in common, in a single row. `secret`: the keys of sketches
+    (`screening/measuring.py`) and of requests between coordinators are derived from it. `bucket_owner` and
+    `bucket_url`: the bucket that has the blobs, and the id that it belongs to; null if none was used yet. They are used
+    only if coordinators share the database; otherwise the data directory names the bucket."""
+
+    __tablename__ = "deployment"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    secret: Mapped[bytes]
+    bucket_owner: Mapped[str | None] = mapped_column(name_type(64))
+    bucket_url: Mapped[str | None]
+
+
+class LeaderRow(Base):
+    """Which of several coordinators leads, in a single row (`leadership/lease.py`). `token` is the fencing token, which
+    grows with every takeover. `expires_at`: by the database's clock. `holder`: the leader's id, null after it has given
+    up the lease. `address`: where the others reach it."""
+
+    __tablename__ = "leader"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    token: Mapped[int]
+    holder: Mapped[str | None] = mapped_column(name_type(64))
+    address: Mapped[str | None]
+    taken_at: Mapped[float]
+    expires_at: Mapped[float]
+
+
+class CoordinatorRow(Base):
+    """A coordinator that shares this database, as it was at `seen_at` (by the database's clock). `store_fault`: why it
+    cannot use the blobs; empty if it can."""
+
+    __tablename__ = "coordinators"
+
+    id: Mapped[str] = mapped_column(name_type(64), primary_key=True)
+    address: Mapped[str]
+    version: Mapped[str]
+    seen_at: Mapped[float]
+    store_fault: Mapped[str]

@@ -18,6 +18,7 @@ from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fault, fault_of
 from outerstep.common.quantities import duration_text
+from protocol.errors import Problem
 from protocol.messages import Cause
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,8 @@ class Storage:
         """Record the fault reported by `error`, which a write has raised, and return it. Return None if `error` is not
         about the disk or the database."""
         fault, now = fault_of(error), self._clock()
-        if fault is None:
-            return None
+        if fault is None or isinstance(error, Problem):  # a term that is over is no outage
+            return fault
         with self._lock:
             outage = self._outages.get(fault.cause)
             if outage is None:

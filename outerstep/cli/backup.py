@@ -60,7 +60,7 @@ def backup(
     creating, directories = _module("create", "backup"), _module("directory", "backup")
     opening = import_extra("coordinator.store.opening", extra="coordinator", command="outerstep coordinator backup")
     os.umask(0o077)  # its files must not be readable by other users
-    settings = settings_of({"data_dir": data, "database_url": database_url, "backup_keep": keep})
+    settings = settings_of({"data_dir": data, "database": database_url, "backup_keep": keep})
     directories.check_apart(Path(to), settings.data_dir)
     source = creating.BackupSource(_database(settings), opening.reader_of(settings.data_dir))
     created = creating.create(source, store := directories.BackupDirectory(Path(to)), settings.backup_keep)
@@ -242,6 +242,6 @@ def _database(settings: Any) -> Any:
             raise UsageError(f"the directory {settings.data_dir} does not exist: give --data")
         raise UsageError(
             f"{settings.data_dir} has no database, so it is not a coordinator's data directory: give another --data, "
-            "or --database-url if the database is elsewhere"
+            "or --database if the database is elsewhere"
         )
     return url

@@ -20,7 +20,8 @@ from protocol.messages import Finding, LoggedError, ServerStatus
 
 FLAGS = {
     "data_dir": "--data",
-    "database_url": "--database-url",
+    "database": "--database",
+    "advertise_url": "--advertise",
     "blobs": "--blobs",
     "blobs_public_url": "--blobs-public-url",
     "host": "--host",
@@ -49,9 +50,10 @@ DataOption = Annotated[
 DatabaseOption = Annotated[
     str | None,
     typer.Option(
-        "--database-url",
+        "--database",
         metavar="URL",
-        help="The database, if not outerstep.db in the data directory: sqlite:////absolute/path or sqlite:///relative.",
+        help="The database, if not outerstep.db in the data directory: postgresql+psycopg://USER:PASSWORD@HOST/NAME, "
+        "which several coordinators may share, or sqlite:////absolute/path.",
     ),
 ]
 
@@ -89,6 +91,14 @@ def coordinator(
             help="Where everybody can download the bucket's prefix, such as a CDN. Default: signed downloads.",
         ),
     ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="With PostgreSQL, where other coordinators reach this one: http://HOST:PORT. Default: host and port, "
+            "or this machine's address if host is 0.0.0.0.",
+        ),
+    ] = None,
     host: Annotated[
         str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all, :: for all including IPv6.")
     ] = None,
@@ -120,9 +130,9 @@ def coordinator(
 
     It applies the database migrations, continues where it stopped, and prints its address and the next steps when it is
     ready. Its first start creates an admin token in admin.token in the data directory. Each option can also
-    be set by an environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE_URL, _BLOBS, _BLOBS_PUBLIC_URL,
-    _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR, _BACKUP_EVERY_S,
-    _BACKUP_KEEP, _NOTIFY_URL, _NOTIFY_FORMAT.
+    be set by an environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE, _ADVERTISE_URL, _BLOBS,
+    _BLOBS_PUBLIC_URL, _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR,
+    _BACKUP_EVERY_S, _BACKUP_KEEP, _NOTIFY_URL, _NOTIFY_FORMAT.
 
     \b
     Example:
@@ -131,7 +141,8 @@ def coordinator(
     """
     given = {
         "data_dir": data,
-        "database_url": database_url,
+        "database": database_url,
+        "advertise_url": advertise,
         "blobs": blobs,
         "blobs_public_url": blobs_public_url,
         "host": host,
@@ -204,10 +215,10 @@ def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> Non
     """
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep migrate")
     os.umask(0o077)
-    settings = settings_of({"data_dir": data, "database_url": database_url})
+    settings = settings_of({"data_dir": data, "database": database_url})
     url = database_url_of(settings)
     try:
-        if settings.database_url is None:
+        if settings.database is None:
             settings.data_dir.mkdir(parents=True, exist_ok=True)
         database.Database(url).close()
     except OSError as error:
@@ -252,9 +263,9 @@ def database_url_of(settings: Any) -> Any:
     """Return the URL of the coordinator's database. Raises UsageError if it is invalid."""
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep coordinator")
     try:
-        return database.url_of(settings.database_url, settings.data_dir)
+        return database.url_of(settings.database, settings.data_dir)
     except ValueError as error:  # without its value, which may contain a password
-        raise UsageError(f"{FLAGS['database_url']}, or its variable: {error}") from error
+        raise UsageError(f"{FLAGS['database']}, or its variable: {error}") from error
 
 
 @with_connection

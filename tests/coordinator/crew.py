@@ -1,15 +1,15 @@
 """Members of a run for tests: joined, with state 0 seeded and held by all of them."""
 
 import re
-import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
-from sqlalchemy import delete
+from sqlalchemy import create_engine, delete
 
 from coordinator.store.tables import EventRow
+from harness import stores
 from harness.coordinator import InThread, Running
 from harness.member import Member, spec_toml
 from harness.stores import Blocked
@@ -128,11 +128,25 @@ def take_part_in_round_0(a: Member, b: Member) -> None:
 @contextmanager
 def refusing(running: InThread, statement: str) -> Iterator[None]:
     """Every `statement`, for example "INSERT ON workers", fails within."""
-    name = re.sub(r"\W", "_", statement)
-    with sqlite3.connect(running.data_dir / "outerstep.db", timeout=20) as database:
-        database.execute(f"CREATE TRIGGER {name} BEFORE {statement} BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+    name, table = re.sub(r"\W", "_", statement), statement.split()[-1]
+    if stores.database == "sqlite":
+        begun = [f"CREATE TRIGGER {name} BEFORE {statement} BEGIN SELECT RAISE(ABORT, 'disk full'); END"]
+        ended = [f"DROP TRIGGER {name}"]
+    else:
+        body = "BEGIN RAISE EXCEPTION 'disk full' USING ERRCODE = 'data_exception'; END"
+        begun = [
+            f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS '{body.replace(chr(39), chr(39) * 2)}'",
+            f"CREATE TRIGGER {name} BEFORE {statement} FOR EACH ROW EXECUTE FUNCTION {name}()",
+        ]
+        ended = [f"DROP TRIGGER {name} ON {table}", f"DROP FUNCTION {name}"]
+    engine = create_engine(stores.database_of(running.data_dir))
+    with engine.begin() as database:
+        for each in begun:
+            database.exec_driver_sql(each)
     try:
         yield
     finally:
-        with sqlite3.connect(running.data_dir / "outerstep.db", timeout=20) as database:
-            database.execute(f"DROP TRIGGER {name}")
+        with engine.begin() as database:
+            for each in ended:
+                database.exec_driver_sql(each)
+        engine.dispose()

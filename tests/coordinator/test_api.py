@@ -173,6 +173,7 @@ def test_the_same_spec_again_is_the_same_run_and_it_is_kept_byte_for_byte(admin:
     assert admin.get(f"/v1/runs/{run}/spec").content == spec.encode()
 
 
+@pytest.mark.in_sqlite
 def test_an_unforeseen_fault_is_a_problem_with_the_request_id_that_the_log_has(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,8 @@ from harness.member import Member
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_restart import Lives
 
+pytestmark = pytest.mark.in_sqlite
+
 
 def back_up(data_dir: Path, to: Path) -> None:
     """As an operator would, while the coordinator serves."""

@@ -101,6 +101,7 @@ def test_one_is_made_at_the_start_and_after_every_checkpoint_and_every_kept_one_
     assert len(found) == 2 * KEPT, "nothing is left of the older ones"
 
 
+@pytest.mark.in_sqlite
 def test_one_is_made_after_a_while_without_a_checkpoint_too(url: str, tmp_path: Path) -> None:
     clock, started = SettableClock(), time.time()
     begun = clock()
@@ -220,6 +221,7 @@ def restored(url: str, data_dir: Path, number: int | None = None, warn: Callable
     return manifest.number
 
 
+@pytest.mark.in_sqlite
 @pytest.mark.covers("reliability:restore-beside")
 def test_a_new_machine_goes_on_from_the_bucket_alone(url: str, tmp_path: Path) -> None:
     play(url, tmp_path / "data", 3, LONG)
@@ -235,6 +237,7 @@ def test_a_new_machine_goes_on_from_the_bucket_alone(url: str, tmp_path: Path) -
         assert set(damages(url).values()) == {""}
 
 
+@pytest.mark.in_sqlite
 def test_an_older_one_takes_the_run_back(url: str, tmp_path: Path) -> None:
     play(url, tmp_path / "data", 3)
     number = min(states(url))
@@ -247,6 +250,7 @@ def test_an_older_one_takes_the_run_back(url: str, tmp_path: Path) -> None:
         assert set(damages(url).values()) == {""}
 
 
+@pytest.mark.in_sqlite
 @pytest.mark.covers("security:superseded-coordinator")
 def test_the_coordinator_of_before_can_delete_nothing_and_make_no_backups(url: str, tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data", blobs=url) as old:
@@ -268,6 +272,7 @@ def test_the_coordinator_of_before_can_delete_nothing_and_make_no_backups(url: s
         Coordinator(Settings(data_dir=tmp_path / "data", blobs=url))
 
 
+@pytest.mark.in_sqlite
 def test_of_two_copies_of_a_data_directory_the_second_is_told(url: str, tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data", blobs=url) as running:
         running.create_run('name = "r"\n[data]\nsource = "custom"\n[sync]\nrounds = 1\n')
@@ -326,6 +331,7 @@ def test_a_database_that_unpacks_to_more_than_the_manifest_says_fills_no_disk(ur
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bomb", "data", "zeros"]
 
 
+@pytest.mark.in_sqlite
 def test_two_restores_at_once_leave_one_owner(url: str, tmp_path: Path) -> None:
     play(url, tmp_path / "data", 1)
     first, second = backups(url), backups(url)

@@ -168,6 +168,7 @@ def test_who_rejoins_gets_the_units_that_are_left_in_the_database(shared: InThre
     assert a.assignment(0).units == before  # from the pool, not from memory of the lease that ended
 
 
+@pytest.mark.in_sqlite
 def test_units_of_a_round_that_a_worker_missed_are_taken_back_although_its_assignment_is_known(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:

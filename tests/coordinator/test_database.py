@@ -14,7 +14,9 @@ from harness.coordinator import coordinator_thread
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, play_round
 
-VARIABLE = "OUTERSTEP_COORDINATOR_DATABASE_URL"
+pytestmark = pytest.mark.in_sqlite
+
+VARIABLE = "OUTERSTEP_COORDINATOR_DATABASE"
 
 
 def test_without_a_url_it_is_in_the_data_directory_whatever_that_is_called(tmp_path: Path) -> None:
@@ -37,7 +39,10 @@ def test_three_slashes_are_relative_and_four_absolute(tmp_path: Path, monkeypatc
     [
         ("outerstep.db", "this is not a URL; an example is sqlite:////"),
         ("", "this is not a URL"),
-        ("postgresql://me:secret@host/runs", "postgresql is not supported: use one of sqlite"),
+        ("postgresql://me:secret@host/runs", r"the driver of PostgreSQL is psycopg: write postgresql\+psycopg://"),
+        ("postgresql+psycopg2://me:secret@host/runs", "the driver of PostgreSQL is psycopg"),
+        ("postgresql+psycopg://me:secret@host", "names no database"),
+        ("oracle://me:secret@host/runs", "oracle is not supported: use one of sqlite, postgresql"),
         ("mysql+pymysql://host/runs", "mysql is not supported"),
         ("sqlite+aiosqlite:////data/run.db", "Python's own, not aiosqlite"),
         ("sqlite://data/run.db", "three slashes before a relative path and four before an absolute one"),
@@ -53,7 +58,7 @@ def test_what_is_refused(url: str, why: str, tmp_path: Path) -> None:
         url_of(url, tmp_path)
     assert "secret" not in str(refused.value)
     with pytest.raises(ValueError, match=why):
-        make_server(Settings(data_dir=tmp_path / "data", database_url=url, port=0))
+        make_server(Settings(data_dir=tmp_path / "data", database=url, port=0))
     assert not (tmp_path / "data").exists()
 
 
@@ -82,7 +87,7 @@ def test_two_coordinators_cannot_share_a_database_by_two_data_directories(
         for name in ("run.db", "link.db"):
             url = f"sqlite:///{tmp_path}/{name}"
             with pytest.raises(OuterstepError, match="run.db is in use by another coordinator"):
-                make_server(Settings(data_dir=tmp_path / "b", database_url=url, port=0))
+                make_server(Settings(data_dir=tmp_path / "b", database=url, port=0))
         with pytest.raises(OuterstepError, match="in use"):
             Database(url_of(f"sqlite:///{tmp_path}/run.db", tmp_path / "b"))
     Database(url_of(f"sqlite:///{tmp_path}/run.db", tmp_path / "b")).close()
@@ -112,7 +117,7 @@ def test_a_url_that_is_forgotten_is_told_before_an_empty_database_takes_the_plac
     before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
     for text, name in ((None, "outerstep"), (f"sqlite:///{tmp_path}/another.db", "another")):
         with pytest.raises(ValueError, match=rf"there is no database at .*{name}\.db"):
-            make_server(Settings(data_dir=data, database_url=text, port=0))
+            make_server(Settings(data_dir=data, database=text, port=0))
     assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
     assert url_of(url, data) == make_url(url)
 

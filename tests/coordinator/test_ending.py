@@ -186,6 +186,7 @@ def test_what_was_on_its_way_when_its_worker_was_sent_away_is_refused(shared: In
     assert info(shared, run, "/rounds/0")["fragments"][1]["contributors"] == []
 
 
+@pytest.mark.in_sqlite
 def test_what_a_kill_left_undone_of_a_revocation_is_done_at_the_start(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         running.create_run(spec_toml("r"))

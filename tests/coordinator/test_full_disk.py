@@ -116,6 +116,7 @@ def test_whichever_write_finds_the_disk_full_the_run_ends_as_if_it_had_not(
     assert transport.refusals > 20, "the test did not test"
 
 
+@pytest.mark.in_sqlite
 def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,6 +198,7 @@ def test_uploads_leave_the_room_that_the_run_needs(tmp_path: Path, monkeypatch: 
         assert_nothing_half_written(running, "r")
 
 
+@pytest.mark.in_sqlite
 def test_a_database_that_another_process_has_locked_is_told_as_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -223,6 +225,7 @@ def test_a_database_that_another_process_has_locked_is_told_as_the_cause(
     assert lines == ["ERROR", "WARNING"]
 
 
+@pytest.mark.in_sqlite
 def test_a_database_whose_own_disk_is_full_is_told_as_the_files_disk_is(tmp_path: Path) -> None:
     """The probe of the files' disk finds room all the while; that is not taken for room in the database."""
     clock, full = SettableClock(), False

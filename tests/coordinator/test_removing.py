@@ -116,6 +116,7 @@ def test_a_crash_leaves_the_whole_run_or_nothing(tmp_path: Path, monkeypatch: py
         leave(enlist(running, "r", "w"))
 
 
+@pytest.mark.in_sqlite
 def test_blobs_of_a_run_that_an_older_database_lacks_are_kept(tmp_path: Path) -> None:
     """A database restored from a backup may be older than the run: without a mark nothing of it is removed."""
     file = tmp_path / "data" / "runs" / "newer" / "checkpoints" / "3" / "0.0123456789abcdef"

@@ -16,7 +16,6 @@ from sqlalchemy import delete, select
 
 from coordinator.server import make_server
 from coordinator.settings import Settings
-from coordinator.store import sqlite
 from coordinator.store.data_directory import StateFiles
 from coordinator.store.database import Database
 from coordinator.store.tables import (
@@ -27,6 +26,7 @@ from coordinator.store.tables import (
     RunRow,
 )
 from coordinator.sync import outer_state
+from harness import stores
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import spec_toml
 from harness.stores import names, the
@@ -64,7 +64,7 @@ class Lives:
     @contextmanager
     def database(self) -> Iterator[Database]:
         """The database while no coordinator lives."""
-        database = Database(sqlite.url_in(self.data_dir))
+        database = Database(stores.database_of(self.data_dir))
         yield database
         database.close()
 

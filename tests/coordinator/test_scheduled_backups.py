@@ -112,6 +112,7 @@ def test_a_restarted_coordinator_knows_of_the_last_one_and_makes_none_before_its
     assert numbers(tmp_path) == [1]
 
 
+@pytest.mark.in_sqlite
 def test_one_that_the_command_has_made_counts(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data"):
         pass

@@ -50,6 +50,7 @@ def test_tokens_are_listed_page_by_page(shared: InThread) -> None:
     assert pages == everything == sorted(everything)
 
 
+@pytest.mark.in_sqlite
 @pytest.mark.covers("security:secrets-at-rest")
 def test_secrets_are_neither_in_the_database_nor_in_the_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")

@@ -29,7 +29,8 @@ def test_defaults_listen_on_this_host_alone() -> None:
 def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {
         "data_dir": "/data",
-        "database_url": "sqlite:////database/run.db",
+        "database": "sqlite:////database/run.db",
+        "advertise_url": "http://10.0.0.2:8470",
         "blobs": "s3://bucket/prefix",
         "blobs_public_url": "https://cdn.example.org/prefix",
         "host": "0.0.0.0",
@@ -65,7 +66,8 @@ def test_the_environment_sets_everything(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv(PREFIX + key.upper(), value)
     assert Settings().model_dump() == {
         "data_dir": Path("/data"),
-        "database_url": "sqlite:////database/run.db",
+        "database": "sqlite:////database/run.db",
+        "advertise_url": "http://10.0.0.2:8470",
         "blobs": "s3://bucket/prefix",
         "blobs_public_url": "https://cdn.example.org/prefix",
         "host": "0.0.0.0",

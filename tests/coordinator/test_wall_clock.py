@@ -18,6 +18,7 @@ DAY_S = 86_400.0
 NOW = 1_700_000_000.0
 
 
+@pytest.mark.in_sqlite
 @pytest.mark.covers("security:clock-set")
 def test_a_run_goes_on_when_the_clock_is_set(tmp_path: Path) -> None:
     came: list[str] = []

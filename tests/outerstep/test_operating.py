@@ -399,29 +399,29 @@ def test_migrate_makes_and_keeps_a_database(served: Served, tmp_path: Path):
 def test_migrate_takes_the_databases_url(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     url = f"sqlite:///{tmp_path}/run.db"
-    assert served.outerstep("migrate", "--database-url", url)[:2] == (
+    assert served.outerstep("migrate", "--database", url)[:2] == (
         0,
         f"the database {url} is at the newest schema\n",
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.db", "run.db.lock"]
-    monkeypatch.setenv("OUTERSTEP_COORDINATOR_DATABASE_URL", "sqlite:///other.db")
+    monkeypatch.setenv("OUTERSTEP_COORDINATOR_DATABASE", "sqlite:///other.db")
     assert served.outerstep("migrate")[0] == 0
     assert (tmp_path / "other.db").is_file()
 
 
 def test_a_database_that_cannot_be_is_refused_without_its_password(served: Served, tmp_path: Path):
     code, _, err = served.outerstep(
-        "coordinator", "--data", str(tmp_path / "data"), "--database-url", "postgresql://me:secret@db/runs"
+        "coordinator", "--data", str(tmp_path / "data"), "--database", "mysql://me:secret@db/runs"
     )
     assert (code, err.count("\n")) == (2, 1)
-    assert "--database-url, or its variable: postgresql is not supported: use one of sqlite" in err
+    assert "--database, or its variable: mysql is not supported: use one of sqlite, postgresql" in err
     assert "secret" not in err
     assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.system
 def test_the_demo_has_its_own_database_whatever_the_shell_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("OUTERSTEP_COORDINATOR_DATABASE_URL", f"sqlite:///{tmp_path}/mine.db")
+    monkeypatch.setenv("OUTERSTEP_COORDINATOR_DATABASE", f"sqlite:///{tmp_path}/mine.db")
     with serving(tmp_path / "data"):
         assert (tmp_path / "data" / "outerstep.db").is_file()
     assert not (tmp_path / "mine.db").exists()

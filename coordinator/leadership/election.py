@@ -1,0 +1,207 @@
+"""The election: a thread that renews this coordinator's lease, or takes the lease when nobody holds it.
+
+A second thread probes the store. A leader that cannot reach the store gives up its lease if another coordinator can.
+"""
+
+import logging
+import math
+import secrets
+import threading
+from collections.abc import Callable
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from coordinator.leadership import lease
+from coordinator.leadership.lease import LEASE_S, Fence, Leader, Member
+from protocol import __version__
+
+RENEW_S = 1.0
+POLL_S = 0.5  # between looks at the lease of another coordinator
+MARGIN_S = 1.0  # a leader stops leading this long before its lease expires
+PROBE_S = 2.0
+STORE_S = 5.0  # without an answer of the store, until it counts as out of reach
+FRESH_S = 3.0  # a coordinator that was seen within this time is there
+REST_S = 3.0  # after a failed attempt to lead
+CLOCK_S = 0.1  # smaller differences from the database's clock are the time of the query
+
+logger = logging.getLogger(__name__)
+
+
+class StoreProbe:
+    """Whether this coordinator can reach the store. `ask` reads something from it, and may take long to fail."""
+
+    def __init__(self, ask: Callable[[], object], clock: Callable[[], float]) -> None:
+        self._ask, self._clock = ask, clock
+        self._answered_at = clock()
+        self._error = ""
+
+    @property
+    def fault(self) -> str:
+        """Why the store cannot be used; empty if it can."""
+        return self._error or "it does not answer" if self._clock() - self._answered_at > STORE_S else ""
+
+    def run(self) -> None:
+        """Ask once."""
+        try:
+            self._ask()
+            self._answered_at, self._error = self._clock(), ""
+        except Exception as error:  # noqa: BLE001 - whatever it is, the store cannot be used
+            self._error = str(error)
+
+
+class Election:
+    """Decides whether this coordinator leads. Its attributes may be read from any thread.
+
+    id        of this process, drawn at its start
+    fence     the fencing token while it leads, and until `finish` is called
+    leader    the lease as it was last read; None if it never was
+    members   the coordinators that share the database, as they were last read
+    fault     why the database cannot be asked; empty if it can
+    """
+
+    def __init__(self, engine: Engine, address: str, probe: StoreProbe, clock: Callable[[], float]) -> None:
+        self.id = secrets.token_hex(8)
+        self.fence: Fence | None = None
+        self.leader: Leader | None = None
+        self.members: list[Member] = []
+        self.fault = ""
+        self._engine, self._address, self._probe, self._clock = engine, address, probe, clock
+        self._valid_until = self._rest_until = -math.inf
+        self._offset: float | None = None  # the database's clock minus the monotonic one
+        self._changed: Callable[[], object] = lambda: None
+        self._replaced: Callable[[], object] = lambda: None
+        self._stopping, self._wake = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=self._elect, name="election"),
+            # It may hang in a request to the store, and the process must not wait for that.
+            threading.Thread(target=self._probe_store, name="store probe", daemon=True),
+        ]
+
+    def start(self, changed: Callable[[], object], replaced: Callable[[], object]) -> None:
+        """Start to take part. Both functions are called on any thread: `changed` when `fence` has changed or is lost,
+        `replaced` when another lease than before was read."""
+        self._changed, self._replaced = changed, replaced
+        for thread in self._threads:
+            thread.start()
+
+    def withdraw(self) -> None:
+        """Never take the lease again, because the process is about to stop."""
+        self._rest_until = math.inf
+
+    def stop(self) -> None:
+        """Stop. Call it when the last term has finished."""
+        self._stopping.set()
+        self._wake.set()
+        self._threads[0].join()
+        self._engine.dispose()
+
+    def leads(self) -> bool:
+        """Return True while this coordinator leads for sure."""
+        return self.fence is not None and self.fence.holds()
+
+    def now(self) -> float:
+        """Return the time of day, in seconds since 1970, by the database's clock."""
+        assert self._offset is not None, "no term begins before the lease was read"
+        return self._clock() + self._offset
+
+    def finish(self, fence: Fence, *, rest: bool = False) -> None:
+        """End the term, after everything that belongs to it has stopped. `rest`: let others try first."""
+        fence.end()
+        if rest:
+            self._rest_until = self._clock() + REST_S
+        try:
+            with self._engine.connect() as connection:
+                lease.release(connection, fence.token)
+        except SQLAlchemyError as error:  # then the lease expires
+            logger.info("the lease could not be given up: %s", _reason(error))
+        self.fence = None
+        self._wake.set()
+
+    # --- the threads ----------------------------------------------------------------------------------------------
+
+    def _probe_store(self) -> None:
+        while not self._stopping.wait(PROBE_S):
+            self._probe.run()
+
+    def _elect(self) -> None:
+        while not self._stopping.is_set():
+            self.step()
+            self._wake.wait(POLL_S if self.fence is None else RENEW_S)
+            self._wake.clear()
+        try:
+            with self._engine.connect() as connection:
+                lease.retire(connection, self.id)
+        except SQLAlchemyError as error:
+            logger.info("the database does not know that this coordinator stops: %s", _reason(error))
+
+    def step(self) -> None:
+        """Renew the lease, or look whether it can be taken."""
+        fence = self.fence
+        if fence is not None and not fence.lost.is_set() and self._clock() >= self._valid_until:
+            logger.warning("the lease has expired and could not be renewed: %s", self.fault or "the process was paused")
+            fence.end()
+        try:
+            with self._engine.connect() as connection:
+                lease.report(connection, self.id, self._address, __version__, self._probe.fault)
+                self._read(connection)
+                if fence is None:
+                    self._take(connection)
+                elif fence.lost.is_set():
+                    lease.release(connection, fence.token)
+                else:
+                    self._renew(connection, fence)
+            self.fault = ""
+        except SQLAlchemyError as error:
+            if self.fault != _reason(error):
+                self.fault = _reason(error)
+                logger.warning("the election cannot ask the database: %s", self.fault)
+
+    def _read(self, connection: Connection) -> None:
+        before, known = self._clock(), self.leader
+        self.leader = lease.read(connection)
+        if known is not None and known.token != self.leader.token:
+            self._replaced()
+        offset = self.leader.now - before
+        if self._offset is None or abs(offset - self._offset) > CLOCK_S:
+            self._offset = offset
+        self.members = lease.members(connection)
+
+    def _renew(self, connection: Connection, fence: Fence) -> None:
+        if self._probe.fault and any(self._is_better(member) for member in self.members):
+            logger.warning("another coordinator takes over: the store %s", self._probe.fault)
+            fence.end()
+            lease.release(connection, fence.token)
+            return
+        began = self._clock()
+        if lease.renew(connection, fence.token):
+            self._valid_until = began + LEASE_S - MARGIN_S
+        else:
+            logger.warning("another coordinator has taken over")
+            fence.end()
+
+    def _is_better(self, member: Member) -> bool:
+        return member.id != self.id and member.silent_s < FRESH_S and not member.store_fault
+
+    def _take(self, connection: Connection) -> None:
+        assert self.leader is not None
+        if not self.leader.is_vacant or self._clock() < self._rest_until:
+            return
+        if self._probe.fault and any(self._is_better(member) for member in self.members):
+            return
+        began = self._clock()
+        token = lease.take(connection, self.id, self._address)
+        if token is not None:
+            self._valid_until = began + LEASE_S - MARGIN_S
+            logger.info("this coordinator leads, with the fencing token %d", token)
+            self.fence = Fence(token, lambda: self._clock() < self._valid_until, self._lost)
+            self._changed()
+
+    def _lost(self) -> None:
+        self._wake.set()
+        self._changed()
+
+
+def _reason(error: SQLAlchemyError) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return str(cause).strip().partition("\n")[0]

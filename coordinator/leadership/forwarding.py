@@ -1,0 +1,241 @@
+"""What a coordinator does with requests: the leader answers them, and a standby forwards them to the leader.
+
+A forwarded request carries a key that only coordinators of this database know. So the leader believes the client's
+address that a standby reports, and a coordinator that has lost the lease does not forward a request a second time.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+from collections.abc import AsyncIterator
+
+import httpx
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from coordinator.http.problems import reject
+from coordinator.leadership.terms import Terms
+from outerstep.common.connections import error_text
+from protocol import PROTOCOL_VERSION, __version__
+from protocol.errors import Problem
+from protocol.messages import Health, Readiness
+
+KEY_HEADER = "outerstep-forwarded"
+CONNECT_S, SILENT_S = 3.0, 90.0  # a long poll takes up to 60 s
+RETRY_S = 1.0
+
+# Headers about one connection (RFC 9110, section 7.6.1).
+_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        KEY_HEADER,
+        "x-forwarded-for",
+    }
+)
+
+logger = logging.getLogger(__name__)
+
+
+def forwarding_key(secret: bytes) -> str:
+    """Return the key that coordinators with this secret in their database show each other."""
+    return hmac.new(secret, b"outerstep forwarded request", hashlib.sha256).hexdigest()
+
+
+class LeadOrForward:
+    """The outermost application of a coordinator that shares its database."""
+
+    def __init__(self, terms: Terms, key: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        self.terms, self._key = terms, key
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
+        self._client = httpx.AsyncClient(
+            transport=transport, limits=limits, timeout=timeout, trust_env=False, follow_redirects=False
+        )
+        self._closing = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        forwarded = hmac.compare_digest(Headers(scope=scope).get(KEY_HEADER, ""), self._key)
+        if forwarded:
+            scope = _from_client(scope)
+        app: ASGIApp | None = self.terms.app
+        if app is not None:
+            await app(scope, receive, send)
+        elif scope["path"] in ("/healthz", "/readyz"):
+            await self._health(scope, receive, send)
+        elif forwarded:
+            await reject(_vacant("it led when the request was forwarded"), scope, receive, send)
+        else:
+            await self._forward(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        assert (await receive())["type"] == "lifespan.startup"
+        async with self.terms.running(), self._client:
+            await send({"type": "lifespan.startup.complete"})
+            assert (await receive())["type"] == "lifespan.shutdown"
+            self._closing.set()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def stop_waiting(self) -> None:
+        """Let the requests that wait end, because the process is about to stop."""
+        self._closing.set()
+        self.terms.stop_waiting()
+
+    # --- health -------------------------------------------------------------------------------------------------------
+
+    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer for this process. It is ready if it can forward to a leader."""
+        election = self.terms.election
+        health = Health(status="ok", version=__version__, protocol=PROTOCOL_VERSION)
+        if scope["path"] == "/readyz":
+            if election.fault:
+                await reject(_unready(f"the database: {election.fault}"), scope, receive, send)
+                return
+            if self.terms.leader is None:
+                await reject(_vacant(self.terms.fault), scope, receive, send)
+                return
+            health = Readiness(**{**vars(health), "status": "standby"}, last_backup_at=None)
+        await JSONResponse(health.model_dump(mode="json"))(scope, receive, send)
+
+    # --- forwarding ---------------------------------------------------------------------------------------------------
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        leader = self.terms.leader
+        if leader is None or leader.address is None:
+            await reject(_vacant(self.terms.fault or self.terms.election.fault), scope, receive, send)
+            return
+        body = _Body(scope, receive)
+        request = self._client.build_request(
+            scope["method"],
+            leader.address + scope["raw_path"].decode("ascii"),
+            params=scope["query_string"] or None,
+            headers=self._headers(scope),
+            content=body.pieces() if body.expected else None,
+        )
+        answer = _Answer(send)
+        ended = asyncio.create_task(answer.pass_on(self._client, request))
+        gone = asyncio.create_task(body.disconnected())
+        # A paused leader would keep the connection open.
+        over = [asyncio.create_task(each.wait()) for each in (self.terms.replaced, self._closing)]
+        problem: Problem | None = _unready("another coordinator leads now, or this one stops")
+        try:
+            await asyncio.wait({ended, gone, *over}, return_when=asyncio.FIRST_COMPLETED)
+            if ended.done():
+                problem = ended.result()
+            elif gone.done():
+                return
+        finally:
+            for task in (ended, gone, *over):
+                task.cancel()
+            await asyncio.gather(ended, gone, *over, return_exceptions=True)
+        if problem is None:
+            return
+        if answer.begun:
+            await answer.cut(problem)
+        else:
+            await reject(problem, scope, receive, send)
+
+    def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+        kept = [(name, value) for name, value in scope["headers"] if name.decode("latin-1").lower() not in _HOP]
+        client = scope.get("client")
+        if client:
+            kept.append((b"x-forwarded-for", client[0].encode()))
+        return [*kept, (KEY_HEADER.encode(), self._key.encode())]
+
+
+class _Answer:
+    """The leader's answer, on its way to the client."""
+
+    def __init__(self, send: Send) -> None:
+        self.begun = False
+        self._send = send
+        self._length: str | None = None
+
+    async def pass_on(self, client: httpx.AsyncClient, request: httpx.Request) -> Problem | None:
+        """Pass it on. Return a problem if the leader does not answer, or not to the end."""
+        try:
+            response = await client.send(request, stream=True)
+            try:
+                headers = [(name, value) for name, value in response.headers.raw if name.decode().lower() not in _HOP]
+                self._length = response.headers.get("content-length")
+                self.begun = True
+                await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+                async for piece in response.aiter_raw():
+                    await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+                await self._send({"type": "http.response.body", "body": b""})
+            finally:
+                await response.aclose()
+        except httpx.HTTPError as error:
+            logger.info("the leader at %s does not answer: %s", request.url.host, error_text(error))
+            return _unready(f"the leader does not answer: {error_text(error)}")
+        return None
+
+    async def cut(self, problem: Problem) -> None:
+        """End an answer that has begun. A stream just ends. Raises the problem if the client expects more bytes, so
+        that the server closes the connection."""
+        if self._length is not None:
+            raise problem
+        await self._send({"type": "http.response.body", "body": b""})
+
+
+class _Body:
+    """The body of a request, which is read while it is forwarded; and after it, the client's disconnect."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        headers = Headers(scope=scope)
+        self.expected = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        self._receive = receive
+        self._read, self._gone = asyncio.Event(), asyncio.Event()
+        if not self.expected:
+            self._read.set()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self._gone.set()
+                raise httpx.WriteError("the client has disconnected")
+            more = message.get("more_body", False)
+            if message.get("body"):
+                yield message["body"]
+        self._read.set()
+
+    async def disconnected(self) -> None:
+        """Return once the client has disconnected."""
+        gone = asyncio.create_task(self._gone.wait())
+        read = asyncio.create_task(self._read.wait())
+        try:
+            await asyncio.wait({gone, read}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            read.cancel()
+        while not self._gone.is_set():
+            if (await self._receive())["type"] == "http.disconnect":
+                self._gone.set()
+
+
+def _from_client(scope: Scope) -> Scope:
+    """Return the scope of a forwarded request, with its client's address in place of the standby's."""
+    address = Headers(scope=scope).get("x-forwarded-for", "")
+    return {**scope, "client": (address, 0)} if address else scope
+
+
+def _vacant(why: str = "") -> Problem:
+    reason = f": {why}" if why else ""
+    return _unready(f"no coordinator leads at the moment{reason}")
+
+
+def _unready(detail: str) -> Problem:
+    return Problem("not-ready", detail, retry_after_s=RETRY_S)

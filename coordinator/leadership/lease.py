@@ -1,0 +1,164 @@
+"""The lease of the leader: one row of the table `leader`. Its expiry is compared with the database's clock alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event
+from typing import Any
+
+from sqlalchemy import Connection, Double, delete, insert, select, update
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.orm import Session
+from sqlalchemy.sql.functions import GenericFunction
+
+from coordinator.store.tables import CoordinatorRow, LeaderRow
+from protocol.errors import Problem
+
+LEASE_S = 5.0
+FORGOTTEN_S = 600.0  # a coordinator that was not seen for this long is removed from the list
+
+_ID = 1  # of the only row
+
+
+class database_clock(GenericFunction[float]):  # noqa: N801 - named like the functions of SQLAlchemy
+    """The database's clock: seconds since 1970, now and not when the transaction began."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(database_clock, "postgresql")
+def _postgresql_clock(*_: Any, **__: Any) -> str:
+    return "EXTRACT(EPOCH FROM clock_timestamp())::float8"
+
+
+@dataclass(frozen=True)
+class Leader:
+    """The row. `remaining_s`: until the lease expires; negative if it has. `now`: the database's clock."""
+
+    token: int
+    holder: str | None
+    address: str | None
+    taken_at: float
+    remaining_s: float
+    now: float
+
+    @property
+    def is_vacant(self) -> bool:
+        return self.holder is None or self.remaining_s <= 0
+
+
+@dataclass(frozen=True)
+class Member:
+    """A coordinator that shares the database. `silent_s`: since it was seen."""
+
+    id: str
+    address: str
+    version: str
+    silent_s: float
+    store_fault: str
+
+
+def read(connection: Connection) -> Leader:
+    """Return the row as it is now."""
+    row = connection.execute(
+        select(
+            LeaderRow.token,
+            LeaderRow.holder,
+            LeaderRow.address,
+            LeaderRow.taken_at,
+            (LeaderRow.expires_at - database_clock()).label("remaining_s"),
+            database_clock().label("now"),
+        ).where(LeaderRow.id == _ID)
+    ).one()
+    return Leader(*row)
+
+
+def take(connection: Connection, holder: str, address: str) -> int | None:
+    """Take the lease if it has expired or was released. Return the new fencing token; None if another one leads."""
+    token: int | None = connection.execute(
+        update(LeaderRow)
+        .where(LeaderRow.id == _ID, LeaderRow.holder.is_(None) | (LeaderRow.expires_at <= database_clock()))
+        .values(
+            token=LeaderRow.token + 1,
+            holder=holder,
+            address=address,
+            taken_at=database_clock(),
+            expires_at=database_clock() + LEASE_S,
+        )
+        .returning(LeaderRow.token)
+    ).scalar_one_or_none()
+    return token
+
+
+def renew(connection: Connection, token: int) -> bool:
+    """Let the lease last LEASE_S from now. Return False if the token is no longer the newest, or was released."""
+    return _update(connection, token, expires_at=database_clock() + LEASE_S)
+
+
+def release(connection: Connection, token: int) -> None:
+    """Give up the lease, so that another coordinator can take it at once."""
+    _update(connection, token, holder=None, address=None)
+
+
+def _update(connection: Connection, token: int, **values: Any) -> bool:
+    held = LeaderRow.id == _ID, LeaderRow.token == token, LeaderRow.holder.is_not(None)
+    return connection.execute(update(LeaderRow).where(*held).values(**values)).rowcount == 1
+
+
+class Fence:
+    """The fencing token of one term. `lost` is set once the term must end: another coordinator leads, or it is unknown
+    whether a commit has happened."""
+
+    def __init__(self, token: int, is_valid: Callable[[], bool], on_lost: Callable[[], object]) -> None:
+        """`is_valid`: whether the lease of this token has not expired. `on_lost` is called once `lost` is set."""
+        self.token, self._is_valid, self._on_lost = token, is_valid, on_lost
+        self.lost = Event()
+
+    def holds(self) -> bool:
+        """Return True while this coordinator leads for sure."""
+        return not self.lost.is_set() and self._is_valid()
+
+    def check(self, session: Session) -> None:
+        """Lock the row of the token until the transaction ends. Raises Problem `superseded` if the term is over. The
+        first statement of every write transaction."""
+        if self.lost.is_set():
+            raise superseded()
+        newest = session.scalar(select(LeaderRow.token).where(LeaderRow.id == _ID).with_for_update())
+        if newest != self.token:
+            self.end()
+            raise superseded()
+
+    def end(self) -> None:
+        """End the term: all further writes fail."""
+        if not self.lost.is_set():
+            self.lost.set()
+            self._on_lost()
+
+
+def superseded() -> Problem:
+    return Problem("superseded", "this coordinator no longer leads; another one does, or will soon", retry_after_s=1)
+
+
+# --- who is there -----------------------------------------------------------------------------------------------------
+
+
+def report(connection: Connection, id_: str, address: str, version: str, store_fault: str) -> None:
+    """Record that the coordinator is alive."""
+    values = {"address": address, "version": version, "seen_at": database_clock(), "store_fault": store_fault}
+    found = connection.execute(update(CoordinatorRow).where(CoordinatorRow.id == id_).values(values))
+    if not found.rowcount:
+        connection.execute(insert(CoordinatorRow).values(id=id_, **values))
+        connection.execute(delete(CoordinatorRow).where(CoordinatorRow.seen_at < database_clock() - FORGOTTEN_S))
+
+
+def retire(connection: Connection, id_: str) -> None:
+    """Remove the coordinator from the list, because it stops."""
+    connection.execute(delete(CoordinatorRow).where(CoordinatorRow.id == id_))
+
+
+def members(connection: Connection) -> list[Member]:
+    """Return the coordinators that were seen lately, by id."""
+    silent = (database_clock() - CoordinatorRow.seen_at).label("silent_s")
+    row = CoordinatorRow
+    found = connection.execute(select(row.id, row.address, row.version, silent, row.store_fault).order_by(row.id))
+    return [Member(*each) for each in found]

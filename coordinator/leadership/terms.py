@@ -1,0 +1,133 @@
+"""What a process does when it begins and ceases to lead: it builds a coordinator, serves it, and drops it again."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.concurrency import run_in_threadpool
+
+from coordinator.leadership.election import Election
+from coordinator.leadership.lease import Fence, Leader
+from coordinator.service import Coordinator
+from protocol.errors import OuterstepError
+
+SETTLE_S = 0.02
+
+logger = logging.getLogger(__name__)
+
+
+class Terms:
+    """Builds a coordinator for each term of the election, and closes it when the term is over.
+
+    `build` opens the coordinator of a term, on another thread. `serve` makes the application around it. `on_end` is
+    called when the process takes part in elections no longer.
+    """
+
+    def __init__(
+        self,
+        election: Election,
+        build: Callable[[Fence], Coordinator],
+        serve: Callable[[Coordinator], FastAPI],
+        on_end: Callable[[], object],
+    ) -> None:
+        self.election = election
+        self.fault = ""  # why the last term has failed at its start
+        self._build, self._serve, self._on_end = build, serve, on_end
+        self._app: FastAPI | None = None
+        self._closing = threading.Event()
+        self._changed = asyncio.Event()
+        self.replaced = asyncio.Event()  # set when another coordinator leads; then there is a new one here
+
+    @property
+    def app(self) -> FastAPI | None:
+        """The application, while this coordinator leads for sure; otherwise None."""
+        return self._app if self.election.leads() else None
+
+    @property
+    def coordinator(self) -> Coordinator | None:
+        """The coordinator of the current term; None between terms."""
+        return None if self._app is None else self._app.state.coordinator
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Take part in elections within the block."""
+        loop = asyncio.get_running_loop()
+
+        def changed() -> None:
+            loop.call_soon_threadsafe(self._changed.set)
+
+        def replaced() -> None:
+            loop.call_soon_threadsafe(self._replace)
+
+        self.election.start(changed, replaced)
+        task = asyncio.create_task(self._follow())
+        try:
+            yield
+        finally:
+            self.stop_waiting()
+            self._closing.set()
+            self._changed.set()
+            await task
+            await run_in_threadpool(self.election.stop)
+            self._on_end()
+
+    async def settled(self) -> None:
+        """Wait until this coordinator leads or knows the leader. Raises OuterstepError with the reason if it should
+        lead and cannot."""
+        while self.app is None and self.leader is None:
+            if self.fault:
+                raise OuterstepError(self.fault)
+            await asyncio.sleep(SETTLE_S)
+
+    @property
+    def leader(self) -> Leader | None:
+        """Another coordinator that leads; None if there is none, or this one is about to lead."""
+        leader = self.election.leader
+        if leader is None or leader.is_vacant or leader.holder == self.election.id:
+            return None
+        return leader
+
+    def _replace(self) -> None:
+        before, self.replaced = self.replaced, asyncio.Event()
+        before.set()
+
+    def stop_waiting(self) -> None:
+        """Let the requests that wait end, because the process is about to stop."""
+        self.election.withdraw()
+        if self.coordinator is not None:
+            self.coordinator.waiters.close()
+
+    async def _follow(self) -> None:
+        while not self._closing.is_set():
+            await self._changed.wait()
+            self._changed.clear()
+            fence = self.election.fence
+            if fence is not None and not self._closing.is_set():
+                await self._term(fence)
+                self._changed.set()  # the election may have changed in the meantime
+
+    async def _term(self, fence: Fence) -> None:
+        """Lead until the fence is lost or the process stops."""
+        failed = True
+        try:
+            async with AsyncExitStack() as stack:
+                service = await run_in_threadpool(self._build, fence)
+                app = self._serve(service)
+                await stack.enter_async_context(app.router.lifespan_context(app))  # closes the coordinator at its end
+                stack.callback(service.waiters.close)
+                self._app, self.fault, failed = app, "", False
+                logger.info("the runs are restored: %s", ", ".join(run.name for run in service.runs()) or "none")
+                while not fence.lost.is_set() and not self._closing.is_set():
+                    await self._changed.wait()
+                    self._changed.clear()
+                self._app = None
+                fence.end()
+        except Exception as error:  # another coordinator may succeed, and this one tries again
+            self.fault = str(error)
+            logger.exception("this coordinator cannot lead")
+        finally:
+            self._app = None
+            await run_in_threadpool(self.election.finish, fence, rest=failed and not self._closing.is_set())

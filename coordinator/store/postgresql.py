@@ -1,0 +1,254 @@
+"""The PostgreSQL backend: which URLs are allowed, connections and their time limits, what errors mean, and how to copy
+a database that is in use.
+
+Writes take turns: there is one connection for them per process, and a coordinator's first statement locks the row of
+its fencing token (`coordinator/leadership/lease.py`). So a transaction that reads before it writes sees nothing change
+in between, as with SQLite. Reads see one moment (repeatable read).
+"""
+
+import errno
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, func, inspect, select, text
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
+
+from coordinator.store.tables import Base
+from protocol.errors import OuterstepError
+from protocol.messages import Cause
+
+DRIVER = "postgresql+psycopg"
+OLDEST = 14  # the oldest version that PostgreSQL's developers maintain
+CONNECT_S = 5
+STATEMENT_S, LOCK_S = 30, 10
+# A paused coordinator must not hold the lock of its token: another one needs it to take over.
+IDLE_S = 3
+# A lost machine sends nothing, so the system gives up the connection.
+SILENT_S = 10
+READERS = 8  # connections for reading; more readers wait for one
+_UPGRADES = 0x6F757465  # the number of the advisory lock of migrations
+BUSY_S = 10.0  # how long a transaction waits for a connection
+
+_EXAMPLE = f"{DRIVER}://USER:PASSWORD@HOST/DATABASE"
+
+
+def check(url: URL) -> None:
+    """Raise ValueError unless `url` names a database that the installed driver can open."""
+    if url.drivername != DRIVER:
+        raise ValueError(f"the driver of PostgreSQL is psycopg: write {_EXAMPLE}")
+    if not url.database:
+        raise ValueError(f"the URL names no database: write {_EXAMPLE}")
+    try:
+        import psycopg  # noqa: F401
+    except ImportError as error:
+        raise ValueError("PostgreSQL needs psycopg: pip install 'outerstep[coordinator,postgresql]'") from error
+
+
+def exists(url: URL) -> bool:
+    """Return True if a coordinator has used the database at `url`. Raises OuterstepError if it cannot be reached."""
+    with _opened(url) as engine, engine.connect() as connection:
+        return inspect(connection).has_table("alembic_version")
+
+
+def lock(url: URL) -> AbstractContextManager[object]:
+    """Return a context that locks nothing: coordinators may share the database, and one of them leads."""
+    return nullcontext()
+
+
+def engines(url: URL) -> tuple[Engine, Engine]:
+    """Return an engine for reading and one for writing. The one for writing has a single connection."""
+    reading = _engine(url, READERS, isolation_level="REPEATABLE READ").execution_options(postgresql_readonly=True)
+    return reading, _engine(url, 1, isolation_level="READ COMMITTED")
+
+
+def engine_of(url: URL) -> Engine:
+    """Return an engine with a single connection, in which every statement commits by itself."""
+    return _engine(url, 1, isolation_level="AUTOCOMMIT")
+
+
+def _engine(url: URL, connections: int, isolation_level: Any) -> Engine:
+    limits = {
+        "statement_timeout": STATEMENT_S,
+        "lock_timeout": LOCK_S,
+        "idle_in_transaction_session_timeout": IDLE_S,
+    }
+    arguments = {
+        "application_name": "outerstep-coordinator",
+        "connect_timeout": CONNECT_S,
+        "tcp_user_timeout": SILENT_S * 1000,
+        "keepalives_idle": SILENT_S,
+        "options": " ".join(f"-c {name}={seconds}s" for name, seconds in limits.items()),
+    }
+    engine = create_engine(
+        url,
+        connect_args={name: value for name, value in arguments.items() if name not in url.query},
+        poolclass=QueuePool,
+        pool_size=connections,
+        max_overflow=0,
+        pool_timeout=BUSY_S,
+        isolation_level=isolation_level,
+        json_serializer=partial(json.dumps, allow_nan=False),
+    )
+    event.listen(engine, "connect", _load_sums_as_integers)
+    return engine
+
+
+def _load_sums_as_integers(connection: Any, _: ConnectionPoolEntry) -> None:
+    """Return sums of integers as `int`. PostgreSQL's type for them is `numeric`, so that they cannot overflow, and
+    psycopg returns that as `Decimal`."""
+    from psycopg.adapt import Loader
+
+    class Sum(Loader):
+        def load(self, data: Any) -> int:
+            return int(bytes(data))
+
+    connection.adapters.register_loader("numeric", Sum)
+
+
+@contextmanager
+def _opened(url: URL) -> Iterator[Engine]:
+    """Yield an engine. Raises OuterstepError if the database cannot be reached."""
+    engine = engine_of(url)
+    try:
+        yield engine
+    except DBAPIError as error:
+        raise OuterstepError(f"the database {url!r}: {_first_line(error)}") from error
+    finally:
+        engine.dispose()
+
+
+def begin_upgrade(connection: Connection) -> None:
+    """Keep others from migrating the database until the transaction ends. Raises OuterstepError if the server is older
+    than OLDEST."""
+    number = int(connection.execute(text("SHOW server_version_num")).scalar_one())
+    if number < OLDEST * 10_000:
+        raise OuterstepError(f"the server is PostgreSQL {number // 10_000}; Outerstep needs {OLDEST} or newer")
+    connection.execute(text(f"SELECT pg_advisory_xact_lock({_UPGRADES})"))
+
+
+def folder(url: URL) -> Path | None:
+    """Return None: the database is a server's."""
+    return None
+
+
+def size_bytes(url: URL) -> int:
+    """Return the size of the database in bytes. Raises OSError."""
+    try:
+        with _opened(url) as engine, engine.connect() as connection:
+            return int(connection.execute(text("SELECT pg_database_size(current_database())")).scalar_one())
+    except OuterstepError as error:
+        raise OSError(str(error)) from error
+
+
+def copy(url: URL, target: Path) -> None:
+    """Copy the database, as of one moment, to the new SQLite database `target`, while others read and write it.
+
+    Raises OuterstepError if the database cannot be read; may raise OSError.
+    """
+    reading, writing = engines(url)
+    file = create_engine(URL.create("sqlite", database=str(target)))
+    try:
+        with reading.connect() as source, file.begin() as copied:
+            source.execute(text(_UNHURRIED))
+            Base.metadata.create_all(copied)
+            _copy_rows(source, copied)
+    except DBAPIError as error:
+        if isinstance(error.orig, sqlite3.Error):
+            if error.orig.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(target)) from error
+            raise OuterstepError(f"the copy {target} cannot be written: {_first_line(error)}") from error
+        raise OuterstepError(f"the database {url!r} cannot be copied: {_first_line(error)}") from error
+    finally:
+        for engine in (reading, writing, file):
+            engine.dispose()
+
+
+def fill(url: URL, source: Path) -> None:
+    """Fill the database at `url`, which has the newest schema and no rows, with the rows of the SQLite database
+    `source`, in one transaction. Raises OuterstepError if there are rows, or it cannot be written."""
+    reading, writing = engines(url)
+    file = create_engine(URL.create("sqlite", database=str(source)))
+    try:
+        with file.connect() as copied, writing.begin() as target:
+            target.execute(text(_UNHURRIED))
+            for table in Base.metadata.sorted_tables:
+                if target.execute(table.select().limit(1)).first() is not None:
+                    raise OuterstepError(f"the database {url!r} is in use: its table {table.name} has rows")
+            _copy_rows(copied, target)
+            for table in Base.metadata.sorted_tables:
+                if table.autoincrement_column is not None:
+                    _advance_sequence(target, table.name, table.autoincrement_column.name)
+    except DBAPIError as error:
+        raise OuterstepError(f"the database {url!r} cannot be written: {_first_line(error)}") from error
+    finally:
+        for engine in (reading, writing, file):
+            engine.dispose()
+
+
+_UNHURRIED = "SET LOCAL statement_timeout = 0; SET LOCAL idle_in_transaction_session_timeout = 0"
+_ROWS = 1000  # copied at once
+
+
+def _copy_rows(source: Connection, target: Connection) -> None:
+    for table in Base.metadata.sorted_tables:
+        found = source.execution_options(yield_per=_ROWS).execute(table.select())
+        for rows in found.mappings().partitions():
+            target.execute(table.insert(), [dict(row) for row in rows])
+
+
+def _advance_sequence(target: Connection, table: str, column: str) -> None:
+    """Let the next number of the column follow the largest one in it."""
+    query = text("SELECT pg_get_serial_sequence(:table, :column)")
+    name = target.execute(query, {"table": table, "column": column}).scalar_one()
+    largest = target.execute(select(func.max(Base.metadata.tables[table].columns[column]))).scalar_one()
+    target.execute(select(func.setval(name, (largest or 0) + 1, False)))
+
+
+def violated(error: IntegrityError) -> str | None:
+    """Return the name of the violated constraint; None if the database does not report it."""
+    found: str | None = getattr(getattr(error.orig, "diag", None), "constraint_name", None)
+    return found
+
+
+def fault(error: DBAPIError) -> tuple[Cause, str] | None:
+    """Return the cause and a message if `error` means that the database or the way to it has failed; None if only a
+    statement was wrong, or if the error is another database system's."""
+    if type(error.orig).__module__.partition(".")[0] != "psycopg":
+        return None
+    state: str | None = getattr(error.orig, "sqlstate", None)
+    if state is None:  # it comes from the driver, which cannot connect or has lost its connection
+        wrong = not isinstance(error.orig, _driver().OperationalError | _driver().InterfaceError)
+        return None if wrong else (Cause.STORAGE_UNAVAILABLE, f"the database does not answer: {_first_line(error)}")
+    if state == "53100":
+        return Cause.STORAGE_FULL, "the database's disk is full: uploads are rejected until there is space"
+    if state == "25006":
+        return Cause.STORAGE_UNAVAILABLE, "the database is read-only, as a standby is"
+    if state in _WAITED:
+        return Cause.STORAGE_UNAVAILABLE, f"the database took too long: {_first_line(error)}"
+    if state[:2] in _FAILED or state == "42501":
+        return Cause.STORAGE_UNAVAILABLE, f"the database failed: {_first_line(error)}"
+    return None
+
+
+# Lock and statement timeouts, and the end of a transaction that was idle for too long.
+_WAITED = frozenset({"55P03", "57014", "25P03", "25P04"})
+# Classes of errors (PostgreSQL, appendix A): connection, authorization, database name, rollback, resources,
+# intervention, system, damage.
+_FAILED = frozenset({"08", "28", "3D", "40", "53", "57", "58", "XX"})
+
+
+def _driver() -> Any:
+    import psycopg
+
+    return psycopg
+
+
+def _first_line(error: DBAPIError) -> str:
+    return str(error.orig).strip().partition("\n")[0]

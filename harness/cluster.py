@@ -1,0 +1,210 @@
+"""Several coordinators that share a PostgreSQL database and a bucket, in processes, behind a load balancer."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import httpx
+
+from harness.coordinator import Running
+from harness.postgres import PostgreSQL, postgresql
+from harness.seaweedfs import SeaweedFS, seaweedfs
+
+READY_S = 60.0
+BUFFER = 1 << 16
+CHECK_S = 0.5
+
+
+class LoadBalancer:
+    """Passes TCP connections on to the ports in `backends`, in turn. It leaves out those that do not answer at /readyz,
+    and closes their connections, as health checks of real ones do."""
+
+    def __init__(self) -> None:
+        self.backends: list[int] = []
+        self._connections: dict[int, set[socket.socket]] = {}
+        self._unhealthy: set[int] = set()
+        self._closed = threading.Event()
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port: int = self._listening.getsockname()[1]
+        self._turns = count()
+        for task in (self._accept, self._check):
+            threading.Thread(target=task, daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._listening.close()
+
+    def _check(self) -> None:
+        while not self._closed.wait(CHECK_S):
+            for port in list(self.backends):
+                try:
+                    httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=1).raise_for_status()
+                    self._unhealthy.discard(port)
+                except httpx.HTTPError:
+                    self._unhealthy.add(port)
+                    for each in list(self._connections.get(port, ())):
+                        with suppress(OSError):
+                            each.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        backends = [port for port in self.backends if port not in self._unhealthy] or list(self.backends)
+        for _ in backends:
+            port = backends[next(self._turns) % len(backends)]
+            with suppress(OSError):
+                server = socket.create_connection(("127.0.0.1", port), timeout=5)
+                break
+        else:
+            client.close()
+            return
+        server.settimeout(None)
+        mine = {client, server}
+        self._connections.setdefault(port, set()).update(mine)
+        back = threading.Thread(target=_pass_on, args=(server, client), daemon=True)
+        back.start()
+        _pass_on(client, server)
+        back.join()
+        self._connections[port] -= mine
+        client.close()
+        server.close()
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):
+        while data := source.recv(BUFFER):
+            target.sendall(data)
+    for each, how in ((target, socket.SHUT_WR), (source, socket.SHUT_RD)):
+        with suppress(OSError):
+            each.shutdown(how)
+
+
+class Node:
+    """One coordinator process of a cluster."""
+
+    def __init__(self, name: str, folder: Path, command: list[str], environment: dict[str, str]) -> None:
+        self.name, self.data_dir = name, folder / name
+        self.log = folder / f"{name}.log"
+        self._command = [*command, "--data", str(self.data_dir)]
+        self._environment = environment
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port: int = probe.getsockname()[1]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it; `await_ready` waits until it answers."""
+        with self.log.open("ab") as log:
+            command = [*self._command, "--port", str(self.port)]
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **self._environment}
+            )
+
+    def await_ready(self) -> str:
+        """Wait until it is ready. Return its status: "ready" if it leads, otherwise "standby"."""
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the coordinator {self.name} has ended: {self.log.read_text()[-3000:]}")
+            with suppress(httpx.TransportError):
+                reply = httpx.get(f"{self.url}/readyz", timeout=5)
+                if reply.is_success:
+                    return str(reply.json()["status"])
+            time.sleep(0.02)
+        raise TimeoutError(f"the coordinator {self.name} is not ready: {self.log.read_text()[-3000:]}")
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Stop it with SIGTERM."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.send_signal(number)
+            self.process.wait()
+            self.process = None
+
+
+class Cluster:
+    """A database, a bucket, a load balancer, and coordinators that are added with `add`."""
+
+    def __init__(self, folder: Path, database: PostgreSQL, bucket: SeaweedFS) -> None:
+        self.folder, self.database, self.bucket = folder, database, bucket
+        self.database_url, self.blobs = database.url(), bucket.url("cluster")
+        self.balancer = LoadBalancer()
+        self.nodes: list[Node] = []
+
+    def add(self, *options: str, database_url: str | None = None, blobs: str | None = None) -> Node:
+        """Start another coordinator, with more options of its command. It is not waited for."""
+        command = [sys.executable, "-m", "outerstep", "coordinator"]
+        command += ["--blobs", blobs or self.blobs, *options]
+        variables = {"OUTERSTEP_COORDINATOR_DATABASE": database_url or self.database_url, **self.bucket.environment}
+        node = Node(f"coordinator-{len(self.nodes)}", self.folder, command, variables)
+        self.nodes.append(node)
+        node.start()
+        self.balancer.backends.append(node.port)
+        return node
+
+    def leader(self) -> Node:
+        """Wait until a coordinator leads, and return it."""
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            for node in self.nodes:
+                with suppress(httpx.TransportError):
+                    if node.process is not None:
+                        reply = httpx.get(f"{node.url}/readyz", timeout=1)
+                        if reply.is_success and reply.json()["status"] == "ready":
+                            return node
+            time.sleep(0.02)
+        raise TimeoutError("no coordinator leads")
+
+    @property
+    def running(self) -> Running:
+        """The cluster at the load balancer's address, with the admin token of its first leader."""
+        (token,) = (each.read_text().strip() for each in self.folder.glob("*/admin.token"))
+        return Running(f"http://127.0.0.1:{self.balancer.port}", token, self.folder)
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.kill()
+        self.balancer.close()
+
+
+@contextmanager
+def cluster(coordinators: int = 2) -> Iterator[Cluster]:
+    """A cluster with this many coordinators, the first of which leads."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="outerstep-cluster-")))
+        database, bucket = stack.enter_context(postgresql()), stack.enter_context(seaweedfs())
+        made = Cluster(folder, database, bucket)
+        stack.callback(made.close)
+        for _ in range(coordinators):
+            made.add().await_ready()
+        yield made

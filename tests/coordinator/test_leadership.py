@@ -1,0 +1,342 @@
+"""One of several coordinators leads: the lease, the fencing token, and what a standby does with requests."""
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import URL, Connection, Engine, make_url, text
+from sqlalchemy.exc import DBAPIError
+
+from coordinator.leadership import lease
+from coordinator.leadership.election import Election, StoreProbe
+from coordinator.store import postgresql as backend
+from coordinator.store.database import Database
+from harness import stores
+from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.postgres import PostgreSQL, postgresql
+from harness.tunnel import tunnel
+from protocol.errors import Problem
+from tests.coordinator.crew import crew, events, info, play_round, problem
+from tests.support.waiting import wait_until
+
+
+@pytest.fixture
+def url(postgres: PostgreSQL, tmp_path: Path) -> Iterator[str]:
+    """The URL of an empty database."""
+    name = f"leadership{abs(hash(tmp_path))}"
+    yield postgres.create(name)
+    postgres.drop(name)
+
+
+@pytest.fixture
+def engine(url: str) -> Iterator[Engine]:
+    Database(make_url(url)).close()
+    engine = backend.engine_of(make_url(url))
+    yield engine
+    engine.dispose()
+
+
+# --- the lease --------------------------------------------------------------------------------------------------------
+
+
+def test_the_lease_is_one_coordinators_until_it_expires_or_is_released(engine: Engine) -> None:
+    with engine.connect() as connection:
+        assert lease.read(connection).is_vacant
+        assert lease.take(connection, "a", "http://a") == 1
+        assert lease.take(connection, "b", "http://b") is None
+        found = lease.read(connection)
+        assert (found.token, found.holder, found.address, found.is_vacant) == (1, "a", "http://a", False)
+        assert lease.LEASE_S - 1 < found.remaining_s <= lease.LEASE_S
+        assert abs(found.now - time.time()) < 60
+        assert lease.renew(connection, 1)
+        connection.execute(text("UPDATE leader SET expires_at = 0"))
+        assert lease.renew(connection, 1), "nobody else has taken it"
+        connection.execute(text("UPDATE leader SET expires_at = 0"))
+        assert lease.take(connection, "b", "http://b") == 2
+        assert not lease.renew(connection, 1)
+        lease.release(connection, 1)  # by the old leader: without effect
+        assert lease.read(connection).holder == "b"
+        lease.release(connection, 2)
+        assert not lease.renew(connection, 2)
+        assert lease.take(connection, "a", "http://a") == 3
+
+
+def test_of_many_that_take_an_expired_lease_at_once_one_gets_it(url: str, engine: Engine) -> None:
+    tokens: list[int | None] = []
+    barrier = threading.Barrier(8)
+
+    def take(name: str) -> None:
+        own = backend.engine_of(make_url(url))
+        with own.connect() as connection:
+            barrier.wait()
+            tokens.append(lease.take(connection, name, ""))
+        own.dispose()
+
+    threads = [threading.Thread(target=take, args=(f"c{index}",)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(tokens, key=str) == [1, *[None] * 7]
+
+
+# --- fencing ----------------------------------------------------------------------------------------------------------
+
+
+def fence(token: int) -> lease.Fence:
+    return lease.Fence(token, lambda: True, lambda: None)
+
+
+def add_audit_row(database: Database) -> None:
+    with database.write() as session:
+        session.execute(text("INSERT INTO audit (at, act, message) VALUES (0, 'x', 'y')"))
+
+
+@pytest.mark.covers("security:superseded-coordinator")
+def test_a_coordinator_that_was_superseded_can_write_nothing(url: str, engine: Engine) -> None:
+    with engine.connect() as connection:
+        assert lease.take(connection, "a", "") == 1
+        old, new = fence(1), fence(2)
+        first, second = Database(make_url(url), old), Database(make_url(url), new)
+        add_audit_row(first)
+        with pytest.raises(Problem, match="no longer leads"):
+            add_audit_row(second)  # its token is not there yet
+        lease.release(connection, 1)
+        assert lease.take(connection, "b", "") == 2
+        for _ in range(2):
+            with pytest.raises(Problem) as refused:
+                add_audit_row(first)
+            assert refused.value.slug == "superseded"
+        assert old.lost.is_set()
+        third = Database(make_url(url), fence(2))
+        add_audit_row(third)
+        assert connection.execute(text("SELECT count(*) FROM audit")).scalar_one() == 2
+        for each in (first, second, third):
+            each.close()
+
+
+def test_a_takeover_waits_for_the_write_in_progress(url: str, engine: Engine) -> None:
+    """Otherwise the old leader could commit after the new one has read the rows."""
+    other = backend.engine_of(make_url(url))
+    with engine.connect() as connection:
+        lease.take(connection, "a", "")
+    database, taken = Database(make_url(url), fence(1)), threading.Event()
+
+    def take_over() -> None:
+        with other.connect() as connection:
+            lease.release(connection, 1)
+            assert lease.take(connection, "b", "") == 2
+        taken.set()
+
+    thread = threading.Thread(target=take_over)
+    with database.write() as session:
+        thread.start()
+        session.execute(text("INSERT INTO audit (at, act, message) VALUES (0, 'x', 'y')"))
+        with engine.connect() as connection:
+            wait_until(lambda: waiting_for_locks(connection))
+        assert not taken.is_set()
+    thread.join()
+    assert taken.is_set()
+    with pytest.raises(Problem):
+        add_audit_row(database)
+    database.close()
+    other.dispose()
+
+
+def waiting_for_locks(connection: Connection) -> bool:
+    query = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    )
+    return bool(connection.execute(query).scalar_one())
+
+
+def test_a_paused_write_does_not_keep_others_from_leading(url: str, engine: Engine) -> None:
+    """The server ends a transaction that is idle for too long. What it wrote is gone, and its coordinator knows."""
+
+    def write_and_pause() -> None:
+        with database.write() as session:
+            session.execute(text("INSERT INTO audit (at, act, message) VALUES (0, 'x', 'y')"))
+            lease.release(connection, 1)  # waits until the server has ended this transaction
+            assert lease.take(connection, "b", "") == 2
+
+    with engine.connect() as connection:
+        lease.take(connection, "a", "")
+        database = Database(make_url(url), fence(1))
+        with pytest.raises(DBAPIError):
+            write_and_pause()
+        assert connection.execute(text("SELECT count(*) FROM audit")).scalar_one() == 0
+        database.close()
+
+
+# --- the election -----------------------------------------------------------------------------------------------------
+
+
+def election(url: URL | str, clock: SettableClock, probe: StoreProbe | None = None) -> Election:
+    """A coordinator that takes part when `step` is called."""
+    made = Election(backend.engine_of(make_url(url)), "http://here", probe or StoreProbe(lambda: None, clock), clock)
+    made.step()
+    return made
+
+
+class Store:
+    """A store that answers, or does not."""
+
+    def __init__(self, clock: SettableClock, *, answers: bool) -> None:
+        self.answers = answers
+        self.probe = StoreProbe(self._ask, clock)
+
+    def _ask(self) -> None:
+        if not self.answers:
+            raise OSError("no route to the store")
+
+
+def test_a_leader_stops_leading_before_its_lease_expires_though_the_database_does_not_answer(
+    url: str, engine: Engine
+) -> None:
+    clock = SettableClock()
+    with tunnel(make_url(url).port or 0) as line:
+        a = election(make_url(url).set(port=line.port), clock)
+        assert a.leads()
+        line.cut()
+        clock.advance(3.5)
+        a.step()
+        assert a.fault
+        assert a.leads()
+        clock.advance(0.6)
+        assert not a.leads(), "the lease lasts 5 s by the database's clock, and 4 s by its own"
+        term = a.fence
+        assert term is not None
+        a.step()
+        assert term.lost.is_set()
+        line.mend()
+        a.step()
+        assert not a.leads(), "the term is not finished"
+        a.finish(term)
+        a.step()
+        assert a.leads()
+        assert a.fence is not None
+        assert a.fence.token == 2
+
+
+def test_a_leader_whose_store_is_out_of_reach_gives_way_only_to_one_that_can_reach_it(url: str, engine: Engine) -> None:
+    clock = SettableClock()
+    near, far = Store(clock, answers=False), Store(clock, answers=False)
+    a = election(url, clock, near.probe)
+
+    def pass_time() -> None:
+        """Six seconds, in which nothing but the stores fails."""
+        for _ in range(6):
+            clock.advance(1)
+            for each in (near, far):
+                each.probe.run()
+            a.step()
+
+    assert a.leads()
+    pass_time()
+    assert a.leads(), "there is nobody else"
+    b = election(url, clock, far.probe)
+    pass_time()
+    assert a.leads(), "the other one cannot reach it either"
+    far.answers = True
+    far.probe.run()
+    b.step()
+    term = a.fence
+    a.step()
+    assert not a.leads()
+    b.step()
+    assert b.leads()
+    assert {each.id: bool(each.store_fault) for each in b.members} == {a.id: True, b.id: False}
+    assert term is not None
+    a.finish(term)
+    a.step()
+    assert not a.leads()
+
+
+def test_the_time_of_day_is_the_databases(url: str, engine: Engine) -> None:
+    """A coordinator whose own clock is an hour off would let tokens expire an hour early."""
+    clock = SettableClock(5.0)
+    a = election(url, clock)
+    with engine.connect() as connection:
+        found = lease.read(connection).now
+    assert abs(a.now() - found) < 5
+    clock.advance(100)
+    assert 95 < a.now() - found < 105
+
+
+# --- a leader and a standby -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def two(tmp_path: Path, url: str) -> Iterator[tuple[InThread, InThread]]:
+    """A leader and a standby that share a database and blobs in memory."""
+    blobs = stores.MemoryBlobs()
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(
+                coordinator_thread(tmp_path / name, database=url, store=lambda _: blobs, token_in=tmp_path / "a")
+            )
+            for name in ("a", "b")
+        )
+        yield first, second
+
+
+def test_a_standby_forwards_everything_and_takes_over(tmp_path: Path, url: str) -> None:
+    with two(tmp_path, url) as (leader, standby):
+        assert leader.client().get("/readyz").json()["status"] == "ready"
+        assert standby.client().get("/readyz").json()["status"] == "standby"
+        members = crew(standby, "r", ["a", "b"], rounds=3, min_workers=2)
+        play_round(members, 0)
+        leader.await_state("r", 1)
+        assert info(standby, "r")["round"] == 1
+        leader.server.should_exit = True
+        wait_until(lambda: standby.client().get("/readyz").json()["status"] == "ready")
+        assert leader.server.shared is not None
+        for round_ in (1, 2):
+            play_round(members, round_)
+        standby.await_state("r", 3)
+        assert standby.live("r").final_digest is not None
+        (finished,) = events(standby, "r", "finished")
+        assert finished["message"] == "the run is finished after 3 rounds"
+
+
+def test_a_commit_whose_reply_is_lost_is_known_after_the_next_takeover(tmp_path: Path, url: str) -> None:
+    """It may have happened, so memory is built again from the rows: by the same coordinator, in a new term."""
+    blobs, address = stores.MemoryBlobs(), make_url(url)
+    with tunnel(address.port or 0) as line:
+        through = address.set(port=line.port).render_as_string(hide_password=False)
+        with coordinator_thread(tmp_path / "a", database=through, store=lambda _: blobs) as running:
+            (member,) = crew(running, "r", ["w"], rounds=2)
+            before = running.live("r")
+            line.lose_answer_after(b"UPDATE runs", b"COMMIT")
+            with running.client() as admin:
+                problem(admin.patch("/v1/runs/r", json={"state": "paused"}), "not-ready")
+                assert line.lost.is_set()
+                wait_until(lambda: admin.get("/v1/runs/r").is_success)
+                assert admin.get("/v1/runs/r").json()["state"] == "paused", "it was committed"
+                assert running.live("r") is not before
+                admin.patch("/v1/runs/r", json={"state": "running"}).raise_for_status()
+            for round_ in range(2):
+                play_round([member], round_)
+            running.await_state("r", 2)
+
+
+def test_the_database_may_be_restarted(tmp_path: Path) -> None:
+    blobs = stores.MemoryBlobs()
+    with (
+        postgresql() as server,
+        coordinator_thread(tmp_path / "a", database=server.url(), store=lambda _: blobs) as running,
+        running.client() as admin,
+    ):
+        (member,) = crew(running, "r", ["w"], rounds=1)
+        server.kill()
+        wait_until(lambda: not admin.get("/readyz").is_success)
+        document = problem(admin.patch("/v1/runs/r", json={"state": "paused"}), "not-ready")
+        assert re.search("database does not answer|no coordinator leads", document["detail"])
+        server.start()
+        wait_until(lambda: admin.get("/readyz").is_success)
+        play_round([member], 0)
+        running.await_state("r", 1)
