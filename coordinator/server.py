@@ -224,7 +224,8 @@ def _log(settings: Settings) -> None:
     for handler in handlers:
         handler.setFormatter(FORMATS[settings.log_format]())
     logging.basicConfig(level=settings.log_level.upper(), handlers=handlers, force=True)
-    logging.getLogger("alembic").setLevel(logging.WARNING)  # otherwise it logs a line per migration
+    for talkative in ("alembic", "httpx"):  # a line per migration, and per forwarded request
+        logging.getLogger(talkative).setLevel(logging.WARNING)
 
 
 def serve(settings: Settings) -> None:

@@ -14,10 +14,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import httpx
+from sqlalchemy import make_url
 
 from harness.coordinator import Running
 from harness.postgres import PostgreSQL, postgresql
 from harness.seaweedfs import SeaweedFS, seaweedfs
+from harness.tunnel import Tunnel, tunnel
 
 READY_S = 60.0
 BUFFER = 1 << 16
@@ -94,13 +96,35 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
             each.shutdown(how)
 
 
-class Node:
-    """One coordinator process of a cluster."""
+# The command line, with a time of day that is ahead of the real one by the seconds in a file.
+_MAIN = """
+import pathlib, sys, time
+ahead, real = pathlib.Path(sys.argv.pop(1)), time.time
+time.time = lambda: real() + float(ahead.read_text())
+from outerstep.cli import main
+sys.argv[0] = "outerstep"
+sys.exit(main())
+"""
 
-    def __init__(self, name: str, folder: Path, command: list[str], environment: dict[str, str]) -> None:
+
+class Node:
+    """One coordinator process of a cluster, and its lines to the database and the bucket."""
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        command: list[str],
+        environment: dict[str, str],
+        to_database: Tunnel,
+        to_bucket: Tunnel,
+    ) -> None:
+        self.to_database, self.to_bucket = to_database, to_bucket
         self.name, self.data_dir = name, folder / name
         self.log = folder / f"{name}.log"
+        self._ahead = folder / f"{name}.ahead"
         self._command = [*command, "--data", str(self.data_dir)]
+        self.set_clock(0)
         self._environment = environment
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port: int = probe.getsockname()[1]
@@ -136,6 +160,10 @@ class Node:
         assert self.process is not None
         self.process.send_signal(number)
 
+    def set_clock(self, ahead_s: float) -> None:
+        """Let its time of day be ahead of the real one."""
+        self._ahead.write_text(str(ahead_s))
+
     def kill(self) -> None:
         """Kill it with SIGKILL."""
         self._end(signal.SIGKILL)
@@ -160,13 +188,17 @@ class Cluster:
         self.database_url, self.blobs = database.url(), bucket.url("cluster")
         self.balancer = LoadBalancer()
         self.nodes: list[Node] = []
+        self._lines = ExitStack()
 
-    def add(self, *options: str, database_url: str | None = None, blobs: str | None = None) -> Node:
-        """Start another coordinator, with more options of its command. It is not waited for."""
-        command = [sys.executable, "-m", "outerstep", "coordinator"]
-        command += ["--blobs", blobs or self.blobs, *options]
-        variables = {"OUTERSTEP_COORDINATOR_DATABASE": database_url or self.database_url, **self.bucket.environment}
-        node = Node(f"coordinator-{len(self.nodes)}", self.folder, command, variables)
+    def add(self) -> Node:
+        """Start another coordinator. It is not waited for."""
+        name = f"coordinator-{len(self.nodes)}"
+        to_database, to_bucket = (self._lines.enter_context(tunnel(each.port)) for each in (self.database, self.bucket))
+        database = make_url(self.database_url).set(port=to_database.port).render_as_string(hide_password=False)
+        blobs = self.blobs.replace(f":{self.bucket.port}/", f":{to_bucket.port}/")
+        command = [sys.executable, "-c", _MAIN, str(self.folder / f"{name}.ahead"), "coordinator", "--blobs", blobs]
+        variables = {"OUTERSTEP_COORDINATOR_DATABASE": database, **self.bucket.environment}
+        node = Node(name, self.folder, command, variables, to_database, to_bucket)
         self.nodes.append(node)
         node.start()
         self.balancer.backends.append(node.port)
@@ -191,9 +223,19 @@ class Cluster:
         (token,) = (each.read_text().strip() for each in self.folder.glob("*/admin.token"))
         return Running(f"http://127.0.0.1:{self.balancer.port}", token, self.folder)
 
+    def start(self) -> Running:
+        """Return `running`; the coordinators have started already."""
+        return self.running
+
+    def stop(self) -> None:
+        """Stop every coordinator with SIGTERM."""
+        for node in self.nodes:
+            node.stop()
+
     def close(self) -> None:
         for node in self.nodes:
             node.kill()
+        self._lines.close()
         self.balancer.close()
 
 

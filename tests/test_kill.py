@@ -7,53 +7,15 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-import torch
 
-from harness.coordinator import CoordinatorProcess, Running
+from harness.coordinator import CoordinatorProcess
 from harness.seaweedfs import SeaweedFS, installed, seaweedfs
-from protocol.messages import Scope
-from protocol.spec.run import parse_spec
-from tests.support.reference import fragment_bounds, run_reference
-from tests.support.specs import tiny_spec
-from tests.support.text import write_text
-from tests.support.waiting import wait_until
+from tests.support.disturbing import ERROR_FEEDBACK, INT8, train_disturbed
 from tests.support.workers import ForkedWorker
 
 pytestmark = pytest.mark.system
-
-NAMES = ["w0", "w1", "w2"]
-
-
-def get(running: Running, path: str) -> Any:
-    with running.client() as client:
-        return client.get(path).raise_for_status().json()
-
-
-def hold_back(running: Running, worker: ForkedWorker, from_round: int) -> int:
-    """Freeze `worker` in a round that all others have contributed to and it has not; the round's number.
-
-    Wherever in its round the worker is when the signal hits: the round that is then, or next, held up is the one.
-    """
-    wait_until(lambda: get(running, "/v1/runs/killed")["round"] >= from_round)
-    assert worker.process is not None
-    os.kill(worker.process.pid, signal.SIGSTOP)
-    others = sorted(set(NAMES) - {worker.name})
-
-    def held_up() -> bool:
-        try:
-            current = get(running, "/v1/runs/killed/rounds/current")
-        except httpx.HTTPStatusError:
-            return False  # between two rounds
-        # Fragments that the frozen worker had sent are published; those that it had not wait for it alone.
-        waiting = [each for each in current["fragments"] if each["state"] == "collecting"]
-        return bool(waiting) and all(each["contributors"] == others for each in waiting)
-
-    wait_until(held_up)
-    return int(get(running, "/v1/runs/killed")["round"])
 
 
 def kill_the_worker(coordinator: CoordinatorProcess, worker: ForkedWorker) -> None:
@@ -73,10 +35,6 @@ def kill_both(coordinator: CoordinatorProcess, worker: ForkedWorker) -> None:
     worker.kill()
     worker.start()  # finds nobody, and goes on asking
     coordinator.start()
-
-
-INT8 = 'upload_codec = "int8"\ndownload_codec = "int8"'
-ERROR_FEEDBACK = 'upload_codec = "ternary"\ndownload_codec = "int4"'
 
 
 @pytest.mark.covers("reliability:bit-equal-replicas")
@@ -118,43 +76,3 @@ def test_a_kill_9_of_the_coordinator_or_of_its_bucket_changes_nothing(tmp_path: 
     coordinator = CoordinatorProcess(tmp_path / "data", blobs=store.url("killed"))
     train_disturbed(tmp_path, coordinator, kill_one_then_the_other, INT8)
     assert not list((tmp_path / "data" / "runs").rglob("*.*.*")), "no blob is in the data directory"
-
-
-def train_disturbed(
-    tmp_path: Path,
-    coordinator: CoordinatorProcess,
-    disturb: Callable[[CoordinatorProcess, ForkedWorker], None],
-    codecs: str,
-) -> None:
-    """Train 8 rounds, and disturb them in the middle of one. Every state must be that of the reference."""
-    torch.set_num_threads(1)
-    text = write_text(tmp_path / "text", seed=2)
-    spec = tiny_spec("killed", text, seed=3, rounds=8, min_workers=3, sync=codecs, members="lease_s = 3600")
-    running = coordinator.start()
-    workers: list[ForkedWorker] = []
-    try:
-        running.create_run(spec)
-        token = running.token(Scope.WORKER)
-        workers = [ForkedWorker(running.url, "killed", name, token, tmp_path / name) for name in NAMES]
-        for worker in workers:
-            worker.start()
-        held = hold_back(running, workers[1], from_round=1)
-        before = get(running, f"/v1/runs/killed/rounds/{held}")["fragments"]
-        disturb(coordinator, workers[1])
-        hold = get(running, f"/v1/runs/killed/rounds/{held}")["fragments"]
-        for earlier, later in zip(before, hold, strict=True):  # what was acknowledged is still there
-            assert set(earlier["contributors"]) <= set(later["contributors"])
-        for worker in workers:
-            assert worker.wait() == 0, worker.log.read_text()
-        final = get(running, "/v1/runs/killed/checkpoints/8")
-        told = get(running, "/v1/runs/killed/workers")["items"]
-    finally:
-        for worker in workers:
-            if worker.process is not None and worker.process.poll() is None:
-                worker.kill()
-        coordinator.stop()
-    parsed = parse_spec(spec)
-    reference = run_reference(parsed, len(NAMES))
-    bounds = fragment_bounds(len(reference.theta), parsed.sync.fragment_elements)
-    assert [fragment["state_digest"] for fragment in final["fragments"]] == reference.digests(bounds)
-    assert [worker["state_digest"] for worker in told] == [final["state_digest"]] * len(NAMES)

@@ -12,10 +12,10 @@ import torch
 from harness.coordinator import CoordinatorProcess
 from protocol.messages import Scope
 from tests.support.backing_up import back_up, restored
+from tests.support.disturbing import get, hold_back
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.workers import ForkedWorker
-from tests.test_kill import get, hold_back
 
 pytestmark = pytest.mark.system
 

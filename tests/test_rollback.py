@@ -9,11 +9,11 @@ import torch
 
 from harness.coordinator import CoordinatorProcess
 from protocol.messages import Scope
+from tests.support.disturbing import get, hold_back
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.waiting import wait_until
 from tests.support.workers import ForkedWorker
-from tests.test_kill import get, hold_back
 
 pytestmark = pytest.mark.system
 

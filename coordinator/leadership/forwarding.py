@@ -21,6 +21,7 @@ from outerstep.common.connections import error_text
 from protocol import PROTOCOL_VERSION, __version__
 from protocol.errors import Problem
 from protocol.messages import Health, Readiness
+from protocol.versions import RESPONSE_HEADERS
 
 KEY_HEADER = "outerstep-forwarded"
 CONNECT_S, SILENT_S = 3.0, 90.0  # a long poll takes up to 60 s
@@ -41,6 +42,9 @@ _HOP = frozenset(
         "x-forwarded-for",
     }
 )
+
+# Headers that this server adds to every response by itself.
+_OWN = frozenset({"date", "server", *(name.lower() for name in RESPONSE_HEADERS)})
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +171,8 @@ class _Answer:
         try:
             response = await client.send(request, stream=True)
             try:
-                headers = [(name, value) for name, value in response.headers.raw if name.decode().lower() not in _HOP]
+                left_out = _HOP | _OWN
+                headers = [each for each in response.headers.raw if each[0].decode("latin-1").lower() not in left_out]
                 self._length = response.headers.get("content-length")
                 self.begun = True
                 await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})

