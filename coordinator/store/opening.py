@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from sqlalchemy import select
+from sqlalchemy import URL, select
 
+from coordinator.store import postgresql
 from coordinator.store.blobs import OWNER, Blobs, FileReader, OpenStore, OwnedBucket, Reader
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.database import Database
+from coordinator.store.database import Database, is_shared
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import DeploymentRow
 from outerstep.common.files import fsync, replace_file
@@ -108,10 +109,11 @@ def store_at(
     return opened
 
 
-def reader_of(data_dir: Path) -> Callable[[str], Reader]:
-    """Return a function that opens the blobs of a data directory, or of its bucket, for reading. The coordinator may be
-    running."""
-    if (marked := FileMark(data_dir).read()) is None:
+def reader_of(data_dir: Path, database: URL) -> Callable[[str], Reader]:
+    """Return a function that opens the blobs of a data directory, or of the bucket that it or its database names, for
+    reading. The coordinator may be running."""
+    marked = postgresql.bucket_of(database) if is_shared(database) else FileMark(data_dir).read()
+    if marked is None:
         return lambda name: FileReader(data_dir / name)
     return objects_at(marked[1]).open
 

@@ -10,17 +10,31 @@ import errno
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, func, inspect, select, text
+from sqlalchemy import (
+    URL,
+    Column,
+    Connection,
+    Engine,
+    MetaData,
+    String,
+    Table,
+    create_engine,
+    event,
+    func,
+    inspect,
+    select,
+    text,
+)
 from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
-from coordinator.store.tables import Base
+from coordinator.store.tables import Base, DeploymentRow
 from protocol.errors import OuterstepError
 from protocol.messages import Cause
 
@@ -147,6 +161,14 @@ def size_bytes(url: URL) -> int:
         raise OSError(str(error)) from error
 
 
+def bucket_of(url: URL) -> tuple[str, str] | None:
+    """Return the id and the URL of the bucket that has the blobs; None if no coordinator has used the database. Raises
+    OuterstepError if it cannot be read."""
+    with _opened(url) as engine, engine.connect() as connection:
+        owner, bucket = connection.execute(select(DeploymentRow.bucket_owner, DeploymentRow.bucket_url)).one()
+        return None if owner is None or bucket is None else (owner, bucket)
+
+
 def copy(url: URL, target: Path) -> None:
     """Copy the database, as of one moment, to the new SQLite database `target`, while others read and write it.
 
@@ -158,7 +180,9 @@ def copy(url: URL, target: Path) -> None:
         with reading.connect() as source, file.begin() as copied:
             source.execute(text(_UNHURRIED))
             Base.metadata.create_all(copied)
-            _copy_rows(source, copied)
+            _VERSIONS.metadata.create_all(copied)
+            copied.execute(_VERSIONS.insert(), [dict(row) for row in source.execute(_VERSIONS.select()).mappings()])
+            copy_rows(source, copied)
     except DBAPIError as error:
         if isinstance(error.orig, sqlite3.Error):
             if error.orig.sqlite_errorcode == sqlite3.SQLITE_FULL:
@@ -170,45 +194,45 @@ def copy(url: URL, target: Path) -> None:
             engine.dispose()
 
 
-def fill(url: URL, source: Path) -> None:
-    """Fill the database at `url`, which has the newest schema and no rows, with the rows of the SQLite database
-    `source`, in one transaction. Raises OuterstepError if there are rows, or it cannot be written."""
-    reading, writing = engines(url)
-    file = create_engine(URL.create("sqlite", database=str(source)))
-    try:
-        with file.connect() as copied, writing.begin() as target:
-            target.execute(text(_UNHURRIED))
-            for table in Base.metadata.sorted_tables:
-                if target.execute(table.select().limit(1)).first() is not None:
-                    raise OuterstepError(f"the database {url!r} is in use: its table {table.name} has rows")
-            _copy_rows(copied, target)
-            for table in Base.metadata.sorted_tables:
-                if table.autoincrement_column is not None:
-                    _advance_sequence(target, table.name, table.autoincrement_column.name)
-    except DBAPIError as error:
-        raise OuterstepError(f"the database {url!r} cannot be written: {_first_line(error)}") from error
-    finally:
-        for engine in (reading, writing, file):
-            engine.dispose()
-
-
 _UNHURRIED = "SET LOCAL statement_timeout = 0; SET LOCAL idle_in_transaction_session_timeout = 0"
 _ROWS = 1000  # copied at once
+# The migrations that the schema has; alembic's own table.
+_VERSIONS = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))
 
 
-def _copy_rows(source: Connection, target: Connection) -> None:
+@contextmanager
+def writing_unhurriedly(url: URL) -> Iterator[Connection]:
+    """Yield a connection with a transaction that may take any time, and is committed at the end of the block. Raises
+    OuterstepError if the database cannot be written."""
+    engine = _engine(url, 1, isolation_level="READ COMMITTED")
+    try:
+        with engine.begin() as connection:
+            connection.execute(text(_UNHURRIED))
+            yield connection
+    except DBAPIError as error:
+        raise OuterstepError(f"the database {url!r} failed: {_first_line(error)}") from error
+    finally:
+        engine.dispose()
+
+
+def copy_rows(source: Connection, target: Connection, left_out: Set[str] = frozenset()) -> None:
+    """Copy the rows of all tables into empty ones. `left_out`: names of tables."""
     for table in Base.metadata.sorted_tables:
-        found = source.execution_options(yield_per=_ROWS).execute(table.select())
+        if table.name in left_out:
+            continue
+        found = source.execute(table.select(), execution_options={"yield_per": _ROWS})
         for rows in found.mappings().partitions():
             target.execute(table.insert(), [dict(row) for row in rows])
 
 
-def _advance_sequence(target: Connection, table: str, column: str) -> None:
-    """Let the next number of the column follow the largest one in it."""
-    query = text("SELECT pg_get_serial_sequence(:table, :column)")
-    name = target.execute(query, {"table": table, "column": column}).scalar_one()
-    largest = target.execute(select(func.max(Base.metadata.tables[table].columns[column]))).scalar_one()
-    target.execute(select(func.setval(name, (largest or 0) + 1, False)))
+def advance_sequences(target: Connection) -> None:
+    """Let the next number of each numbered column follow the largest one in it."""
+    for table in Base.metadata.sorted_tables:
+        if (column := table.autoincrement_column) is not None:
+            query = text("SELECT pg_get_serial_sequence(:table, :column)")
+            name = target.execute(query, {"table": table.name, "column": column.name}).scalar_one()
+            largest = target.execute(select(func.max(column))).scalar_one()
+            target.execute(select(func.setval(name, (largest or 0) + 1, False)))
 
 
 def violated(error: IntegrityError) -> str | None:

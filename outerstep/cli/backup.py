@@ -62,7 +62,8 @@ def backup(
     os.umask(0o077)  # its files must not be readable by other users
     settings = settings_of({"data_dir": data, "database": database_url, "backup_keep": keep})
     directories.check_apart(Path(to), settings.data_dir)
-    source = creating.BackupSource(_database(settings), opening.reader_of(settings.data_dir))
+    url = _database(settings)
+    source = creating.BackupSource(url, opening.reader_of(settings.data_dir, url))
     created = creating.create(source, store := directories.BackupDirectory(Path(to)), settings.backup_keep)
     manifest = created.manifest
     if output is Format.JSON:
@@ -162,29 +163,42 @@ def move(
     to: Annotated[
         str,
         typer.Argument(
-            metavar="URL|directory",
-            help="The URL of a bucket's prefix as for --blobs, or the word directory.",
+            metavar="URL|directory|sqlite",
+            help="Of the files: a bucket's URL as for --blobs, or the word directory. Of the database: a PostgreSQL "
+            "URL as for --database, or the word sqlite.",
             show_default=False,
         ),
     ],
     data: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
+    database_url: DatabaseOption = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Move the files of a stopped coordinator between its data directory and a bucket.
+    """Move the files of a stopped coordinator to a bucket or back, or its database to PostgreSQL or back.
 
-    Contributions, deltas and checkpoints are copied, read back and compared by digest. Then the data directory names
-    the new place, and the old files are deleted. The database stays where it is. If the command is interrupted, repeat
-    it: it continues with the files that were not verified yet.
+    Files are contributions, deltas and checkpoints. They are copied, read back and compared by digest. Then the data
+    directory names the new place, and the old files are deleted. If the command is interrupted, repeat it: it continues
+    with the files that were not verified yet.
+
+    A database can be moved once the files are in a bucket. Its rows are copied, read back and compared. Then the bucket
+    belongs to the new database, and a coordinator on the old one does not start any more. From PostgreSQL, give
+    --database with its URL.
 
     \b
     Example:
       outerstep coordinator move s3://bucket/outerstep --data ./data
       outerstep coordinator --data ./data --blobs s3://bucket/outerstep
       outerstep coordinator move directory --data ./data
+      outerstep coordinator move postgresql+psycopg://me:secret@host/runs --data ./data
+      outerstep coordinator move sqlite --data ./data --database postgresql+psycopg://me:secret@host/runs
     """
-    moving = _module("moving", "move")
     os.umask(0o077)
-    settings = settings_of({"data_dir": data})
+    settings = settings_of({"data_dir": data, "database": database_url})
+    if to == "sqlite" or to.startswith("postgresql"):
+        _move_database(to, settings, output)
+        return
+    if settings.database is not None and settings.database.startswith("postgresql"):
+        raise UsageError("the files of a PostgreSQL database are in a bucket and stay there; copy them with rclone")
+    moving = _module("moving", "move")
     shown_at = time.monotonic()
 
     def progress(now: Any) -> None:
@@ -200,6 +214,26 @@ def move(
         return
     start = f"outerstep coordinator --data {settings.data_dir}" + ("" if to == "directory" else f" --blobs {to}")
     say(f"moved {moved.blobs} files, {bytes_text(moved.bytes)}, to {to}. Start the coordinator with: {start}")
+
+
+def _move_database(to: str, settings: Any, output: Format) -> None:
+    moving = _module("moving_database", "move")
+    if to == "sqlite":
+        if settings.database is None:
+            raise UsageError("--database: give the URL of the PostgreSQL database that is to be moved")
+        rows, option = moving.to_sqlite(settings.data_dir, database_url_of(settings)), ""
+    else:
+        if settings.database is not None:
+            raise UsageError("--database: only the database in the data directory can be moved to PostgreSQL")
+        url = database_url_of(settings.model_copy(update={"database": to, "data_dir": settings.data_dir / "none"}))
+        rows, option = moving.to_postgresql(settings.data_dir, url), " --database with the new URL"
+    if output is Format.JSON:
+        print_json({"rows": rows, "place": to.partition(":")[0]})
+        return
+    say(
+        f"moved the database, {rows} rows. Start the coordinator with --data {settings.data_dir}, the same --blobs"
+        f"{option}"
+    )
 
 
 def _summary(manifest: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from coordinator.store import sqlite
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.opening import reader_of, store_at
@@ -125,7 +126,7 @@ def test_a_backup_reads_the_blobs_where_they_are(url: str, tmp_path: Path) -> No
     for data_dir, at in ((tmp_path / "a", url), (tmp_path / "b", None)):
         with closing(DataDirectory(data_dir)) as data:
             store_at(at)(data).put(name, b"a state")
-            with reader_of(data_dir)(name) as reader:
+            with reader_of(data_dir, sqlite.url_in(data_dir))(name) as reader:
                 memory = bytearray(reader.size)
                 reader.read_into(memoryview(memory), 0)
         assert memory == b"a state"

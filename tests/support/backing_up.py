@@ -19,7 +19,7 @@ def back_up(
     data_dir: Path, place: Path, keep: int = 7, before_opening: Callable[[str], object] = lambda _: None
 ) -> CreatedBackup:
     """Back up a data directory, whoever uses it; `before_opening` is called with the name of each blob."""
-    open_blob = reader_of(data_dir)
+    open_blob = reader_of(data_dir, sqlite.url_in(data_dir))
 
     def opening(name: str) -> Reader:
         before_opening(name)
