@@ -26,6 +26,7 @@ from coordinator.notifications.alerts import Alerts
 from coordinator.notifications.formats import new_id
 from coordinator.notifications.outbox import Outbox
 from coordinator.notifications.sending import Sender, webhook_of
+from coordinator.peers import Peers
 from coordinator.quotas import Quotas
 from coordinator.run.live_run import Change, LiveRun, RunContext
 from coordinator.run.waiters import READS_AT_ONCE, Waiters
@@ -68,9 +69,12 @@ class Coordinator:
         secret: bytes | None = None,
         fence: Fence | None = None,
         data: DataDirectory | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """`secret`: None for that in the database. `fence`: of the term for which this coordinator leads; None if no
-        other one shares its database. `data`: None to open the one in the settings until the coordinator is closed."""
+        other one shares its database. `data`: None to open the one in the settings until the coordinator is closed.
+        `peers`: the coordinators that share its database."""
+        self.peers = peers
         with ExitStack() as opened:
             self._start(opened, settings, clock, now, store, secret, fence, data)
             self._opened = opened.pop_all()

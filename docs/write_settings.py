@@ -53,10 +53,13 @@ start. A backup has both ([deployment.md](deployment.md#backup)).
   container it must be on a volume, like `/data`.
 - To move a database, stop the coordinator and move `outerstep.db` with all files beside it whose names begin with that.
   While the data directory has one database and the URL names another, the coordinator does not start.
-- Only one coordinator at a time can use a database and a data directory. It locks the file `lock` in the data
+- Only one coordinator at a time can use a SQLite database, and a data directory. It locks the file `lock` in the data
   directory, and the file beside the database whose name ends in `.lock`. A second coordinator ends at once with an
   error.
-- Only SQLite is supported. A database in memory is rejected, because a restart would lose it.
+- A SQLite database in memory is rejected, because a restart would lose it.
+- `postgresql+psycopg://USER:PASSWORD@HOST/DATABASE` is for [several coordinators](scaling.md) that share it. It needs
+  `--blobs`, and `pip install 'outerstep[coordinator,postgresql,remote]'`. The password may also be in `PGPASSWORD` or
+  `~/.pgpass`.
 """
 
 TOKEN = """

@@ -65,6 +65,7 @@ def resume(node: Node) -> None:
         node.send(signal.SIGCONT)
 
 
+@pytest.mark.covers("reliability:takeover")
 @pytest.mark.parametrize(
     "disturb",
     [

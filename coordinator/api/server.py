@@ -35,6 +35,7 @@ from protocol.messages import (
     BackupInfo,
     Cause,
     ClientsInfo,
+    CoordinatorInfo,
     DatabaseInfo,
     DiskInfo,
     Finding,
@@ -148,6 +149,8 @@ REMEDIES = {
     "--data DIR` makes a backup now",
     "database": "Check the database's disk and file system; the log has details",
     "bucket": "`outerstep doctor --blobs URL` checks it from this machine; runs continue once it can be written again",
+    "coordinator": "Start it again, or fix its way to the database and the store: its own log has details. One that "
+    "was removed on purpose disappears from the list after ten minutes",
     "notifications": "Test the webhook with `outerstep coordinator notify-test`; to change it, restart the coordinator",
 }
 
@@ -166,7 +169,13 @@ def _status(service: Coordinator, connections: int) -> ServerStatus:
         protocol=PROTOCOL_VERSION,
         started_at=service.started_at,
         now=service.now(),
-        findings=list(_findings(service.alerts.conditions, service.storage.fault, database, notifications)),
+        findings=[
+            *_findings(service.alerts.conditions, service.storage.fault, database, notifications),
+            *(
+                _finding("coordinator", None, scrubbed(each))
+                for each in (service.peers.troubles() if service.peers else ())
+            ),
+        ],
         disks=[
             DiskInfo(places=list(each.places), free_bytes=each.free_bytes, size_bytes=each.size_bytes)
             for each in service.alerts.disks(service.places())
@@ -179,6 +188,7 @@ def _status(service: Coordinator, connections: int) -> ServerStatus:
             streams=service.quotas.streams,
             connections=connections,
         ),
+        coordinators=_coordinators(service),
         errors=[LoggedError(**vars(each)) for each in service.errors.newest_first],
     )
 
@@ -221,6 +231,22 @@ def _database(service: Coordinator) -> DatabaseInfo:
     except (OSError, SQLAlchemyError) as error:
         fault = f"the database does not answer: {getattr(error, 'orig', error)}"
         return found.model_copy(update={"fault": fault})
+
+
+def _coordinators(service: Coordinator) -> list[CoordinatorInfo]:
+    if (peers := service.peers) is None:
+        return []
+    return [
+        CoordinatorInfo(
+            id=each.id,
+            address=each.address,
+            version=each.version,
+            leads=each.id == peers.leader,
+            silent_s=max(0.0, each.silent_s),
+            store_fault=scrubbed(each.store_fault),
+        )
+        for each in peers.all
+    ]
 
 
 def _backup(service: Coordinator) -> BackupInfo | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from blake3 import blake3
 from sqlalchemy import URL, Connection, Table, create_engine, select, update
 
-from coordinator.leadership import lease
+from coordinator import lease
 from coordinator.store import postgresql, sqlite
 from coordinator.store.blobs import OWNER
 from coordinator.store.data_directory import DataDirectory

@@ -6,10 +6,12 @@ Theory of operation
 The leader is a coordinator as if it were alone. It has the runs in memory, and nobody else writes their rows. The
 others are standbys: they forward requests to the leader (`forwarding.py`) and wait to take over.
 
-    lease.py       the row that says who leads: its fencing token and its expiry, and how to take, renew and release it
+    ../lease.py    the row that says who leads: its fencing token and its expiry, and how to take, renew and release it
     election.py    a thread that renews the lease, or takes it when it has expired
     terms.py       what a process does when it begins and ceases to lead: it builds and drops a `Coordinator`
-    forwarding.py  what a standby does with requests
+    forwarding.py  the outermost application: the leader answers, a standby forwards
+    standby.py     what a standby answers by itself
+    sharing.py     puts these together when a process starts
 
 Time
 ----

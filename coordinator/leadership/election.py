@@ -12,8 +12,9 @@ from collections.abc import Callable
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from coordinator.leadership import lease
-from coordinator.leadership.lease import LEASE_S, Fence, Leader, Member
+from coordinator import lease
+from coordinator.lease import LEASE_S, Fence, Leader
+from coordinator.peers import FRESH_S, Peer, Peers
 from protocol import __version__
 
 RENEW_S = 1.0
@@ -21,7 +22,6 @@ POLL_S = 0.5  # between looks at the lease of another coordinator
 MARGIN_S = 1.0  # a leader stops leading this long before its lease expires
 PROBE_S = 2.0
 STORE_S = 5.0  # without an answer of the store, until it counts as out of reach
-FRESH_S = 3.0  # a coordinator that was seen within this time is there
 REST_S = 3.0  # after a failed attempt to lead
 CLOCK_S = 0.1  # smaller differences from the database's clock are the time of the query
 
@@ -35,6 +35,7 @@ class StoreProbe:
         self._ask, self._clock = ask, clock
         self._answered_at = clock()
         self._error = ""
+        self.answer_s: float | None = None  # the time of the last answer; None if the last attempt failed
 
     @property
     def fault(self) -> str:
@@ -44,10 +45,12 @@ class StoreProbe:
     def run(self) -> None:
         """Ask once."""
         try:
+            began = self._clock()
             self._ask()
             self._answered_at, self._error = self._clock(), ""
+            self.answer_s = self._answered_at - began
         except Exception as error:  # noqa: BLE001 - whatever it is, the store cannot be used
-            self._error = str(error)
+            self._error, self.answer_s = str(error), None
 
 
 class Election:
@@ -56,7 +59,7 @@ class Election:
     id        of this process, drawn at its start
     fence     the fencing token while it leads, and until `finish` is called
     leader    the lease as it was last read; None if it never was
-    members   the coordinators that share the database, as they were last read
+    peers     the coordinators that share the database, as they were last read
     fault     why the database cannot be asked; empty if it can
     """
 
@@ -64,7 +67,7 @@ class Election:
         self.id = secrets.token_hex(8)
         self.fence: Fence | None = None
         self.leader: Leader | None = None
-        self.members: list[Member] = []
+        self.peers = Peers(self.id)
         self.fault = ""
         self._engine, self._address, self._probe, self._clock = engine, address, probe, clock
         self._valid_until = self._rest_until = -math.inf
@@ -160,15 +163,17 @@ class Election:
     def _read(self, connection: Connection) -> None:
         before, known = self._clock(), self.leader
         self.leader = lease.read(connection)
+        self.peers.all = lease.peers(connection)
+        self.peers.term, self.peers.leader = self.leader.token, None if self.leader.is_vacant else self.leader.holder
+        self.peers.store_answer_s = self._probe.answer_s
         if known is not None and known.token != self.leader.token:
             self._replaced()
         offset = self.leader.now - before
         if self._offset is None or abs(offset - self._offset) > CLOCK_S:
             self._offset = offset
-        self.members = lease.members(connection)
 
     def _renew(self, connection: Connection, fence: Fence) -> None:
-        if self._probe.fault and any(self._is_better(member) for member in self.members):
+        if self._probe.fault and any(self._is_better(peer) for peer in self.peers.all):
             logger.warning("another coordinator takes over: the store %s", self._probe.fault)
             fence.end()
             lease.release(connection, fence.token)
@@ -180,22 +185,25 @@ class Election:
             logger.warning("another coordinator has taken over")
             fence.end()
 
-    def _is_better(self, member: Member) -> bool:
-        return member.id != self.id and member.silent_s < FRESH_S and not member.store_fault
+    def _is_better(self, peer: Peer) -> bool:
+        return peer.id != self.id and peer.silent_s < FRESH_S and not peer.store_fault
 
     def _take(self, connection: Connection) -> None:
         assert self.leader is not None
         if not self.leader.is_vacant or self._clock() < self._rest_until:
             return
-        if self._probe.fault and any(self._is_better(member) for member in self.members):
+        if self._probe.fault and any(self._is_better(peer) for peer in self.peers.all):
             return
         began = self._clock()
         token = lease.take(connection, self.id, self._address)
         if token is not None:
             self._valid_until = began + LEASE_S - MARGIN_S
             logger.info("this coordinator leads, with the fencing token %d", token)
-            self.fence = Fence(token, lambda: self._clock() < self._valid_until, self._lost)
+            self.fence = Fence(token, lambda: self._clock() < self._valid_until, self._lost, self._count_rejected)
             self._changed()
+
+    def _count_rejected(self) -> None:
+        self.peers.superseded += 1
 
     def _lost(self) -> None:
         self._wake.set()

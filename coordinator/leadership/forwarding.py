@@ -8,24 +8,22 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import uuid
 from collections.abc import AsyncIterator
 
 import httpx
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.problems import reject
+from coordinator.leadership.standby import LOCAL, Standby, unready, vacant
 from coordinator.leadership.terms import Terms
 from outerstep.common.connections import error_text
-from protocol import PROTOCOL_VERSION, __version__
 from protocol.errors import Problem
-from protocol.messages import Health, Readiness
 from protocol.versions import RESPONSE_HEADERS
 
 KEY_HEADER = "outerstep-forwarded"
 CONNECT_S, SILENT_S = 3.0, 90.0  # a long poll takes up to 60 s
-RETRY_S = 1.0
 
 # Headers about one connection (RFC 9110, section 7.6.1).
 _HOP = frozenset(
@@ -57,13 +55,12 @@ def forwarding_key(secret: bytes) -> str:
 class LeadOrForward:
     """The outermost application of a coordinator that shares its database."""
 
-    def __init__(self, terms: Terms, key: str, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self.terms, self._key = terms, key
+    def __init__(self, terms: Terms, key: str, standby: Standby) -> None:
+        """`key`: of forwarded requests. `standby` answers requests about this process while it does not lead."""
+        self.terms, self._key, self._standby = terms, key, standby
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
-        self._client = httpx.AsyncClient(
-            transport=transport, limits=limits, timeout=timeout, trust_env=False, follow_redirects=False
-        )
+        self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
         self._closing = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,10 +73,12 @@ class LeadOrForward:
         app: ASGIApp | None = self.terms.app
         if app is not None:
             await app(scope, receive, send)
-        elif scope["path"] in ("/healthz", "/readyz"):
-            await self._health(scope, receive, send)
+            return
+        scope, send = _identified(scope, send)
+        if scope["path"] in LOCAL:
+            await self._standby(scope, receive, send)
         elif forwarded:
-            await reject(_vacant("it led when the request was forwarded"), scope, receive, send)
+            await reject(vacant("it led when the request was forwarded"), scope, receive, send)
         else:
             await self._forward(scope, receive, send)
 
@@ -96,28 +95,12 @@ class LeadOrForward:
         self._closing.set()
         self.terms.stop_waiting()
 
-    # --- health -------------------------------------------------------------------------------------------------------
-
-    async def _health(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer for this process. It is ready if it can forward to a leader."""
-        election = self.terms.election
-        health = Health(status="ok", version=__version__, protocol=PROTOCOL_VERSION)
-        if scope["path"] == "/readyz":
-            if election.fault:
-                await reject(_unready(f"the database: {election.fault}"), scope, receive, send)
-                return
-            if self.terms.leader is None:
-                await reject(_vacant(self.terms.fault), scope, receive, send)
-                return
-            health = Readiness(**{**vars(health), "status": "standby"}, last_backup_at=None)
-        await JSONResponse(health.model_dump(mode="json"))(scope, receive, send)
-
     # --- forwarding ---------------------------------------------------------------------------------------------------
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         leader = self.terms.leader
         if leader is None or leader.address is None:
-            await reject(_vacant(self.terms.fault or self.terms.election.fault), scope, receive, send)
+            await reject(vacant(self.terms.fault or self.terms.election.fault), scope, receive, send)
             return
         body = _Body(scope, receive)
         request = self._client.build_request(
@@ -132,7 +115,7 @@ class LeadOrForward:
         gone = asyncio.create_task(body.disconnected())
         # A paused leader would keep the connection open.
         over = [asyncio.create_task(each.wait()) for each in (self.terms.replaced, self._closing)]
-        problem: Problem | None = _unready("another coordinator leads now, or this one stops")
+        problem: Problem | None = unready("another coordinator leads now, or this one stops")
         try:
             await asyncio.wait({ended, gone, *over}, return_when=asyncio.FIRST_COMPLETED)
             if ended.done():
@@ -183,7 +166,7 @@ class _Answer:
                 await response.aclose()
         except httpx.HTTPError as error:
             logger.info("the leader at %s does not answer: %s", request.url.host, error_text(error))
-            return _unready(f"the leader does not answer: {error_text(error)}")
+            return unready(f"the leader does not answer: {error_text(error)}")
         return None
 
     async def cut(self, problem: Problem) -> None:
@@ -231,16 +214,22 @@ class _Body:
                 self._gone.set()
 
 
+def _identified(scope: Scope, send: Send) -> tuple[Scope, Send]:
+    """Give the request an id, which it has at the leader, too, and which is in the answer whoever answers."""
+    name, headers = b"x-request-id", scope["headers"]
+    given = next((value for key, value in headers if key.lower() == name), uuid.uuid4().hex.encode())
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            others = [each for each in message["headers"] if each[0].lower() != name]
+            message = {**message, "headers": [*others, (name, given)]}
+        await send(message)
+
+    others = [each for each in headers if each[0].lower() != name]
+    return {**scope, "headers": [*others, (name, given)]}, send_with_id
+
+
 def _from_client(scope: Scope) -> Scope:
     """Return the scope of a forwarded request, with its client's address in place of the standby's."""
     address = Headers(scope=scope).get("x-forwarded-for", "")
     return {**scope, "client": (address, 0)} if address else scope
-
-
-def _vacant(why: str = "") -> Problem:
-    reason = f": {why}" if why else ""
-    return _unready(f"no coordinator leads at the moment{reason}")
-
-
-def _unready(detail: str) -> Problem:
-    return Problem("not-ready", detail, retry_after_s=RETRY_S)

@@ -10,8 +10,9 @@ from coordinator.app import create_app
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.leadership.election import Election, StoreProbe
 from coordinator.leadership.forwarding import LeadOrForward, forwarding_key
-from coordinator.leadership.lease import Fence
+from coordinator.leadership.standby import Standby
 from coordinator.leadership.terms import Terms
+from coordinator.lease import Fence
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import postgresql
@@ -54,7 +55,7 @@ def shared_application(
         election = Election(engine, address, probe, election_clock)
         build = partial(_coordinator, settings, clock, store, data, election)
         terms = Terms(election, build, partial(create_app, connections=connections), data.close)
-        return LeadOrForward(terms, forwarding_key(_secret(engine)))
+        return LeadOrForward(terms, forwarding_key(_secret(engine)), Standby(terms, engine))
     except BaseException:
         data.close()
         raise
@@ -72,7 +73,9 @@ def _coordinator(
     election: Election,
     fence: Fence,
 ) -> Coordinator:
-    return Coordinator(settings, clock=clock, now=election.now, store=store, fence=fence, data=data)
+    return Coordinator(
+        settings, clock=clock, now=election.now, store=store, fence=fence, data=data, peers=election.peers
+    )
 
 
 def _secret(engine: Engine) -> bytes:

@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.leadership.election import Election
-from coordinator.leadership.lease import Fence, Leader
+from coordinator.lease import Fence, Leader
 from coordinator.service import Coordinator
 from protocol.errors import OuterstepError
 

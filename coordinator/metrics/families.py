@@ -118,6 +118,17 @@ OF_THE_SERVER = (
     _of_the_server(
         "last_backup_timestamp_seconds", "s", "Unix time of the last good scheduled backup; absent before the first"
     ),
+    _of_the_server(
+        "leads", "1", "1 while this coordinator leads, 0 on standby; this and the next four only with PostgreSQL"
+    ),
+    _of_the_server("leader_term", "takeovers", "the leader's fencing token, which grows by one with every takeover"),
+    _of_the_server("coordinators", "coordinators", "coordinators that were seen within the last 10 s"),
+    _of_the_server(
+        "superseded_writes_total", "writes", "writes of this process that failed because another coordinator led"
+    ),
+    _of_the_server(
+        "store_answer_seconds", "s", "how long the store took to answer the last probe; absent if it did not"
+    ),
     _of_the_server("notifications_pending", "notifications", "notifications that the webhook has not accepted yet"),
     _of_the_server(
         "notification_attempts_total",

@@ -23,6 +23,7 @@ from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.http.middleware import is_head
 from coordinator.metrics.families import OF_THE_SERVER, PREFIX, Family
 from coordinator.metrics.runs import RunsCollector, Value, metrics
+from coordinator.peers import SILENT_S, Peers
 from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from protocol import __version__
@@ -105,10 +106,34 @@ class _ServerCollector(Collector):
             yield f"{PREFIX}backup_interval_seconds", (), backups.every_s
             if backups.last_at is not None:
                 yield f"{PREFIX}last_backup_timestamp_seconds", (), backups.last_at
+        if self._service.peers is not None:
+            yield from of_peers(self._service.peers)
         sender = self._service.sender
         yield f"{PREFIX}notifications_pending", (), 0 if sender is None else len(sender.outbox.pending)
         yield f"{PREFIX}notification_attempts_total", ("sent",), 0 if sender is None else sender.sent
         yield f"{PREFIX}notification_attempts_total", ("failed",), 0 if sender is None else sender.failed
+
+
+def of_peers(peers: Peers) -> Iterator[Value]:
+    """Yield the metrics of a coordinator that shares its database."""
+    yield f"{PREFIX}leads", (), int(peers.leads)
+    yield f"{PREFIX}leader_term", (), peers.term
+    yield f"{PREFIX}coordinators", (), sum(each.silent_s <= SILENT_S for each in peers.all)
+    yield f"{PREFIX}superseded_writes_total", (), peers.superseded
+    if peers.store_answer_s is not None:
+        yield f"{PREFIX}store_answer_seconds", (), peers.store_answer_s
+
+
+class PeersCollector(Collector):
+    """What a standby exports."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def collect(self) -> Iterator[Metric]:
+        values = [(f"{PREFIX}build_info", (__version__,), 1), *of_peers(self._peers)]
+        names = {name for name, _, _ in values}
+        return metrics([family for family in OF_THE_SERVER if family.name in names], iter(values))
 
 
 class RequestMetrics:

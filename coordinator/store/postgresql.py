@@ -2,7 +2,7 @@
 a database that is in use.
 
 Writes take turns: there is one connection for them per process, and a coordinator's first statement locks the row of
-its fencing token (`coordinator/leadership/lease.py`). So a transaction that reads before it writes sees nothing change
+its fencing token (`coordinator/lease.py`). So a transaction that reads before it writes sees nothing change
 in between, as with SQLite. Reads see one moment (repeatable read).
 """
 

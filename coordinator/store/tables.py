@@ -407,7 +407,7 @@ class DeploymentRow(Base):
 
 
 class LeaderRow(Base):
-    """Which of several coordinators leads, in a single row (`leadership/lease.py`). `token` is the fencing token, which
+    """Which of several coordinators leads, in a single row (`lease.py`). `token` is the fencing token, which
     grows with every takeover. `expires_at`: by the database's clock. `holder`: the leader's id, null after it has given
     up the lease. `address`: where the others reach it."""
 

@@ -313,6 +313,13 @@ def status_rows(found: ServerStatus) -> Iterator[tuple[str, str]]:
         yield "database", f"{database.backend}, schema {database.schema_revision}, {answers}"
     else:
         yield "database", f"{database.backend}: {database.fault}"
+    for each in found.coordinators:
+        state = "leads" if each.leads else "standby"
+        trouble = f"; the store: {each.store_fault}" if each.store_fault else ""
+        yield (
+            f"coordinator {each.address}",
+            f"{state}, {each.version}, seen {duration_text(each.silent_s)} ago{trouble}",
+        )
     yield "backup", _backup(found)
     yield "notifications", _notifications(found)
     clients = found.clients

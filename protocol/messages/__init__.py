@@ -64,6 +64,7 @@ from protocol.messages.server import (
     AuditEntry,
     BackupInfo,
     ClientsInfo,
+    CoordinatorInfo,
     DatabaseInfo,
     DiskInfo,
     ExchangeRequest,

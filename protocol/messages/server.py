@@ -171,6 +171,18 @@ class LoggedError(ReplyModel):
     count: int
 
 
+class CoordinatorInfo(ReplyModel):
+    """One of several coordinators that share a database. `address`: where the others reach it; `silent_s`: since it was
+    last seen; `store_fault`: why it cannot use the store, empty if it can."""
+
+    id: str
+    address: str
+    version: str
+    leads: bool
+    silent_s: float
+    store_fault: str
+
+
 class NotificationsInfo(ReplyModel):
     """The webhook. `pending`: notifications waiting to be sent; `dropped`: notifications given up since the start;
     `fault`: why the last attempt failed, empty if it succeeded."""
@@ -187,7 +199,7 @@ class NotificationsInfo(ReplyModel):
 
 class ServerStatus(ReplyModel):
     """The state of the coordinator. `findings`: everything that is wrong; `backup` and `notifications`: null if not
-    configured; `errors`: newest first."""
+    configured; `coordinators`: empty unless several may share the database; `errors`: newest first."""
 
     version: str
     protocol: int
@@ -199,4 +211,5 @@ class ServerStatus(ReplyModel):
     backup: BackupInfo | None
     notifications: NotificationsInfo | None
     clients: ClientsInfo
+    coordinators: list[CoordinatorInfo]
     errors: list[LoggedError]

@@ -6,13 +6,16 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from sqlalchemy import URL, Connection, Engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
-from coordinator.leadership import lease
+from coordinator import lease
 from coordinator.leadership.election import Election, StoreProbe
+from coordinator.leadership.forwarding import KEY_HEADER
 from coordinator.store import postgresql as backend
 from coordinator.store.database import Database
 from harness import stores
@@ -96,7 +99,7 @@ def add_audit_row(database: Database) -> None:
         session.execute(text("INSERT INTO audit (at, act, message) VALUES (0, 'x', 'y')"))
 
 
-@pytest.mark.covers("security:superseded-coordinator")
+@pytest.mark.covers("security:superseded-leader")
 def test_a_coordinator_that_was_superseded_can_write_nothing(url: str, engine: Engine) -> None:
     with engine.connect() as connection:
         assert lease.take(connection, "a", "") == 1
@@ -249,7 +252,7 @@ def test_a_leader_whose_store_is_out_of_reach_gives_way_only_to_one_that_can_rea
     assert not a.leads()
     b.step()
     assert b.leads()
-    assert {each.id: bool(each.store_fault) for each in b.members} == {a.id: True, b.id: False}
+    assert {each.id: bool(each.store_fault) for each in b.peers.all} == {a.id: True, b.id: False}
     assert term is not None
     a.finish(term)
     a.step()
@@ -271,13 +274,15 @@ def test_the_time_of_day_is_the_databases(url: str, engine: Engine) -> None:
 
 
 @contextmanager
-def two(tmp_path: Path, url: str) -> Iterator[tuple[InThread, InThread]]:
+def two(tmp_path: Path, url: str, **settings: Any) -> Iterator[tuple[InThread, InThread]]:
     """A leader and a standby that share a database and blobs in memory."""
     blobs = stores.MemoryBlobs()
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(
-                coordinator_thread(tmp_path / name, database=url, store=lambda _: blobs, token_in=tmp_path / "a")
+                coordinator_thread(
+                    tmp_path / name, database=url, store=lambda _: blobs, token_in=tmp_path / "a", **settings
+                )
             )
             for name in ("a", "b")
         )
@@ -301,6 +306,43 @@ def test_a_standby_forwards_everything_and_takes_over(tmp_path: Path, url: str) 
         assert standby.live("r").final_digest is not None
         (finished,) = events(standby, "r", "finished")
         assert finished["message"] == "the run is finished after 3 rounds"
+
+
+def test_leader_and_standby_are_shown_and_measured_apart(tmp_path: Path, url: str) -> None:
+    with two(tmp_path, url) as (leader, standby):
+        wait_until(lambda: len(standby.client().get("/v1/status").json()["coordinators"]) == 2)
+        found = standby.client().get("/v1/status").json()
+        assert {each["address"]: each["leads"] for each in found["coordinators"]} == {
+            leader.url: True,
+            standby.url: False,
+        }
+        assert found["findings"] == []
+        for running, leads in ((leader, 1), (standby, 0)):
+            metrics = running.client().get("/metrics").raise_for_status().text
+            assert f"outerstep_leads {leads}.0\n" in metrics
+            assert "outerstep_leader_term 1.0\n" in metrics
+            assert "outerstep_coordinators 2.0\n" in metrics
+            assert "outerstep_superseded_writes_total 0.0\n" in metrics
+        admin = standby.client()
+        of_run = {"scope": "viewer", "note": "", "run": "r"}
+        crew(leader, "r", ["w"])
+        for token in ("ost_" + "x" * 43, admin.post("/v1/tokens", json=of_run).json()["token"]):
+            problem(standby.client(token).get("/metrics"), "unauthorized")
+        problem(httpx.get(f"{standby.url}/metrics"), "unauthorized")
+        assert httpx.head(f"{standby.url}/readyz").status_code == 200
+
+
+@pytest.mark.covers("security:forged-forwarding")
+def test_a_client_cannot_pose_as_a_standby(tmp_path: Path, url: str) -> None:
+    """The leader takes a client's address from a standby, and from nobody else."""
+    with two(tmp_path, url, proxies="192.0.2.1") as (leader, standby):
+        forged = {KEY_HEADER: "0" * 64, "X-Forwarded-For": "203.0.113.9"}
+        for running in (leader, standby):
+            with running.client() as client:
+                client.post("/v1/tokens", json={"scope": "viewer", "note": ""}, headers=forged).raise_for_status()
+        with leader.client() as client:
+            seen = {entry["address"] for entry in client.get("/v1/audit").json()["items"]}
+        assert "203.0.113.9" not in seen
 
 
 def test_a_commit_whose_reply_is_lost_is_known_after_the_next_takeover(tmp_path: Path, url: str) -> None:

@@ -95,6 +95,7 @@ def refusal(data: Path, blobs: str, database: str) -> str:
 STEPS = ["_fill", "_pass_bucket_on", "_retire"]
 
 
+@pytest.mark.covers("reliability:moved-database")
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_move_that_is_interrupted_goes_on(

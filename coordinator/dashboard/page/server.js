@@ -112,6 +112,14 @@ function tilesOf(status) {
           `${notifications.format} at ${notifications.host}; last sent: ${ago(notifications.sent_at)}` +
             (notifications.dropped ? `; ${notifications.dropped} dropped` : ""),
         ),
+    ...status.coordinators.map((each) =>
+      tile(
+        each.leads ? "Leader" : "Standby",
+        each.address,
+        `version ${each.version}, seen ${duration(each.silent_s)} ago` +
+          (each.store_fault ? `; it cannot use the store: ${each.store_fault}` : ""),
+      ),
+    ),
     tile("Version", status.version, `protocol ${status.protocol}, up for ${duration(status.now - status.started_at)}`),
   ];
 }

@@ -10,6 +10,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import GenericFunction
 
+from coordinator.peers import Peer
 from coordinator.store.tables import CoordinatorRow, LeaderRow
 from protocol.errors import Problem
 
@@ -45,17 +46,6 @@ class Leader:
     @property
     def is_vacant(self) -> bool:
         return self.holder is None or self.remaining_s <= 0
-
-
-@dataclass(frozen=True)
-class Member:
-    """A coordinator that shares the database. `silent_s`: since it was seen."""
-
-    id: str
-    address: str
-    version: str
-    silent_s: float
-    store_fault: str
 
 
 def read(connection: Connection) -> Leader:
@@ -109,9 +99,16 @@ class Fence:
     """The fencing token of one term. `lost` is set once the term must end: another coordinator leads, or it is unknown
     whether a commit has happened."""
 
-    def __init__(self, token: int, is_valid: Callable[[], bool], on_lost: Callable[[], object]) -> None:
-        """`is_valid`: whether the lease of this token has not expired. `on_lost` is called once `lost` is set."""
-        self.token, self._is_valid, self._on_lost = token, is_valid, on_lost
+    def __init__(
+        self,
+        token: int,
+        is_valid: Callable[[], bool],
+        on_lost: Callable[[], object],
+        rejected: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`is_valid`: whether the lease of this token has not expired. `on_lost` is called once `lost` is set, and
+        `rejected` for each write that fails because of that."""
+        self.token, self._is_valid, self._on_lost, self.rejected = token, is_valid, on_lost, rejected
         self.lost = Event()
 
     def holds(self) -> bool:
@@ -122,10 +119,12 @@ class Fence:
         """Lock the row of the token until the transaction ends. Raises Problem `superseded` if the term is over. The
         first statement of every write transaction."""
         if self.lost.is_set():
+            self.rejected()
             raise superseded()
         newest = session.scalar(select(LeaderRow.token).where(LeaderRow.id == _ID).with_for_update())
         if newest != self.token:
             self.end()
+            self.rejected()
             raise superseded()
 
     def end(self) -> None:
@@ -156,9 +155,9 @@ def retire(connection: Connection, id_: str) -> None:
     connection.execute(delete(CoordinatorRow).where(CoordinatorRow.id == id_))
 
 
-def members(connection: Connection) -> list[Member]:
+def peers(connection: Connection) -> list[Peer]:
     """Return the coordinators that were seen lately, by id."""
     silent = (database_clock() - CoordinatorRow.seen_at).label("silent_s")
     row = CoordinatorRow
     found = connection.execute(select(row.id, row.address, row.version, silent, row.store_fault).order_by(row.id))
-    return [Member(*each) for each in found]
+    return [Peer(*each) for each in found]

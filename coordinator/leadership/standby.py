@@ -1,0 +1,88 @@
+"""What a standby answers by itself, because it is about this process: its health and its metrics."""
+
+from fastapi.concurrency import run_in_threadpool
+from fastapi.security.utils import get_authorization_scheme_param
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
+from sqlalchemy import Engine, select
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from coordinator.http.problems import problem_response, rejection
+from coordinator.leadership.terms import Terms
+from coordinator.metrics.server import PeersCollector
+from coordinator.store.tables import TokenRow
+from coordinator.store.tokens import secret_hash
+from protocol import PROTOCOL_VERSION, __version__
+from protocol.errors import Problem
+from protocol.messages import Health, Readiness
+from protocol.messages import Scope as TokenScope
+
+LOCAL = ("/healthz", "/readyz", "/metrics")
+RETRY_S = 1.0
+# Scopes whose tokens may read metrics of all runs.
+_MAY_READ = (TokenScope.ADMIN, TokenScope.OPERATOR, TokenScope.WORKER, TokenScope.VIEWER)
+
+
+class Standby:
+    """The application for the paths in LOCAL. `engine`: of the database, for tokens."""
+
+    def __init__(self, terms: Terms, engine: Engine) -> None:
+        self._terms, self._engine = terms, engine
+        self._registry = CollectorRegistry()
+        self._registry.register(PeersCollector(terms.election.peers))
+        ProcessCollector(registry=self._registry)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        if scope["method"] not in ("GET", "HEAD"):
+            response: Response = rejection(vacant(), headers)
+        elif scope["path"] == "/metrics":
+            response = await run_in_threadpool(self._metrics, headers)
+        else:
+            response = self._health(scope["path"])
+        if scope["method"] == "HEAD":
+            response.body = b""
+        await response(scope, receive, send)
+
+    def _health(self, path: str) -> Response:
+        """Answer for this process. It is ready if it can forward to a leader."""
+        health = Health(status="ok", version=__version__, protocol=PROTOCOL_VERSION)
+        if path == "/readyz":
+            if self._terms.election.fault:
+                return problem_response(unready(f"the database: {self._terms.election.fault}"))
+            if self._terms.leader is None:
+                return problem_response(vacant(self._terms.fault))
+            health = Readiness(**{**vars(health), "status": "standby"}, last_backup_at=None)
+        return JSONResponse(health.model_dump(mode="json"))
+
+    def _metrics(self, headers: Headers) -> Response:
+        scheme, secret = get_authorization_scheme_param(headers.get("authorization"))
+        try:
+            if scheme.lower() != "bearer" or not self._may_read(secret):
+                return problem_response(
+                    Problem("unauthorized", "send a token for all runs: Authorization: Bearer TOKEN")
+                )
+        except SQLAlchemyError:
+            return problem_response(unready("the database does not answer"))
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+    def _may_read(self, secret: str) -> bool:
+        row = TokenRow
+        query = select(row.scope, row.run, row.expires_at).where(row.secret_hash == secret_hash(secret))
+        with self._engine.connect() as connection:
+            found = connection.execute(query).first()
+        if found is None or found.scope not in _MAY_READ or found.run is not None:
+            return False
+        return found.expires_at is None or found.expires_at > self._terms.election.now()
+
+
+def vacant(why: str = "") -> Problem:
+    """Return the answer while nobody leads."""
+    reason = f": {why}" if why else ""
+    return unready(f"no coordinator leads at the moment{reason}")
+
+
+def unready(detail: str) -> Problem:
+    return Problem("not-ready", detail, retry_after_s=RETRY_S)
