@@ -98,8 +98,8 @@ def test_transient_faults_are_tried_again() -> None:
         ]
     )
     assert renew(client).directive is messages.Directive.CONTINUE
-    assert len(seen) == 14
-    assert len(clock.slept) == 13
+    assert len(seen) == 15
+    assert len(clock.slept) == 14
     assert seen[-1].headers["Authorization"] == "Bearer m"
 
 
