@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from threading import Event
 from typing import Any
 
-from sqlalchemy import Connection, Double, delete, insert, select, update
+from sqlalchemy import Connection, Double, delete, insert, select, text, update
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import GenericFunction
 
 from coordinator.peers import Peer
+from coordinator.store import postgresql
 from coordinator.store.tables import CoordinatorRow, LeaderRow
 from protocol.errors import Problem
 
@@ -18,6 +19,10 @@ LEASE_S = 5.0
 FORGOTTEN_S = 600.0  # a coordinator that was not seen for this long is removed from the list
 
 _ID = 1  # of the only row
+_END_SESSIONS = text(
+    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+    "WHERE application_name = :name AND datname = current_database() AND usename = current_user"
+)
 
 
 class database_clock(GenericFunction[float]):  # noqa: N801 - named like the functions of SQLAlchemy
@@ -64,7 +69,19 @@ def read(connection: Connection) -> Leader:
 
 
 def take(connection: Connection, holder: str, address: str) -> int | None:
-    """Take the lease if it has expired or was released. Return the new fencing token; None if another one leads."""
+    """Take the lease if it has expired or was released. Return the new fencing token; None if another one leads.
+
+    A coordinator that was paused in a transaction may hold the lock of the row for as long as it is paused: the
+    server's limit for idle transactions does not apply in the middle of a batch of statements. So the sessions of an
+    expired lease's holder are ended first.
+    """
+    expired = connection.execute(
+        select(LeaderRow.holder).where(
+            LeaderRow.id == _ID, LeaderRow.holder.is_not(None), LeaderRow.expires_at <= database_clock()
+        )
+    ).scalar_one_or_none()
+    if expired is not None and connection.dialect.name == "postgresql":
+        connection.execute(_END_SESSIONS, {"name": postgresql.application_of(expired)})
     token: int | None = connection.execute(
         update(LeaderRow)
         .where(LeaderRow.id == _ID, LeaderRow.holder.is_(None) | (LeaderRow.expires_at <= database_clock()))
@@ -102,13 +119,15 @@ class Fence:
     def __init__(
         self,
         token: int,
+        holder: str,
         is_valid: Callable[[], bool],
         on_lost: Callable[[], object],
         rejected: Callable[[], object] = lambda: None,
     ) -> None:
-        """`is_valid`: whether the lease of this token has not expired. `on_lost` is called once `lost` is set, and
-        `rejected` for each write that fails because of that."""
-        self.token, self._is_valid, self._on_lost, self.rejected = token, is_valid, on_lost, rejected
+        """`holder`: the id of this coordinator. `is_valid`: whether the lease of this token has not expired. `on_lost`
+        is called once `lost` is set, and `rejected` for each write that fails because of that."""
+        self.token, self.holder = token, holder
+        self._is_valid, self._on_lost, self.rejected = is_valid, on_lost, rejected
         self.lost = Event()
 
     def holds(self) -> bool:

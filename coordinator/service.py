@@ -32,7 +32,7 @@ from coordinator.run.live_run import Change, LiveRun, RunContext
 from coordinator.run.waiters import READS_AT_ONCE, Waiters
 from coordinator.settings import Settings
 from coordinator.settling import settle
-from coordinator.store import audit
+from coordinator.store import audit, postgresql
 from coordinator.store.blobs import Blobs, OpenStore
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fence, url_of
@@ -105,6 +105,8 @@ class Coordinator:
                 )
         self.read_threads, self.parse_thread = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)
         url = url_of(settings.database, settings.data_dir)
+        if fence is not None:
+            url = postgresql.named(url, fence.holder)
         if data is None:
             data = opened.enter_context(closing(DataDirectory(settings.data_dir)))
         else:

@@ -9,12 +9,13 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import URL, Connection
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from coordinator import lease
 from coordinator.lease import LEASE_S, Fence, Leader
 from coordinator.peers import FRESH_S, Peer, Peers
+from coordinator.store import postgresql
 from protocol import __version__
 
 RENEW_S = 1.0
@@ -60,16 +61,19 @@ class Election:
     fence     the fencing token while it leads, and until `finish` is called
     leader    the lease as it was last read; None if it never was
     peers     the coordinators that share the database, as they were last read
+    engine    a connection to the database, in which every statement commits by itself
     fault     why the database cannot be asked; empty if it can
     """
 
-    def __init__(self, engine: Engine, address: str, probe: StoreProbe, clock: Callable[[], float]) -> None:
+    def __init__(self, url: URL, address: str, probe: StoreProbe, clock: Callable[[], float]) -> None:
+        """`url`: of the database."""
         self.id = secrets.token_hex(8)
         self.fence: Fence | None = None
         self.leader: Leader | None = None
         self.peers = Peers(self.id)
         self.fault = ""
-        self._engine, self._address, self._probe, self._clock = engine, address, probe, clock
+        self.engine = postgresql.engine_of(postgresql.named(url, self.id))
+        self._address, self._probe, self._clock = address, probe, clock
         self._valid_until = self._rest_until = -math.inf
         self._offset: float | None = None  # the database's clock minus the monotonic one
         self._changed: Callable[[], object] = lambda: None
@@ -97,7 +101,7 @@ class Election:
         self._stopping.set()
         self._wake.set()
         self._threads[0].join()
-        self._engine.dispose()
+        self.engine.dispose()
 
     def leads(self) -> bool:
         """Return True while this coordinator leads for sure."""
@@ -114,7 +118,7 @@ class Election:
         if rest:
             self._rest_until = self._clock() + REST_S
         try:
-            with self._engine.connect() as connection:
+            with self.engine.connect() as connection:
                 lease.release(connection, fence.token)
         except SQLAlchemyError as error:  # then the lease expires
             logger.info("the lease could not be given up: %s", _reason(error))
@@ -133,7 +137,7 @@ class Election:
             self._wake.wait(POLL_S if self.fence is None else RENEW_S)
             self._wake.clear()
         try:
-            with self._engine.connect() as connection:
+            with self.engine.connect() as connection:
                 lease.retire(connection, self.id)
         except SQLAlchemyError as error:
             logger.info("the database does not know that this coordinator stops: %s", _reason(error))
@@ -145,7 +149,7 @@ class Election:
             logger.warning("the lease has expired and could not be renewed: %s", self.fault or "the process was paused")
             fence.end()
         try:
-            with self._engine.connect() as connection:
+            with self.engine.connect() as connection:
                 lease.report(connection, self.id, self._address, __version__, self._probe.fault)
                 self._read(connection)
                 if fence is None:
@@ -199,7 +203,9 @@ class Election:
         if token is not None:
             self._valid_until = began + LEASE_S - MARGIN_S
             logger.info("this coordinator leads, with the fencing token %d", token)
-            self.fence = Fence(token, lambda: self._clock() < self._valid_until, self._lost, self._count_rejected)
+            self.fence = Fence(
+                token, self.id, lambda: self._clock() < self._valid_until, self._lost, self._count_rejected
+            )
             self._changed()
 
     def _count_rejected(self) -> None:

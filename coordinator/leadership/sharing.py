@@ -15,7 +15,6 @@ from coordinator.leadership.terms import Terms
 from coordinator.lease import Fence
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
-from coordinator.store import postgresql
 from coordinator.store.blobs import OWNER, OpenStore
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
@@ -51,11 +50,10 @@ def shared_application(
     data = DataDirectory(settings.data_dir)
     try:
         Database(url).close()
-        engine = postgresql.engine_of(url)
-        election = Election(engine, address, probe, election_clock)
+        election = Election(url, address, probe, election_clock)
         build = partial(_coordinator, settings, clock, store, data, election)
         terms = Terms(election, build, partial(create_app, connections=connections), data.close)
-        return LeadOrForward(terms, forwarding_key(_secret(engine)), Standby(terms, engine))
+        return LeadOrForward(terms, forwarding_key(_secret(election.engine)), Standby(terms, election.engine))
     except BaseException:
         data.close()
         raise

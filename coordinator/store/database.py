@@ -121,7 +121,9 @@ def _elsewhere(text: str, data_dir: Path) -> URL:
 
 
 class Fence(Protocol):
-    """What keeps a coordinator from writing once another one leads."""
+    """What keeps a coordinator from writing once another one leads. `holder`: this coordinator's id."""
+
+    holder: str
 
     def check(self, session: Session) -> None:
         """Raise Problem `superseded` if another coordinator leads, and keep others from leading until the transaction

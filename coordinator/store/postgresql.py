@@ -39,6 +39,7 @@ from protocol.errors import OuterstepError
 from protocol.messages import Cause
 
 DRIVER = "postgresql+psycopg"
+APPLICATION = "outerstep-coordinator"  # the name of sessions in pg_stat_activity
 OLDEST = 14  # the oldest version that PostgreSQL's developers maintain
 CONNECT_S = 5
 STATEMENT_S, LOCK_S = 30, 10
@@ -51,6 +52,17 @@ _UPGRADES = 0x6F757465  # the number of the advisory lock of migrations
 BUSY_S = 10.0  # how long a transaction waits for a connection
 
 _EXAMPLE = f"{DRIVER}://USER:PASSWORD@HOST/DATABASE"
+
+
+def named(url: URL, holder: str) -> URL:
+    """Return the URL for the sessions of one coordinator. `holder`: its id, by which another one ends them when it
+    takes over (`coordinator/lease.py`)."""
+    return url.update_query_dict({"application_name": application_of(holder)})
+
+
+def application_of(holder: str) -> str:
+    """Return the `application_name` of a coordinator's sessions."""
+    return f"{APPLICATION} {holder}"
 
 
 def check(url: URL) -> None:
@@ -94,7 +106,7 @@ def _engine(url: URL, connections: int, isolation_level: Any) -> Engine:
         "idle_in_transaction_session_timeout": IDLE_S,
     }
     arguments = {
-        "application_name": "outerstep-coordinator",
+        "application_name": APPLICATION,
         "connect_timeout": CONNECT_S,
         "tcp_user_timeout": SILENT_S * 1000,
         "keepalives_idle": SILENT_S,

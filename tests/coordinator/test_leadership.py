@@ -91,7 +91,7 @@ def test_of_many_that_take_an_expired_lease_at_once_one_gets_it(url: str, engine
 
 
 def fence(token: int) -> lease.Fence:
-    return lease.Fence(token, lambda: True, lambda: None)
+    return lease.Fence(token, "a", lambda: True, lambda: None)
 
 
 def add_audit_row(database: Database) -> None:
@@ -175,12 +175,28 @@ def test_a_paused_write_does_not_keep_others_from_leading(url: str, engine: Engi
         database.close()
 
 
+def test_a_takeover_ends_the_sessions_of_the_expired_holder(url: str, engine: Engine) -> None:
+    """A paused one may hold the lock of the row where the server's limit for idle transactions does not apply: in the
+    middle of a batch of statements."""
+    paused, _ = backend.engines(backend.named(make_url(url), "a"))
+    with engine.connect() as connection:
+        assert lease.take(connection, "a", "") == 1
+        connection.execute(text("UPDATE leader SET expires_at = 0"))
+        with paused.connect() as other:
+            other.execute(text("SET TRANSACTION READ WRITE; SET LOCAL idle_in_transaction_session_timeout = 0"))
+            other.execute(text("SELECT token FROM leader FOR UPDATE"))
+            assert lease.take(connection, "b", "") == 2
+            with pytest.raises(DBAPIError):
+                other.execute(text("SELECT 1"))
+    paused.dispose()
+
+
 # --- the election -----------------------------------------------------------------------------------------------------
 
 
 def election(url: URL | str, clock: SettableClock, probe: StoreProbe | None = None) -> Election:
     """A coordinator that takes part when `step` is called."""
-    made = Election(backend.engine_of(make_url(url)), "http://here", probe or StoreProbe(lambda: None, clock), clock)
+    made = Election(make_url(url), "http://here", probe or StoreProbe(lambda: None, clock), clock)
     made.step()
     return made
 
