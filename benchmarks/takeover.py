@@ -42,6 +42,8 @@ from protocol.digest import StateHash, model_digest
 from protocol.wire import DeltaHeader, Payload
 
 RUN = "takeover"
+# No round closes without a worker, so all of them have the same number of rounds.
+PATIENT = "lease_s = 600\ngrace_min_s = 600\ngrace_max_s = 600"
 BETWEEN_S = 2.0  # from the end of one fault to the next
 Answer = TypeVar("Answer")
 
@@ -100,10 +102,10 @@ class Worker(threading.Thread):
             self.ledger.acknowledge(round_, fragment, member.name)
         for fragment in range(len(member.theta)):
             delta = self._retried(lambda p=fragment: member.delta(round_, p).raise_for_status())  # type: ignore[misc]
-            header = Payload.from_bytes(delta.content).header
-            assert isinstance(header, DeltaHeader)
-            self.ledger.publish(round_, fragment, {each.worker for each in header.contributors})
-        self._retried(lambda: member.step(round_))
+            payload = Payload.from_bytes(delta.content)
+            assert isinstance(payload.header, DeltaHeader)
+            self.ledger.publish(round_, fragment, {each.worker for each in payload.header.contributors})
+            member.apply(fragment, payload)
 
     def _retried(self, act: Callable[[], Answer]) -> Answer:
         """Repeat a request as a worker does: after faults of the line, and answers that ask for it."""
@@ -114,7 +116,7 @@ class Worker(threading.Thread):
                 pass
             except httpx.HTTPStatusError as error:
                 if error.response.status_code not in (404, 429, 500, 502, 503, 507):
-                    raise
+                    raise RuntimeError(error.response.text) from error
             self.ledger.retries += 1
             time.sleep(0.2)
 
@@ -163,7 +165,7 @@ def measure(faults: int, workers: int, kinds: list[str]) -> dict[str, Any]:
     away: defaultdict[str, list[float]] = defaultdict(list)
     with cluster(2) as made:
         running = made.running
-        running.create_run(spec_toml(RUN, rounds=100_000, min_workers=workers, members="lease_s = 600"))
+        running.create_run(spec_toml(RUN, rounds=100_000, min_workers=workers, members=PATIENT))
         members = [Member(running.client(), RUN, f"w{index}") for index in range(workers)]
         for member in members:
             member.join(running.admin_token)

@@ -194,13 +194,16 @@ class Member:
 
     def step(self, round_: int) -> None:
         """Download the deltas of `round_` and take the outer step."""
-        for p, (theta, momentum) in enumerate(zip(self.theta, self.momentum, strict=True)):
+        for p in range(len(self.theta)):
             reply = self.delta(round_, p)
-            reply.raise_for_status()
-            values = np.empty(len(theta), np.float32)
-            Payload.from_bytes(reply.content).decode(values)
-            outer = self.spec.outer
-            outer_step(theta, momentum, values, learning_rate=outer.learning_rate, beta=outer.momentum)
+            self.apply(p, Payload.from_bytes(reply.raise_for_status().content))
+
+    def apply(self, fragment: int, delta: Payload) -> None:
+        """Take the outer step of a fragment."""
+        theta, momentum, outer = self.theta[fragment], self.momentum[fragment], self.spec.outer
+        values = np.empty(len(theta), np.float32)
+        delta.decode(values)
+        outer_step(theta, momentum, values, learning_rate=outer.learning_rate, beta=outer.momentum)
 
     def pseudo_gradients(self, round_: int) -> list[F32]:
         """Return pseudo-gradients that differ for every worker, round and fragment."""

@@ -46,7 +46,7 @@ def kill_both(coordinator: CoordinatorProcess, worker: ForkedWorker) -> None:
         pytest.param(kill_both, INT8, id="both", marks=pytest.mark.nightly),
         # What a worker has not sent yet survives.
         pytest.param(kill_the_worker, ERROR_FEEDBACK, id="worker, error feedback", marks=pytest.mark.nightly),
-        pytest.param(kill_both, ERROR_FEEDBACK, id="both, error feedback"),
+        pytest.param(kill_both, ERROR_FEEDBACK, id="both, error feedback", marks=pytest.mark.nightly),
     ],
 )
 def test_a_kill_9_in_the_middle_of_a_round_changes_nothing(

@@ -267,7 +267,7 @@ def test_a_worker_passes_over_keys_and_directives_that_it_does_not_know(running:
         assert "finished" in shown.stdout, shown.stderr
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_a_worker_that_is_told_to_do_what_it_does_not_know_ends_with_a_sentence(
     running: InThread, tmp_path: Path
 ) -> None:

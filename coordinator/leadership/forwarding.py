@@ -12,12 +12,16 @@ import uuid
 from collections.abc import AsyncIterator
 
 import httpx
+from fastapi import Request
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coordinator.http.bodies import chunks
 from coordinator.http.problems import reject
 from coordinator.leadership.standby import LOCAL, Standby, unready, vacant
 from coordinator.leadership.terms import Terms
+from coordinator.settings import Settings
 from outerstep.common.connections import error_text
 from protocol.errors import Problem
 from protocol.versions import RESPONSE_HEADERS
@@ -55,9 +59,9 @@ def forwarding_key(secret: bytes) -> str:
 class LeadOrForward:
     """The outermost application of a coordinator that shares its database."""
 
-    def __init__(self, terms: Terms, key: str, standby: Standby) -> None:
+    def __init__(self, settings: Settings, terms: Terms, key: str, standby: Standby) -> None:
         """`key`: of forwarded requests. `standby` answers requests about this process while it does not lead."""
-        self.terms, self._key, self._standby = terms, key, standby
+        self.terms, self._settings, self._key, self._standby = terms, settings, key, standby
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
@@ -102,7 +106,7 @@ class LeadOrForward:
         if leader is None or leader.address is None:
             await reject(vacant(self.terms.fault or self.terms.election.fault), scope, receive, send)
             return
-        body = _Body(scope, receive)
+        body = _Body(scope, receive, self._settings)
         request = self._client.build_request(
             scope["method"],
             leader.address + scope["raw_path"].decode("ascii"),
@@ -164,6 +168,10 @@ class _Answer:
                 await self._send({"type": "http.response.body", "body": b""})
             finally:
                 await response.aclose()
+        except Problem as problem:  # the body has stalled
+            return problem
+        except ClientDisconnect:
+            return None
         except httpx.HTTPError as error:
             logger.info("the leader at %s does not answer: %s", request.url.host, error_text(error))
             return unready(f"the leader does not answer: {error_text(error)}")
@@ -180,24 +188,22 @@ class _Answer:
 class _Body:
     """The body of a request, which is read while it is forwarded; and after it, the client's disconnect."""
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
+    def __init__(self, scope: Scope, receive: Receive, settings: Settings) -> None:
         headers = Headers(scope=scope)
         self.expected = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        self._receive = receive
+        self._request, self._receive, self._settings = Request(scope, receive), receive, settings
         self._read, self._gone = asyncio.Event(), asyncio.Event()
         if not self.expected:
             self._read.set()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        more = True
-        while more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                self._gone.set()
-                raise httpx.WriteError("the client has disconnected")
-            more = message.get("more_body", False)
-            if message.get("body"):
-                yield message["body"]
+        """Yield the body as it arrives. Raises Problem `request-timeout`, and ClientDisconnect."""
+        try:
+            async for piece in chunks(self._request, self._settings):
+                yield piece
+        except ClientDisconnect:
+            self._gone.set()
+            raise
         self._read.set()
 
     async def disconnected(self) -> None:

@@ -53,7 +53,7 @@ def shared_application(
         election = Election(url, address, probe, election_clock)
         build = partial(_coordinator, settings, clock, store, data, election)
         terms = Terms(election, build, partial(create_app, connections=connections), data.close)
-        return LeadOrForward(terms, forwarding_key(_secret(election.engine)), Standby(terms, election.engine))
+        return LeadOrForward(settings, terms, forwarding_key(_secret(election.engine)), Standby(terms, election.engine))
     except BaseException:
         data.close()
         raise

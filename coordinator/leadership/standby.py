@@ -37,7 +37,10 @@ class Standby:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         if scope["method"] not in ("GET", "HEAD"):
-            response: Response = rejection(vacant(), headers)
+            where = f"{scope['method']} {scope['path']}"
+            problem = Problem("method-not-allowed", f"{where}: this address does not accept {scope['method']}")
+            response: Response = rejection(problem, headers)
+            response.headers["Allow"] = "GET, HEAD"
         elif scope["path"] == "/metrics":
             response = await run_in_threadpool(self._metrics, headers)
         else:

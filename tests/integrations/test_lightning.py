@@ -150,6 +150,7 @@ def test_several_processes_of_torchrun_are_one_worker(tmp_path: Path) -> None:
     assert len(set(rows)) == 32, "no row is trained on twice in an epoch"
 
 
+@pytest.mark.nightly
 def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(SPEC)
