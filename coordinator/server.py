@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -139,7 +140,7 @@ def _reachable(settings: Settings, address: str) -> str:
     if settings.advertise_url is not None:
         return settings.advertise_url
     parts = urlsplit(address)
-    if parts.hostname not in ("0.0.0.0", "::"):
+    if not ip_address(parts.hostname or "").is_unspecified:
         return address
     try:
         own = socket.gethostbyname(socket.gethostname())

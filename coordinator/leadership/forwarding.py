@@ -71,7 +71,8 @@ class LeadOrForward:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
-        forwarded = hmac.compare_digest(Headers(scope=scope).get(KEY_HEADER, ""), self._key)
+        shown = Headers(scope=scope).get(KEY_HEADER, "")
+        forwarded = hmac.compare_digest(shown.encode("latin-1"), self._key.encode())
         if forwarded:
             scope = _from_client(scope)
         app: ASGIApp | None = self.terms.app

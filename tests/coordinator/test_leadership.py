@@ -355,6 +355,7 @@ def test_a_client_cannot_pose_as_a_standby(tmp_path: Path, url: str) -> None:
         forged = {KEY_HEADER: "0" * 64, "X-Forwarded-For": "203.0.113.9"}
         for running in (leader, standby):
             with running.client() as client:
+                client.get("/v1/runs", headers=[(KEY_HEADER.encode(), b"\xe9")]).raise_for_status()
                 client.post("/v1/tokens", json={"scope": "viewer", "note": ""}, headers=forged).raise_for_status()
         with leader.client() as client:
             seen = {entry["address"] for entry in client.get("/v1/audit").json()["items"]}
