@@ -24,6 +24,8 @@ from outerstep.common.objects import Objects
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, info, play_round
 
+pytestmark = pytest.mark.in_sqlite
+
 _numbers = itertools.count()
 
 
