@@ -9,7 +9,9 @@ import resource
 from collections import Counter
 from ipaddress import ip_address, ip_network
 from typing import Protocol
+from urllib.parse import urlsplit
 
+from coordinator.peers import Peers
 from coordinator.settings import Settings
 from protocol.errors import OuterstepError
 
@@ -26,9 +28,11 @@ class Closeable(Protocol):
 
 
 class ConnectionLimit:
-    """The open connections. Those from `proxies` do not count towards the limit per address."""
+    """The open connections. Those from `proxies`, and from coordinators that share the database, do not count towards
+    the limit per address."""
 
     def __init__(self, limit: int, per_address: int, proxies: str = "") -> None:
+        self.peers: Peers | None = None  # set once it is known that there may be others
         self.limit, self.per_address = limit, min(per_address, max(1, limit // 2))
         self._proxies = [ip_network(each.strip()) for each in proxies.split(",") if each.strip()]
         self.refused: Counter[str] = Counter()  # number of rejected connections, by the problem's slug
@@ -73,7 +77,9 @@ class ConnectionLimit:
             self._idle[connection] = None
 
     def _is_proxy(self, address: str) -> bool:
-        return bool(address) and any(ip_address(address) in network for network in self._proxies)
+        if address and any(ip_address(address) in network for network in self._proxies):
+            return True
+        return self.peers is not None and any(urlsplit(peer.address).hostname == address for peer in self.peers.all)
 
 
 def connection_limit(settings: Settings) -> ConnectionLimit:

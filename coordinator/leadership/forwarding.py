@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import time
 import uuid
 from collections.abc import AsyncIterator
 
@@ -18,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.bodies import chunks
-from coordinator.http.problems import reject
+from coordinator.http.problems import reject, rejection
 from coordinator.leadership.standby import LOCAL, Standby, unready, vacant
 from coordinator.leadership.terms import Terms
 from coordinator.settings import Settings
@@ -135,8 +136,12 @@ class LeadOrForward:
             return
         if answer.begun:
             await answer.cut(problem)
-        else:
-            await reject(problem, scope, receive, send)
+            return
+        if answer.refused:
+            self.terms.refused_at = time.monotonic()
+        response = rejection(problem, Headers(scope=scope))
+        response.headers["Connection"] = "close"  # the next one goes through the load balancer, perhaps to the leader
+        await response(scope, receive, send)
 
     def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         kept = [(name, value) for name, value in scope["headers"] if name.decode("latin-1").lower() not in _HOP]
@@ -151,6 +156,7 @@ class _Answer:
 
     def __init__(self, send: Send) -> None:
         self.begun = False
+        self.refused = False  # True if no connection to the leader could be made
         self._send = send
         self._length: str | None = None
 
@@ -175,6 +181,7 @@ class _Answer:
             return None
         except httpx.HTTPError as error:
             logger.info("the leader at %s does not answer: %s", request.url.host, error_text(error))
+            self.refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             return unready(f"the leader does not answer: {error_text(error)}")
         return None
 

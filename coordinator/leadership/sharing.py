@@ -51,6 +51,7 @@ def shared_application(
     try:
         Database(url).close()
         election = Election(url, address, probe, election_clock)
+        connections.peers = election.peers
         build = partial(_coordinator, settings, clock, store, data, election)
         terms = Terms(election, build, partial(create_app, connections=connections), data.close)
         return LeadOrForward(settings, terms, forwarding_key(_secret(election.engine)), Standby(terms, election.engine))

@@ -1,5 +1,7 @@
 """What a standby answers by itself, because it is about this process: its health and its metrics."""
 
+import time
+
 from fastapi.concurrency import run_in_threadpool
 from fastapi.security.utils import get_authorization_scheme_param
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
@@ -21,6 +23,7 @@ from protocol.messages import Scope as TokenScope
 
 LOCAL = ("/healthz", "/readyz", "/metrics")
 RETRY_S = 1.0
+REFUSED_S = 5.0  # not ready for so long after the leader could not be reached
 # Scopes whose tokens may read metrics of all runs.
 _MAY_READ = (TokenScope.ADMIN, TokenScope.OPERATOR, TokenScope.WORKER, TokenScope.VIEWER)
 
@@ -57,6 +60,8 @@ class Standby:
                 return problem_response(unready(f"the database: {self._terms.election.fault}"))
             if self._terms.leader is None:
                 return problem_response(vacant(self._terms.fault))
+            if time.monotonic() - self._terms.refused_at < REFUSED_S:
+                return problem_response(unready("the leader cannot be reached from here"))
             health = Readiness(**{**vars(health), "status": "standby"}, last_backup_at=None)
         return JSONResponse(health.model_dump(mode="json"))
 

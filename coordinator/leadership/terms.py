@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,6 +36,7 @@ class Terms:
     ) -> None:
         self.election = election
         self.fault = ""  # why the last term has failed at its start
+        self.refused_at = -math.inf  # when the leader was last out of reach, by the monotonic clock
         self._build, self._serve, self._on_end = build, serve, on_end
         self._app: FastAPI | None = None
         self._closing = threading.Event()

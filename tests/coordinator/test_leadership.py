@@ -14,8 +14,10 @@ from sqlalchemy import URL, Connection, Engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from coordinator import lease
+from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.leadership.election import Election, StoreProbe
 from coordinator.leadership.forwarding import KEY_HEADER
+from coordinator.peers import Peer, Peers
 from coordinator.store import postgresql as backend
 from coordinator.store.database import Database
 from harness import stores
@@ -399,3 +401,26 @@ def test_the_database_may_be_restarted(tmp_path: Path) -> None:
         wait_until(lambda: admin.get("/readyz").is_success)
         play_round([member], 0)
         running.await_state("r", 1)
+
+
+def test_a_standby_that_cannot_reach_the_leader_is_not_ready(tmp_path: Path, url: str) -> None:
+    """So that the load balancer sends requests to the leader; and a client's next connection may get there."""
+    with two(tmp_path, url, advertise_url="http://127.0.0.1:1") as (leader, standby):
+        reply = standby.client().get("/v1/runs")
+        assert "the leader does not answer" in problem(reply, "not-ready")["detail"]
+        assert reply.headers["connection"] == "close"
+        problem(standby.client().get("/readyz"), "not-ready")
+        leader.client().get("/v1/runs").raise_for_status()
+
+
+def test_other_coordinators_do_not_count_towards_the_limit_per_address() -> None:
+    connections = ConnectionLimit(10, 1)
+    connections.peers = Peers("a", all=[Peer("b", "http://10.0.0.2:8470", "1", 0.0, "")])
+    for address in ("10.0.0.2", "10.0.0.2", "10.0.0.3"):
+        assert connections.admit(NotClosed(), address) is None
+    assert connections.admit(NotClosed(), "10.0.0.3") is not None
+
+
+class NotClosed:
+    def close_idle(self) -> None:
+        raise AssertionError("there is room")
