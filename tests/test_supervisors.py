@@ -98,6 +98,7 @@ def test_a_job_ends_where_its_worker_is_refused_and_only_there() -> None:
 def test_the_pods_are_the_images_users_and_may_write_to_volumes_alone() -> None:
     for manifest, part, volume in (
         ("coordinator, StatefulSet", "coordinator", "/data"),
+        ("coordinators, Deployment", "coordinator", "/data"),
         ("worker, Job", "worker", "/state"),
     ):
         dockerfile = (ROOT / f"Dockerfile.{part}").read_text()
@@ -118,12 +119,25 @@ def test_the_pods_are_the_images_users_and_may_write_to_volumes_alone() -> None:
 def test_the_version_of_the_images_is_the_one_that_is_built() -> None:
     from outerstep import __version__
 
-    for manifest in ("coordinator, StatefulSet", "worker, Job"):
+    for manifest in ("coordinator, StatefulSet", "coordinators, Deployment", "worker, Job"):
         assert container(manifest)["image"].endswith(f":{__version__}")
 
 
-def test_the_coordinator_is_asked_where_it_answers() -> None:
-    only = container("coordinator, StatefulSet")
+def test_of_several_coordinators_one_stays_through_an_upgrade_or_a_drain() -> None:
+    deployment = MANIFESTS["coordinators, Deployment"]["spec"]
+    budget = MANIFESTS["coordinators, PodDisruptionBudget"]["spec"]
+    assert deployment["replicas"] > budget["minAvailable"] == 1
+    assert deployment["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
+    labels = deployment["template"]["metadata"]["labels"]
+    assert budget["selector"]["matchLabels"] == labels == MANIFESTS["coordinators, Service"]["spec"]["selector"]
+    variables = {each["name"]: each for each in container("coordinators, Deployment")["env"]}
+    assert variables["OUTERSTEP_COORDINATOR_ADVERTISE_URL"]["value"] == f"http://$(POD_IP):{Settings().port}"
+    assert list(variables).index("POD_IP") < list(variables).index("OUTERSTEP_COORDINATOR_ADVERTISE_URL")
+
+
+@pytest.mark.parametrize("manifest", ["coordinator, StatefulSet", "coordinators, Deployment"])
+def test_the_coordinator_is_asked_where_it_answers(manifest: str) -> None:
+    only = container(manifest)
     assert [port["containerPort"] for port in only["ports"]] == [Settings().port]
     assert {name: only[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")} == {
         "startup": "/healthz",
@@ -131,7 +145,8 @@ def test_the_coordinator_is_asked_where_it_answers() -> None:
         "readiness": "/readyz",
     }
     known = {f"OUTERSTEP_COORDINATOR_{name.upper()}" for name in Settings.model_fields}
-    assert {each["name"] for each in only["env"]} <= known
+    of_others = {"POD_IP", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"}
+    assert {each["name"] for each in only["env"]} <= known | of_others
     worker = container("worker, Job")
     help_text = offered("worker")
     assert worker["command"][:2] == ["outerstep", "worker"]
