@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.bodies import chunks
 from coordinator.http.problems import reject, rejection
-from coordinator.leadership.standby import LOCAL, Standby, unready, vacant
+from coordinator.leadership.standby import Standby, unready, vacant
 from coordinator.leadership.terms import Terms
 from coordinator.settings import Settings
 from outerstep.common.connections import error_text
@@ -81,7 +81,7 @@ class LeadOrForward:
             await app(scope, receive, send)
             return
         scope, send = _identified(scope, send)
-        if scope["path"] in LOCAL:
+        if await self._standby.answers(scope):
             await self._standby(scope, receive, send)
         elif forwarded:
             await reject(vacant("it led when the request was forwarded"), scope, receive, send)

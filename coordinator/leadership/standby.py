@@ -21,7 +21,7 @@ from protocol.errors import Problem
 from protocol.messages import Health, Readiness
 from protocol.messages import Scope as TokenScope
 
-LOCAL = ("/healthz", "/readyz", "/metrics")
+LOCAL, METRICS = ("/healthz", "/readyz"), "/metrics"
 RETRY_S = 1.0
 REFUSED_S = 5.0  # not ready for so long after the leader could not be reached
 # Scopes whose tokens may read metrics of all runs.
@@ -29,7 +29,7 @@ _MAY_READ = (TokenScope.ADMIN, TokenScope.OPERATOR, TokenScope.WORKER, TokenScop
 
 
 class Standby:
-    """The application for the paths in LOCAL. `engine`: of the database, for tokens."""
+    """The application for requests that it `answers`. `engine`: of the database, for tokens."""
 
     def __init__(self, terms: Terms, engine: Engine) -> None:
         self._terms, self._engine = terms, engine
@@ -44,8 +44,8 @@ class Standby:
             problem = Problem("method-not-allowed", f"{where}: this address does not accept {scope['method']}")
             response: Response = rejection(problem, headers)
             response.headers["Allow"] = "GET, HEAD"
-        elif scope["path"] == "/metrics":
-            response = await run_in_threadpool(self._metrics, headers)
+        elif scope["path"] == METRICS:
+            response = Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
         else:
             response = self._health(scope["path"])
         if scope["method"] == "HEAD":
@@ -65,22 +65,22 @@ class Standby:
             health = Readiness(**{**vars(health), "status": "standby"}, last_backup_at=None)
         return JSONResponse(health.model_dump(mode="json"))
 
-    def _metrics(self, headers: Headers) -> Response:
-        scheme, secret = get_authorization_scheme_param(headers.get("authorization"))
-        try:
-            if scheme.lower() != "bearer" or not self._may_read(secret):
-                return problem_response(
-                    Problem("unauthorized", "send a token for all runs: Authorization: Bearer TOKEN")
-                )
-        except SQLAlchemyError:
-            return problem_response(unready("the database does not answer"))
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    async def answers(self, scope: Scope) -> bool:
+        """Return True if this process answers the request. The leader answers a token for one run, because it has that
+        run's metrics, and an unknown token."""
+        return scope["path"] in LOCAL or (
+            scope["path"] == METRICS and await run_in_threadpool(self._may_read, Headers(scope=scope))
+        )
 
-    def _may_read(self, secret: str) -> bool:
+    def _may_read(self, headers: Headers) -> bool:
+        _, secret = get_authorization_scheme_param(headers.get("authorization"))
         row = TokenRow
         query = select(row.scope, row.run, row.expires_at).where(row.secret_hash == secret_hash(secret))
-        with self._engine.connect() as connection:
-            found = connection.execute(query).first()
+        try:
+            with self._engine.connect() as connection:
+                found = connection.execute(query).first()
+        except SQLAlchemyError:
+            return False
         if found is None or found.scope not in _MAY_READ or found.run is not None:
             return False
         return found.expires_at is None or found.expires_at > self._terms.election.now()

@@ -344,8 +344,11 @@ def test_leader_and_standby_are_shown_and_measured_apart(tmp_path: Path, url: st
         admin = standby.client()
         of_run = {"scope": "viewer", "note": "", "run": "r"}
         crew(leader, "r", ["w"])
-        for token in ("ost_" + "x" * 43, admin.post("/v1/tokens", json=of_run).json()["token"]):
-            problem(standby.client(token).get("/metrics"), "unauthorized")
+        token = admin.post("/v1/tokens", json=of_run).json()["token"]
+        found = standby.client(token).get("/metrics").raise_for_status().text
+        assert 'outerstep_run_round{run="r"}' in found, "the leader has the metrics of runs"
+        assert "outerstep_leads" not in found
+        problem(standby.client("ost_" + "x" * 43).get("/metrics"), "unauthorized")
         problem(httpx.get(f"{standby.url}/metrics"), "unauthorized")
         assert httpx.head(f"{standby.url}/readyz").status_code == 200
 
