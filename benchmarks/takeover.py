@@ -159,8 +159,8 @@ def await_answer(running: Running, patience_s: float = 120.0) -> None:
 
 
 def measure(faults: int, workers: int, kinds: list[str]) -> dict[str, Any]:
-    """Inflict so many faults, in turn of these kinds, while `workers` train. Return the seconds that each has taken,
-    and what the ledger says."""
+    """Inflict `faults` faults, of each of `kinds` in turn, while `workers` train. Return how many seconds each took,
+    and the totals of the ledger."""
     ledger = Ledger()
     away: defaultdict[str, list[float]] = defaultdict(list)
     with cluster(2) as made:

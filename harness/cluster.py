@@ -19,7 +19,7 @@ from sqlalchemy import make_url
 from harness.coordinator import Running
 from harness.postgres import PostgreSQL, postgresql
 from harness.seaweedfs import SeaweedFS, seaweedfs
-from harness.tunnel import Tunnel, tunnel
+from harness.tunnel import Tunnel, accept_each, tunnel
 
 READY_S = 60.0
 BUFFER = 1 << 16
@@ -38,8 +38,8 @@ class LoadBalancer:
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = self._listening.getsockname()[1]
         self._turns = count()
-        for task in (self._accept, self._check):
-            threading.Thread(target=task, daemon=True).start()
+        threading.Thread(target=accept_each, args=(self._listening, self._serve), daemon=True).start()
+        threading.Thread(target=self._check, daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
@@ -56,14 +56,6 @@ class LoadBalancer:
                     for each in list(self._connections.get(port, ())):
                         with suppress(OSError):
                             each.shutdown(socket.SHUT_RDWR)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
         backends = [port for port in self.backends if port not in self._unhealthy] or list(self.backends)
@@ -241,7 +233,7 @@ class Cluster:
 
 @contextmanager
 def cluster(coordinators: int = 2) -> Iterator[Cluster]:
-    """A cluster with this many coordinators, the first of which leads."""
+    """A cluster with this many coordinators. The first one leads."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="outerstep-cluster-")))
         database, bucket = stack.enter_context(postgresql()), stack.enter_context(seaweedfs())

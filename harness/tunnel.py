@@ -2,10 +2,20 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 BUFFER = 1 << 16
+
+
+def accept_each(listening: socket.socket, serve: Callable[[socket.socket], object]) -> None:
+    """Call `serve` with each connection, on a thread of its own, until `listening` is closed."""
+    while True:
+        try:
+            client, _ = listening.accept()
+        except OSError:
+            return
+        threading.Thread(target=serve, args=(client,), daemon=True).start()
 
 
 class Tunnel:
@@ -22,7 +32,7 @@ class Tunnel:
         self._is_cut = False
         self._lose_after: list[bytes] = []
         self.lost = threading.Event()
-        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=accept_each, args=(self._listening, self._serve), daemon=True).start()
 
     def cut(self) -> None:
         """Close all connections, and each new one at once."""
@@ -54,18 +64,10 @@ class Tunnel:
                 with suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listening.accept()
-            except OSError:
-                return
-            if self._is_cut:
-                client.close()
-                continue
-            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
     def _serve(self, client: socket.socket) -> None:
+        if self._is_cut:
+            client.close()
+            return
         with client, suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as server:
             losing = threading.Event()
             with self._lock:

@@ -26,8 +26,8 @@ Fencing
 Clocks decide how soon somebody else leads, never whether the rows stay consistent. Each takeover adds one to the
 fencing token in the row `leader`. Each write transaction begins with `SELECT token … FOR UPDATE`, and raises Problem
 `superseded` if the token is not its own. The lock is held until the commit. So a takeover waits for the transaction in
-progress, and all later ones of the old leader fail, even if it was paused for an hour in the middle of a request. So
-that a paused transaction holds up nobody, whoever takes an expired lease ends the database sessions of its holder.
+progress, and all later ones of the old leader fail, even if it was paused for an hour in the middle of a request. The
+new leader first ends the database sessions of the expired lease's holder, so that a paused transaction delays nobody.
 
 A commit whose reply is lost may have happened or not. Memory may then differ from the database, so the leader ends its
 term: it takes the lease again, with a new token and behind the same lock, and rebuilds its runs from the rows.

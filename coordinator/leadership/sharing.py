@@ -2,9 +2,10 @@
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 
-from sqlalchemy import URL, Engine, select
+from sqlalchemy import URL
 
 from coordinator.app import create_app
 from coordinator.http.connection_limit import ConnectionLimit
@@ -19,7 +20,6 @@ from coordinator.store.blobs import OWNER, OpenStore
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.opening import objects_at, usable
-from coordinator.store.tables import DeploymentRow
 from protocol.errors import OuterstepError
 
 
@@ -49,12 +49,13 @@ def shared_application(
         probe = StoreProbe(partial(objects.get, OWNER), election_clock)
     data = DataDirectory(settings.data_dir)
     try:
-        Database(url).close()
+        with closing(Database(url)) as database:
+            key = forwarding_key(database.secret())
         election = Election(url, address, probe, election_clock)
         connections.peers = election.peers
         build = partial(_coordinator, settings, clock, store, data, election)
         terms = Terms(election, build, partial(create_app, connections=connections), data.close)
-        return LeadOrForward(settings, terms, forwarding_key(_secret(election.engine)), Standby(terms, election.engine))
+        return LeadOrForward(settings, terms, key, Standby(terms, election.engine))
     except BaseException:
         data.close()
         raise
@@ -75,8 +76,3 @@ def _coordinator(
     return Coordinator(
         settings, clock=clock, now=election.now, store=store, fence=fence, data=data, peers=election.peers
     )
-
-
-def _secret(engine: Engine) -> bytes:
-    with engine.connect() as connection:
-        return bytes(connection.execute(select(DeploymentRow.secret)).scalar_one())

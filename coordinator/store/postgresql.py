@@ -90,8 +90,11 @@ def lock(url: URL) -> AbstractContextManager[object]:
 
 def engines(url: URL) -> tuple[Engine, Engine]:
     """Return an engine for reading and one for writing. The one for writing has a single connection."""
-    reading = _engine(url, READERS, isolation_level="REPEATABLE READ").execution_options(postgresql_readonly=True)
-    return reading, _engine(url, 1, isolation_level="READ COMMITTED")
+    return _reading(url, READERS), _engine(url, 1, isolation_level="READ COMMITTED")
+
+
+def _reading(url: URL, connections: int) -> Engine:
+    return _engine(url, connections, isolation_level="REPEATABLE READ").execution_options(postgresql_readonly=True)
 
 
 def engine_of(url: URL) -> Engine:
@@ -186,7 +189,7 @@ def copy(url: URL, target: Path) -> None:
 
     Raises OuterstepError if the database cannot be read; may raise OSError.
     """
-    reading, writing = engines(url)
+    reading = _reading(url, 1)
     file = create_engine(URL.create("sqlite", database=str(target)))
     try:
         with reading.connect() as source, file.begin() as copied:
@@ -202,7 +205,7 @@ def copy(url: URL, target: Path) -> None:
             raise OuterstepError(f"the copy {target} cannot be written: {_first_line(error)}") from error
         raise OuterstepError(f"the database {url!r} cannot be copied: {_first_line(error)}") from error
     finally:
-        for engine in (reading, writing, file):
+        for engine in (reading, file):
             engine.dispose()
 
 
