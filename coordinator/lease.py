@@ -49,6 +49,11 @@ class Leader:
     now: float
 
     @property
+    def expires_at(self) -> float:
+        """By the database's clock."""
+        return self.now + self.remaining_s
+
+    @property
     def is_vacant(self) -> bool:
         return self.holder is None or self.remaining_s <= 0
 

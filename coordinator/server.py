@@ -106,6 +106,10 @@ def make_server(
     directory is in use."""
     connections = connection_limit(settings)
     url = url_of(settings.database, settings.data_dir)
+    if settings.advertise_url is not None and not is_shared(url):
+        raise OuterstepError(
+            "--advertise is for coordinators that share a PostgreSQL database (--database): leave it out with SQLite"
+        )
     listening = _listen(settings.host, settings.port)
     logger.info("TCP congestion control: %s", set_congestion_control(listening))
     scheme = "https" if settings.tls_certificate else "http"

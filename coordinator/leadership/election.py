@@ -25,6 +25,7 @@ PROBE_S = 2.0
 STORE_S = 5.0  # without an answer of the store, until it counts as out of reach
 REST_S = 3.0  # after a failed attempt to lead
 CLOCK_S = 0.1  # smaller differences from the database's clock are the time of the query
+ROUNDING_S = 0.001  # of a time that the database has computed
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,10 @@ class Election:
     """Decides whether this coordinator leads. Its attributes may be read from any thread.
 
     id        of this process, drawn at its start
+    address   where other coordinators reach it
     fence     the fencing token while it leads, and until `finish` is called
     leader    the lease as it was last read; None if it never was
+    renewed   the token of the last lease whose holder was seen to renew it, so it is a process that runs
     peers     the coordinators that share the database, as they were last read
     engine    a connection to the database, in which every statement commits by itself
     fault     why the database cannot be asked; empty if it can
@@ -71,9 +74,10 @@ class Election:
         self.fence: Fence | None = None
         self.leader: Leader | None = None
         self.peers = Peers(self.id)
+        self.renewed: int | None = None
         self.fault = ""
         self.engine = postgresql.engine_of(postgresql.named(url, self.id))
-        self._address, self._probe, self._clock = address, probe, clock
+        self.address, self._probe, self._clock = address, probe, clock
         self._valid_until = self._rest_until = -math.inf
         self._offset: float | None = None  # the database's clock minus the monotonic one
         self._changed: Callable[[], object] = lambda: None
@@ -150,7 +154,7 @@ class Election:
             fence.end()
         try:
             with self.engine.connect() as connection:
-                lease.report(connection, self.id, self._address, __version__, self._probe.fault)
+                lease.report(connection, self.id, self.address, __version__, self._probe.fault)
                 self._read(connection)
                 if fence is None:
                     self._take(connection)
@@ -172,6 +176,8 @@ class Election:
         self.peers.store_answer_s = self._probe.answer_s
         if known is not None and known.token != self.leader.token:
             self._replaced()
+        elif known is not None and self.leader.expires_at - known.expires_at > ROUNDING_S:
+            self.renewed = self.leader.token
         offset = self.leader.now - before
         if self._offset is None or abs(offset - self._offset) > CLOCK_S:
             self._offset = offset
@@ -199,7 +205,7 @@ class Election:
         if self._probe.fault and any(self._is_better(peer) for peer in self.peers.all):
             return
         began = self._clock()
-        token = lease.take(connection, self.id, self._address)
+        token = lease.take(connection, self.id, self.address)
         if token is not None:
             self._valid_until = began + LEASE_S - MARGIN_S
             logger.info("this coordinator leads, with the fencing token %d", token)

@@ -108,6 +108,9 @@ class LeadOrForward:
         if leader is None or leader.address is None:
             await reject(vacant(self.terms.fault or self.terms.election.fault), scope, receive, send)
             return
+        if self.terms.unreachable:
+            await reject(unready(self.terms.unreachable), scope, receive, send)
+            return
         body = _Body(scope, receive, self._settings)
         request = self._client.build_request(
             scope["method"],
@@ -229,7 +232,7 @@ class _Body:
 
 
 def _identified(scope: Scope, send: Send) -> tuple[Scope, Send]:
-    """Give the request an id, which it has at the leader, too, and which is in the answer whoever answers."""
+    """Give the request an id. The leader logs the same id, and every answer has it, also one of this process."""
     name, headers = b"x-request-id", scope["headers"]
     given = next((value for key, value in headers if key.lower() == name), uuid.uuid4().hex.encode())
 

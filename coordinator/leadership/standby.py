@@ -60,6 +60,8 @@ class Standby:
                 return problem_response(unready(f"the database: {self._terms.election.fault}"))
             if self._terms.leader is None:
                 return problem_response(vacant(self._terms.fault))
+            if self._terms.unreachable:
+                return problem_response(unready(self._terms.unreachable))
             if time.monotonic() - self._terms.refused_at < REFUSED_S:
                 return problem_response(unready("the leader cannot be reached from here"))
             health = Readiness(**{**vars(health), "status": "standby"}, last_backup_at=None)

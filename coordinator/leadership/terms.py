@@ -83,6 +83,8 @@ class Terms:
             if self.fault:
                 raise OuterstepError(self.fault)
             await asyncio.sleep(SETTLE_S)
+        if self.app is None and self.unreachable:
+            raise OuterstepError(self.unreachable)
 
     @property
     def leader(self) -> Leader | None:
@@ -90,7 +92,19 @@ class Terms:
         leader = self.election.leader
         if leader is None or leader.is_vacant or leader.holder == self.election.id:
             return None
+        if leader.address == self.election.address and leader.token != self.election.renewed:
+            return None  # an earlier process at this address, whose lease is about to expire
         return leader
+
+    @property
+    def unreachable(self) -> str:
+        """Why requests cannot be forwarded to `leader`, as far as is known without trying; empty if they can."""
+        if self.leader is None or self.leader.address != self.election.address:
+            return ""
+        return (
+            f"the leader's address, {self.leader.address}, is this coordinator's own: give each coordinator another "
+            "--advertise, the address where the others reach it"
+        )
 
     def _replace(self) -> None:
         before, self.replaced = self.replaced, asyncio.Event()

@@ -1,5 +1,6 @@
 """One of several coordinators leads: the lease, the fencing token, and what a standby does with requests."""
 
+import asyncio
 import re
 import threading
 import time
@@ -17,14 +18,17 @@ from coordinator import lease
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.leadership.election import Election, StoreProbe
 from coordinator.leadership.forwarding import KEY_HEADER
+from coordinator.leadership.terms import Terms
 from coordinator.peers import Peer, Peers
+from coordinator.server import make_server
+from coordinator.settings import Settings
 from coordinator.store import postgresql as backend
 from coordinator.store.database import Database
 from harness import stores
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.postgres import PostgreSQL, postgresql
 from harness.tunnel import tunnel
-from protocol.errors import Problem
+from protocol.errors import OuterstepError, Problem
 from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.waiting import wait_until
 
@@ -292,17 +296,24 @@ def test_the_time_of_day_is_the_databases(url: str, engine: Engine) -> None:
 
 
 @contextmanager
-def two(tmp_path: Path, url: str, **settings: Any) -> Iterator[tuple[InThread, InThread]]:
-    """A leader and a standby that share a database and blobs in memory."""
+def two(
+    tmp_path: Path, url: str, addresses: tuple[str | None, str | None] = (None, None), **settings: Any
+) -> Iterator[tuple[InThread, InThread]]:
+    """A leader and a standby that share a database and blobs in memory. `addresses`: that they advertise."""
     blobs = stores.MemoryBlobs()
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(
                 coordinator_thread(
-                    tmp_path / name, database=url, store=lambda _: blobs, token_in=tmp_path / "a", **settings
+                    tmp_path / name,
+                    database=url,
+                    store=lambda _: blobs,
+                    token_in=tmp_path / "a",
+                    advertise_url=address,
+                    **settings,
                 )
             )
-            for name in ("a", "b")
+            for name, address in zip(("a", "b"), addresses, strict=True)
         )
         yield first, second
 
@@ -408,12 +419,43 @@ def test_the_database_may_be_restarted(tmp_path: Path) -> None:
 
 def test_a_standby_that_cannot_reach_the_leader_is_not_ready(tmp_path: Path, url: str) -> None:
     """So that the load balancer sends requests to the leader; and a client's next connection may get there."""
-    with two(tmp_path, url, advertise_url="http://127.0.0.1:1") as (leader, standby):
+    with two(tmp_path, url, addresses=("http://127.0.0.1:1", "http://127.0.0.1:2")) as (leader, standby):
         reply = standby.client().get("/v1/runs")
         assert "the leader does not answer" in problem(reply, "not-ready")["detail"]
         assert reply.headers["connection"] == "close"
         problem(standby.client().get("/readyz"), "not-ready")
         leader.client().get("/v1/runs").raise_for_status()
+
+
+def test_a_second_coordinator_at_the_same_address_is_refused(tmp_path: Path, url: str) -> None:
+    """As on two machines by default, where each listens on 127.0.0.1: a standby would forward to itself."""
+    blobs = stores.MemoryBlobs()
+    same: dict[str, Any] = {"database": url, "advertise_url": "http://127.0.0.1:8470"}
+    with coordinator_thread(tmp_path / "a", store=lambda _: blobs, **same):
+        server, listening = make_server(Settings(data_dir=tmp_path / "b", port=0, **same), store=lambda _: blobs)
+        asyncio.run(server.serve(sockets=[listening]))
+    assert "is this coordinator's own: give each coordinator another --advertise" in str(server.failure)
+
+
+def test_a_coordinator_that_starts_again_at_its_address_waits_for_its_own_lease(tmp_path: Path, url: str) -> None:
+    Database(make_url(url)).close()
+    earlier = election(url, SettableClock())
+    assert earlier.leads()
+    clock = SettableClock()
+    later = election(url, clock)
+    terms = Terms(later, lambda _: pytest.fail("no term"), lambda _: pytest.fail("no term"), lambda: None)
+    later.step()
+    assert (terms.leader, terms.unreachable) == (None, "")
+    earlier.step()  # it runs: somebody else has the same address
+    later.step()
+    assert terms.leader is not None
+    assert "--advertise" in terms.unreachable
+
+
+def test_an_address_for_others_is_refused_where_there_are_none(tmp_path: Path) -> None:
+    with pytest.raises(OuterstepError, match="leave it out with SQLite"):
+        make_server(Settings(data_dir=tmp_path, port=0, advertise_url="http://10.0.0.2:8470"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_coordinators_do_not_count_towards_the_limit_per_address() -> None:
