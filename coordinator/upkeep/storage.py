@@ -105,12 +105,14 @@ class Storage:
                 self._submit(self._probe_bucket, cause, outage)
 
     def _end(self, cause: Cause, outage: _Outage) -> None:
+        with self._lock:
+            if self._outages.get(cause) is not outage:  # another thread has ended it
+                return
+            del self._outages[cause]
         lasted = duration_text(outage.last - outage.since)
         logger.warning(
             "writing works again after %s (%s; %d writes failed)", lasted, outage.fault.reason, outage.failures
         )
-        with self._lock:
-            self._outages.pop(cause, None)
 
     def _probe_bucket(self, cause: Cause, outage: _Outage) -> None:
         try:
