@@ -19,7 +19,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Connection, Engine, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.orm import Session
 
 import migrations
 from coordinator.store import postgresql, sqlite
@@ -173,24 +173,21 @@ class Database:
         Raises the Problem in VIOLATIONS if the block violates one of those constraints, and Problem `superseded` if
         another coordinator leads.
         """
+        committing = False
         try:
-            with Session(self.writing, expire_on_commit=False) as session, session.begin() as transaction:
+            with Session(self.writing, expire_on_commit=False) as session, session.begin():
                 if self._fence is not None:
                     self._fence.check(session)
                 yield session
-                self._commit(session, transaction)
+                session.flush()  # what is wrong with a statement is known before the commit
+                committing = True
         except IntegrityError as error:
             if (problem := VIOLATIONS.get(self._violated(error) or "")) is None:
                 raise
             raise Problem(*problem) from error
-
-    def _commit(self, session: Session, transaction: SessionTransaction) -> None:
-        session.flush()  # what is wrong with a statement is known before the commit
-        try:
-            transaction.commit()
         except DBAPIError as error:
             # The connection was lost, or the server was stopped: it may have committed all the same.
-            if self._fence is not None and fault_of(error) is not None:
+            if committing and self._fence is not None and fault_of(error) is not None:
                 self._fence.end()
             raise
 

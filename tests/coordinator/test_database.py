@@ -1,11 +1,12 @@
 """The database's URL: where it may be, what is refused and with which words, and who may use it at the same time."""
 
 import sqlite3
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import pytest
-from sqlalchemy import make_url
+from sqlalchemy import Connection, event, make_url, text
+from sqlalchemy.exc import OperationalError
 
 from coordinator.server import make_server
 from coordinator.settings import Settings
@@ -115,9 +116,9 @@ def test_a_url_that_is_forgotten_is_told_before_an_empty_database_takes_the_plac
         crew(running, "r", ["a"])
     monkeypatch.delenv(VARIABLE)
     before = {path: path.stat().st_mtime_ns for path in data.rglob("*")}
-    for text, name in ((None, "outerstep"), (f"sqlite:///{tmp_path}/another.db", "another")):
+    for given, name in ((None, "outerstep"), (f"sqlite:///{tmp_path}/another.db", "another")):
         with pytest.raises(ValueError, match=rf"there is no database at .*{name}\.db"):
-            make_server(Settings(data_dir=data, database=text, port=0))
+            make_server(Settings(data_dir=data, database=given, port=0))
     assert {path: path.stat().st_mtime_ns for path in data.rglob("*")} == before
     assert url_of(url, data) == make_url(url)
 
@@ -146,3 +147,19 @@ def test_a_database_of_a_later_version_is_told_and_left_alone(tmp_path: Path) ->
     with pytest.raises(OuterstepError, match=later):
         Database(url_of(f"sqlite:///{path}", tmp_path))
     assert path.read_bytes() == before
+
+
+def test_a_commit_that_fails_leaves_no_transaction_open(tmp_path: Path) -> None:
+    """The connection went back to the pool with it, and every later write found the database locked."""
+    with closing(Database(url_of(None, tmp_path))) as database:
+
+        def full(_: Connection) -> None:
+            event.remove(database.reading, "commit", full)
+            raise OperationalError("COMMIT", None, sqlite3.OperationalError("database or disk is full"))
+
+        event.listen(database.reading, "commit", full)
+        for attempt in (1, 2):
+            with pytest.raises(OperationalError) if attempt == 1 else nullcontext(), database.write() as session:
+                session.execute(text("INSERT INTO audit (at, act, message) VALUES (0, 'x', 'y')"))
+        with sqlite3.connect(tmp_path / "outerstep.db") as other:
+            assert other.execute("SELECT COUNT(*) FROM audit").fetchone() == (1,)
