@@ -39,8 +39,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from coordinator.aggregation.rules import aggregate
 from coordinator.run import step_rates
-from coordinator.sync.aggregating import aggregate
 from harness.screening import Screening
 from protocol.fragments import plan_fragments
 from protocol.spec.run import RunSpec, parse_spec

@@ -63,7 +63,7 @@ USE_OF_THE_CODEC = """
 import numpy as np
 import torch
 
-from coordinator.sync.aggregating import aggregate
+from coordinator.aggregation.rules import aggregate
 from docs import write_commands, write_settings
 from outerstep import plan
 from protocol import wire
@@ -236,7 +236,7 @@ def test_a_codec_is_one_file_and_two_functions(copy: Path) -> None:
 @pytest.mark.system
 def test_a_function_a_line_and_a_value_of_the_spec(copy: Path) -> None:
     """A run that asks for the rule gets it."""
-    edit(copy / "coordinator/sync/aggregating.py", "AGGREGATORS: dict[str, Aggregator] = {\n", MAJORITY)
+    edit(copy / "coordinator/aggregation/rules.py", "AGGREGATORS: dict[str, Aggregator] = {\n", MAJORITY)
     edit(copy / "protocol/spec/sections.py", "aggregation: Literal[", 'aggregation: Literal["majority", ')
     run(copy, USE_OF_THE_RULE)
 

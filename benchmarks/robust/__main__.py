@@ -45,7 +45,7 @@ from benchmarks.faults import WORKERS
 from benchmarks.robust.attacks import ATTACKS, AWAY
 from benchmarks.robust.timing import timed
 from benchmarks.robust.training import FULL, QUICK, Size, run
-from coordinator.sync.aggregating import AGGREGATORS
+from coordinator.aggregation.rules import AGGREGATORS
 from protocol.codecs import CODECS
 from protocol.spec.sections import PER_VALUE_RULES
 from worker.data.open_training_set import TextData

@@ -7,9 +7,9 @@ from functools import partial
 import numpy as np
 
 from benchmarks.faults import WORKERS
+from coordinator.aggregation.rules import AGGREGATORS, aggregate
 from coordinator.screening.judging import Evidence, judge
 from coordinator.screening.measuring import measure_payload
-from coordinator.sync.aggregating import AGGREGATORS, aggregate
 from protocol.codecs import CODECS
 from protocol.spec.sections import PER_VALUE_RULES
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, pack_frames, pack_header

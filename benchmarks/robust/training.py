@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.faults import CPU, WORKERS, Replica, contribution
 from benchmarks.robust.attacks import ATTACKS, AWAY
-from coordinator.sync.aggregating import aggregate
+from coordinator.aggregation.rules import aggregate
 from harness.screening import Screening
 from protocol.codecs import CODECS
 from protocol.errors import CodecError

@@ -20,13 +20,14 @@ from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from coordinator.aggregation.tasks import Lateness
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
 from coordinator.run.outer import OuterState
 from coordinator.run.step_rates import StepRates
 from coordinator.run.waiters import EVENTS
 from coordinator.screening.judging import SimilarityHistory
-from coordinator.screening.measuring import MeasuredContribution
+from coordinator.screening.measuring import Measure
 from coordinator.store import audit
 from coordinator.store.blobs import Blobs, RunNames
 from coordinator.store.data_directory import DataDirectory
@@ -102,7 +103,8 @@ class Arrival:
     digest: bytes
     size: int
     content: memoryview | None
-    measured: MeasuredContribution | None
+    measured: Measure | None
+    lateness: Lateness
     sha256: bytes | None = None  # if its worker has uploaded it to the store
     processed: bool = False
     created: bool = False

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from coordinator.aggregation.tasks import NOT_LATE, Lateness
 from coordinator.run.decide import NONE_SILENT, Close, OverdueHeartbeat, decide, has_quorum
-from coordinator.screening.measuring import MeasuredContribution
+from coordinator.screening.measuring import Measure
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 
@@ -13,17 +14,19 @@ from protocol.spec.sections import MembersSpec
 class AcceptedContribution:
     """An accepted contribution: its largest possible weight in tokens, and the digest that names its blob.
 
-    measured  the evidence to judge it by; None if memory had no room, or after a restart, until it is computed again
+    measured  the measure of its bytes; None if memory had no room, or after a restart, until it is computed again
     at        arrival time on the monotonic clock, in seconds; None after a restart
     sha256    SHA-256 of its bytes, as the store confirmed it; None if it came through the coordinator, which has
               checked the bytes itself
+    lateness  what work of missed rounds may be in it
     """
 
     tokens: int
     digest: bytes
-    measured: MeasuredContribution | None = None
+    measured: Measure | None = None
     at: float | None = None
     sha256: bytes | None = None
+    lateness: Lateness = NOT_LATE
 
 
 @dataclass

@@ -35,17 +35,6 @@ class Measure:
     direction: F16
 
 
-@dataclass(frozen=True)
-class MeasuredContribution:
-    """What the coordinator knows about one contribution: its measure and, from its own record, what work of missed
-    rounds may be in it (`Evidence` describes the fields)."""
-
-    measure: Measure
-    late: int
-    missed: float
-    all_late: bool
-
-
 def measure_payload(payload: Payload, key: bytes) -> Measure:
     """Check a contribution and return its measure, in bounded memory. Contributions are comparable only if measured
     with the same `key`. Raises WireError unless all values are finite."""

@@ -275,7 +275,8 @@ class LateContributionRow(Base):
 
 class ContributionRow(Base):
     """An acknowledged contribution: one per (run, round, fragment, worker). `sha256`: of its bytes, if its worker has
-    uploaded it to the store; null if it came through the coordinator."""
+    uploaded it to the store; null if it came through the coordinator. `lateness`: a
+    `coordinator.aggregation.tasks.Lateness`, null if no work of missed rounds is in it."""
 
     __tablename__ = "contributions"
 
@@ -285,6 +286,7 @@ class ContributionRow(Base):
     worker: Mapped[str] = mapped_column(name_type(64), primary_key=True)
     digest: Mapped[bytes]
     sha256: Mapped[bytes | None]
+    lateness: Mapped[list[Any] | None]
     size: Mapped[int]  # bytes
     tokens: Mapped[int]
     inner_steps: Mapped[int]

@@ -10,13 +10,16 @@ from contextlib import contextmanager
 
 from sqlalchemy import bindparam, insert, update
 
+from coordinator.aggregation.fragment import sketch_key
+from coordinator.aggregation.tasks import NOT_LATE, Lateness
 from coordinator.run.live_run import Arrival, Change, LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenRound
-from coordinator.screening.measuring import MeasuredContribution
+from coordinator.screening.measuring import Measure, measure_payload
 from coordinator.store.payloads import Body, has_digest
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
 from coordinator.sync import admission
-from coordinator.trust.verdicts import keep_in_memory, measure_contribution
+from coordinator.trust.verdicts import keep_in_memory
+from coordinator.units.carrying import late_work
 from coordinator.units.ledger import consume_units
 from protocol.errors import Problem
 from protocol.fragments import Layout
@@ -59,18 +62,20 @@ def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int
         if not isinstance(header, ContributionHeader):
             raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
         admission.check_header(run, layout, worker, round_, fragment, header)
-        measured = keep_in_memory(run, measure_contribution(run, header, payload))  # checks the payload, too
+        lateness = late_work(run, header)
+        key = sketch_key(run.context.secret, run.name, round_, fragment)
+        measured = keep_in_memory(run, measure_payload(payload, key))  # checks the payload, too
     with admission.noting_late(run, worker, round_, fragment):
-        created = _accept(run, header, body, measured)
+        created = _accept(run, header, body, measured, lateness)
     return ContributionReply(round=round_, fragment=fragment, digest=body.digest.hex(), created=created)
 
 
-def _accept(run: LiveRun, header: ContributionHeader, body: Body, measured: MeasuredContribution | None) -> bool:
+def _accept(run: LiveRun, header: ContributionHeader, body: Body, measured: Measure | None, lateness: Lateness) -> bool:
     """Make the contribution durable and commit it. Return False if it was accepted before."""
     if not admission.admit(run, header, body.digest):  # checked before the fsync, to save it
         return False
     name = run.names.contribution(header.round, header.fragment, header.worker, body.digest)
-    arrival = Arrival(header, name, body.digest, body.size, body.content, measured)
+    arrival = Arrival(header, name, body.digest, body.size, body.content, measured, lateness)
     return commit_blob(run, arrival, lambda: _put(run, name, body))
 
 
@@ -181,7 +186,7 @@ def _accept_all(change: Change, opening: OpenRound, due: Sequence[Arrival]) -> N
             header = arrival.header
             fragment = opening.fragments[header.fragment]
             fragment.contributed[header.worker] = AcceptedContribution(
-                header.tokens, arrival.digest, arrival.measured, now, arrival.sha256
+                header.tokens, arrival.digest, arrival.measured, now, arrival.sha256, arrival.lateness
             )
             if arrival.content is not None:
                 fragment.contents[header.worker] = arrival.content
@@ -244,6 +249,7 @@ def _insert(change: Change, accepted: Sequence[Arrival]) -> None:
             "worker": arrival.header.worker,
             "digest": arrival.digest,
             "sha256": arrival.sha256,
+            "lateness": None if arrival.lateness == NOT_LATE else list(arrival.lateness),
             "size": arrival.size,
             "tokens": arrival.header.tokens,
             "inner_steps": arrival.header.inner_steps,

@@ -1,115 +1,20 @@
-"""Deltas: how they are aggregated from the contributions, rebuilt byte for byte if the stored one is corrupt, and
-reported to workers that wait for them."""
+"""Deltas: rebuilt byte for byte from the contributions if the stored one is corrupt, and reported to who waits for them."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping
 
 from sqlalchemy import select
 
+from coordinator.aggregation.fragment import blob_of, lost_contributions, make_delta
+from coordinator.aggregation.tasks import Collected, Given
 from coordinator.rounds.opening import status, waits_for
 from coordinator.run.live_run import LiveRun
-from coordinator.run.open_round import AcceptedContribution
-from coordinator.store.blobs import StoreOutage
-from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, fault_in, has_digest
+from coordinator.store.payloads import StoredPayload, fault_in
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.sync import retention
-from coordinator.sync.aggregating import aggregate
-from outerstep.common.files import aligned
-from protocol.digest import Buffer, digest
-from protocol.errors import OuterstepError, Problem, WireError
+from protocol.digest import digest
+from protocol.errors import Problem
 from protocol.messages import FragmentState
-from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
-
-
-class ContributionsLost(OuterstepError):
-    """The contributions of `workers` that were acknowledged are damaged or missing on the disk."""
-
-    def __init__(self, workers: list[str]) -> None:
-        super().__init__(f"the disk has lost the contribution of {', '.join(workers)}")
-        self.workers = workers
-
-
-def make_delta(
-    run: LiveRun,
-    round_: int,
-    fragment: int,
-    contributed: Mapping[str, AcceptedContribution],
-    contents: Mapping[str, memoryview],
-    base: bytes,
-    factors: Mapping[str, float],
-) -> memoryview:
-    """Aggregate the contributions into a delta, a payload in memory. Raises ContributionsLost.
-
-    `factors` multiply the weights, by worker. A worker with factor 0 is left out; not all factors may be 0.
-
-    Payloads in `contents` are used from memory. The other blobs are read once, and their digests are checked while
-    reading. The same contributions and `base` always give the same bytes.
-    """
-    in_order = sorted((worker, each) for worker, each in contributed.items() if factors[worker] > 0)
-    buffer = ReadBuffer()
-    stored: dict[str, HashedPayload] = {}
-    try:
-        with ExitStack() as stack:
-            payloads: list[tuple[Payload, int]] = []
-            for worker, each in in_order:
-                if worker in contents:
-                    payloads.append((Payload.from_bytes(contents[worker]), each.tokens))
-                    continue
-                reader = run.blobs.open(run.names.contribution(round_, fragment, worker, each.digest))
-                stored[worker] = stack.enter_context(HashedPayload(reader, buffer))
-                payloads.append((stored[worker], each.tokens))
-            sync = run.spec.sync
-            frames = aggregate(
-                payloads,
-                sync.download_codec,
-                zstd=sync.zstd,
-                rule=sync.aggregation,
-                factors=[factors[worker] for worker, _ in in_order],
-            )
-            lost = [worker for worker, each in stored.items() if not each.is_intact(contributed[worker].digest)]
-    except StoreOutage:
-        raise  # nothing is known about the blobs
-    except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
-        lost = lost_contributions(run, round_, fragment, contributed)
-        if not lost:
-            raise
-    if lost:
-        raise ContributionsLost(lost)
-    head = pack_header(
-        DeltaHeader(
-            run=run.name,
-            round=round_,
-            fragment=fragment,
-            codec=run.spec.sync.download_codec,
-            elements=payloads[0][0].header.elements,
-            chunk_elements=CHUNK_ELEMENTS,
-            frame_bytes=[len(frame) for frame in frames],
-            base=base,
-            contributors=[
-                Contributor(worker=worker, tokens=each.tokens, factor=factors[worker]) for worker, each in in_order
-            ],
-        )
-    )
-    return _concatenate([head, *frames])
-
-
-def _concatenate(parts: Sequence[Buffer]) -> memoryview:
-    content, start = aligned(sum(len(part) for part in parts)), 0
-    for part in parts:
-        content[start : start + len(part)] = memoryview(part).cast("B")
-        start += len(part)
-    return content
-
-
-def lost_contributions(
-    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution]
-) -> list[str]:
-    """Return the workers whose contribution's blob is missing or corrupt, in worker-id order."""
-    return [
-        worker
-        for worker, each in sorted(contributed.items())
-        if not has_digest(run.blobs, run.names.contribution(round_, fragment, worker, each.digest), each.digest)
-    ]
+from protocol.wire import ContributionHeader
 
 
 def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
@@ -136,13 +41,13 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
         if not retention.keeps_delta(run, round_) or (round_, fragment) in run.outer.lost_deltas:
             return False  # deleted by retention in the meantime, or its loss is already recorded
     weights = row.contributors or {}
-    contributed = {
-        each.worker: AcceptedContribution(weights[each.worker], each.digest)
+    given = {
+        each.worker: Given(digest=each.digest, sha256=None, tokens=weights[each.worker])
         for each in contributions
         if each.worker in weights
     }
-    counted = {worker: each for worker, each in contributed.items() if row.verdicts[worker]["factor"] > 0}
-    rebuilt = len(contributed) == len(weights) and _rebuild(run, round_, fragment, counted, row)
+    counted = {worker: each for worker, each in given.items() if row.verdicts[worker]["factor"] > 0}
+    rebuilt = len(given) == len(weights) and _rebuild(run, counted, row)
     if not rebuilt:
         run.blobs.delete(name)
         run.outer.mark_delta_lost(round_, fragment)
@@ -157,22 +62,22 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
     return rebuilt
 
 
-def _rebuild(
-    run: LiveRun, round_: int, fragment: int, contributed: Mapping[str, AcceptedContribution], row: FragmentRow
-) -> bool:
+def _rebuild(run: LiveRun, given: Mapping[str, Given], row: FragmentRow) -> bool:
     expected = row.delta_digest
     assert expected is not None
-    if not contributed or lost_contributions(run, round_, fragment, contributed):
+    collected = Collected(
+        run=run.name, round=row.round, fragment=row.fragment, base=b"", sync=run.spec.sync, contributions=dict(given)
+    )
+    if not given or lost_contributions(collected, run.blobs):
         return False
-    worker, first = min(contributed.items())
-    with StoredPayload(run.blobs.open(run.names.contribution(round_, fragment, worker, first.digest))) as payload:
+    with StoredPayload(run.blobs.open(blob_of(collected, min(given)))) as payload:
         assert isinstance(payload.header, ContributionHeader)
         base = payload.header.base  # the run's state of that round: contributions with another base are rejected
-    factors = {worker: row.verdicts[worker]["factor"] for worker in contributed}
-    delta = make_delta(run, round_, fragment, contributed, {}, base, factors)
+    factors = {worker: row.verdicts[worker]["factor"] for worker in given}
+    delta = make_delta(collected.model_copy(update={"base": base}), run.blobs, factors)
     if digest(delta) != expected:
         return False
-    name = run.names.delta(round_, fragment, expected)
+    name = run.names.delta(row.round, row.fragment, expected)
     run.blobs.delete(name)
     return run.blobs.put(name, delta)
 

@@ -5,7 +5,7 @@ those bytes. Once the worker has made it, it commits the same announcement: now 
 and header, and only then is the row written. So nothing is kept between the two requests but the grant, which limits
 how much a worker may leave in the store; blobs that are not committed in time are deleted.
 
-The values are checked when the blob is read, soon after the commit or for the verdict (`trust/verdicts.py`).
+The values are checked when the blob is read, soon after the commit or for the verdict (`aggregation/fragment.py`).
 """
 
 import base64
@@ -14,12 +14,14 @@ from dataclasses import replace
 
 from blake3 import blake3
 
+from coordinator.aggregation.fragment import examine, sketch_key
+from coordinator.aggregation.tasks import Given, Lateness
 from coordinator.run.live_run import Arrival, Grant, LiveRun
-from coordinator.screening.measuring import MeasuredContribution
+from coordinator.screening.measuring import Measure, measure_payload
 from coordinator.store.blobs import DirectAccess, Uploaded
 from coordinator.sync import admission
 from coordinator.sync.contributing import commit_blob
-from coordinator.trust.verdicts import examine, keep_in_memory, measure_contribution
+from coordinator.trust.verdicts import keep_in_memory
 from coordinator.units.carrying import late_work
 from protocol.errors import OuterstepError, Problem, WireError, WireFault
 from protocol.fragments import Layout
@@ -34,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def grant(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, upload: DirectUpload) -> UploadGrant:
     """Return where the worker may upload the contribution. Raises Problem."""
-    header, access = _checked(run, layout, worker, round_, fragment, upload), run.blobs.direct
+    (header, _), access = _checked(run, layout, worker, round_, fragment, upload), run.blobs.direct
     digest, expires_s = bytes.fromhex(upload.digest), run.members.lease_s
     with admission.noting_late(run, worker, round_, fragment):
         if not admission.admit(run, header, digest):
@@ -61,7 +63,7 @@ def commit(
     run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, upload: DirectUpload
 ) -> ContributionReply:
     """Accept a contribution that the store has. Raises Problem: `not-uploaded` if it does not."""
-    header, access = _checked(run, layout, worker, round_, fragment, upload), run.blobs.direct
+    (header, lateness), access = _checked(run, layout, worker, round_, fragment, upload), run.blobs.direct
     if access is None or worker in run.not_direct:
         raise Problem("not-uploaded", "this contribution must be uploaded to the coordinator")
     digest, sha256 = bytes.fromhex(upload.digest), bytes.fromhex(upload.sha256)
@@ -69,7 +71,7 @@ def commit(
     with admission.noting_late(run, worker, round_, fragment):
         created = admission.admit(run, header, digest)
         if created:
-            arrival = Arrival(header, name, digest, upload.bytes, None, None, sha256)
+            arrival = Arrival(header, name, digest, upload.bytes, None, None, lateness, sha256)
             created = commit_blob(run, arrival, lambda: _confirm(access, name, upload))
     with run.lock:
         run.granted.pop(name, None)
@@ -107,8 +109,8 @@ def _discard(run: LiveRun, names: list[str]) -> None:
 
 def _checked(
     run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, upload: DirectUpload
-) -> ContributionHeader:
-    """Return the header after all checks that need no bytes. Raises Problem."""
+) -> tuple[ContributionHeader, Lateness]:
+    """Return the header and its late work, after all checks that need no bytes. Raises Problem."""
     limit = max_payload_bytes(run.spec.sync.upload_codec, layout.elements[fragment])
     if upload.bytes > limit:
         raise Problem("payload-too-large", f"the payload has {upload.bytes} bytes; at most {limit} are accepted here")
@@ -119,8 +121,7 @@ def _checked(
     if not isinstance(header, ContributionHeader):
         raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
     admission.check_header(run, layout, worker, round_, fragment, header)
-    late_work(run, header)
-    return header
+    return header, late_work(run, header)
 
 
 def _head(upload: DirectUpload) -> Payload:
@@ -170,17 +171,19 @@ def _examine(run: LiveRun, header: ContributionHeader, digest: bytes, size: int)
     each = None if fragment is None else fragment.contributed.get(worker)
     if fragment is None or each is None or each.digest != digest:
         return
+    name = run.names.contribution(header.round, header.fragment, worker, digest)
+    key = sketch_key(run.context.secret, run.name, header.round, header.fragment)
     try:
-        content = _in_memory(run, header, digest, size)
+        content = _in_memory(run, name, digest, size)
         if content is None:
-            found = examine(run, header.round, header.fragment, worker, each)
+            found = examine(run.blobs, name, Given(digest=digest, sha256=each.sha256, tokens=each.tokens), key)
         else:
-            found = measure_contribution(run, header, Payload.from_bytes(content))
+            found = measure_payload(Payload.from_bytes(content), key)
     except (OSError, OuterstepError, ValueError, LookupError) as error:
         # It is examined again for its verdict, where an error is reported.
         logger.debug("%s: contribution of %s to round %d not examined: %s", run.name, worker, header.round, error)
         return
-    measured = keep_in_memory(run, found) if isinstance(found, MeasuredContribution) else None
+    measured = keep_in_memory(run, found) if isinstance(found, Measure) else None
     with run.lock:
         if fragment.contributed.get(worker) != each or fragment.state is FragmentState.PUBLISHED:
             return
@@ -190,12 +193,11 @@ def _examine(run: LiveRun, header: ContributionHeader, digest: bytes, size: int)
             fragment.contents[worker] = content
 
 
-def _in_memory(run: LiveRun, header: ContributionHeader, digest: bytes, size: int) -> memoryview | None:
+def _in_memory(run: LiveRun, name: str, digest: bytes, size: int) -> memoryview | None:
     """Return the bytes of the blob; None if there is no room for them. Raises OSError if they have another digest."""
     content = run.context.memory.take(size)
     if content is None:
         return None
-    name = run.names.contribution(header.round, header.fragment, header.worker, digest)
     with run.blobs.open(name, fresh=True) as reader:
         if reader.read_into(content, 0) != size or blake3(content).digest() != digest:
             raise OSError(f"{name} has other bytes than announced")

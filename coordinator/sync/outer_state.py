@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from sqlalchemy import delete, select
 
+from coordinator.aggregation.state_file import BOUND, F32, MaxMagnitude, StateReader, stepped, write_state
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.outer import State
 from coordinator.run.waiters import EVENTS
@@ -23,8 +24,7 @@ from coordinator.store.payloads import Body, StoredPayload
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow, OuterStateRow
 from coordinator.sync import checkpointing, retention
 from coordinator.sync.deltas import rebuild_delta_if_damaged
-from coordinator.sync.state_file import F32, StateReader, stepped, write_state
-from coordinator.trust.guard import BOUND, MaxMagnitude, check_values
+from coordinator.trust.guard import check_values
 from outerstep.common.quantities import counted
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError, Problem, WireError
@@ -77,7 +77,7 @@ def _step(run: LiveRun, fragment: int) -> None:
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
         row.round, row.state_digest = after, digest
         completed = checkpointed and checkpointing.record_if_complete(change, after)
-        check_values(change, largest, after, fragment)
+        check_values(change, largest.largest, after, fragment)
         change.after_commit(partial(run.outer.set, fragment, State(after, digest)))
         change.wake(EVENTS)
     if completed:

@@ -6,29 +6,27 @@ it simply starts again.
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 
 from sqlalchemy import select
 
+from coordinator.aggregation.fragment import ContributionsLost, NoneValid, aggregate_fragment
+from coordinator.aggregation.tasks import Aggregate, Given
 from coordinator.run.decide import advance
 from coordinator.run.live_run import Change, LiveRun
-from coordinator.run.open_round import AcceptedContribution, OpenRound
+from coordinator.run.open_round import OpenRound
 from coordinator.run.outer import Job
 from coordinator.run.schedule import round_steps, steps_trained
 from coordinator.run.waiters import delta_of
 from coordinator.screening.judging import Judgement
-from coordinator.store.blobs import StoreOutage
 from coordinator.store.tables import ContributionRow, FragmentRow, RoundRow
 from coordinator.sync import checkpointing, outer_state, retention
-from coordinator.sync.deltas import ContributionsLost, lost_contributions, make_delta
 from coordinator.trust.equal_work import report_similar_work
-from coordinator.trust.verdicts import NoneValid, conclude_round, judge_fragment, report_verdicts
+from coordinator.trust.verdicts import conclude_round, report_verdicts, screening
 from coordinator.units.epochs import check_epochs
 from coordinator.units.ledger import merge_adjacent, unconsume_units
 from protocol.digest import digest
-from protocol.errors import WireError
 from protocol.messages import FragmentState, RunState
 
 logger = logging.getLogger(__name__)
@@ -93,39 +91,48 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     again instead."""
     fragment = opening.fragments[index]
     with run.lock:
-        contributed = {
-            worker: replace(each, tokens=fragment.weights[worker]) for worker, each in fragment.contributed.items()
-        }
+        task = _task(run, opening, index)
+        measures = {worker: each.measured for worker, each in fragment.contributed.items() if each.measured is not None}
         contents = dict(fragment.contents)
-        base = run.outer.states[index].digest
+    theta_norm = partial(outer_state.theta_norm, run, index, opening.number)
     try:
         with run.traced("aggregate", opening.number, index):
-            judgement = _judged(run, opening.number, index, contributed)
-            factors = {worker: verdict.factor for worker, verdict in judgement.verdicts.items()}
-            delta = make_delta(run, opening.number, index, contributed, contents, base, factors)
+            delta = aggregate_fragment(
+                task, run.blobs, run.context.secret, theta_norm, measures=measures, contents=contents
+            )
     except (ContributionsLost, NoneValid) as lost:
+        if isinstance(lost, NoneValid):
+            run.not_direct.update(lost.workers)
         lose_contributions(run, opening, index, lost.workers, str(lost))
         return
     aggregated_at = run.context.now()
     contents.clear()
     fragment.contents.clear()
-    delta_digest = digest(delta)
-    run.blobs.put(run.names.delta(opening.number, index, delta_digest), delta)
-    run.context.memory.add_delta(delta_digest, delta)
-    _record_delta(run, opening, index, judgement, len(delta), delta_digest, aggregated_at)
+    run.not_direct.update(delta.invalid)
+    delta_digest = digest(delta.content)
+    run.blobs.put(run.names.delta(opening.number, index, delta_digest), delta.content)
+    run.context.memory.add_delta(delta_digest, delta.content)
+    _record_delta(run, opening, index, delta.judgement, len(delta.content), delta_digest, aggregated_at)
 
 
-def _judged(run: LiveRun, round_: int, index: int, contributed: Mapping[str, AcceptedContribution]) -> Judgement:
-    """Judge the contributions. Raises ContributionsLost."""
-    try:
-        theta_norm = partial(outer_state.theta_norm, run, index, round_)
-        return judge_fragment(run, round_, index, contributed, theta_norm)
-    except StoreOutage:
-        raise  # nothing is known about the blobs
-    except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
-        if lost := lost_contributions(run, round_, index, contributed):
-            raise ContributionsLost(lost) from None
-        raise
+def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
+    """Describe the aggregation of a closed fragment."""
+    fragment, judged = opening.fragments[index], screening(run, opening.number, index)
+    return Aggregate(
+        run=run.name,
+        round=opening.number,
+        fragment=index,
+        base=run.outer.states[index].digest,
+        sync=run.spec.sync,
+        contributions={
+            worker: Given(
+                digest=each.digest, sha256=each.sha256, tokens=fragment.weights[worker], lateness=each.lateness
+            )
+            for worker, each in fragment.contributed.items()
+        },
+        unit_tokens=run.spec.unit_tokens,
+        **judged._asdict(),
+    )
 
 
 def _record_delta(

@@ -10,13 +10,12 @@ The guard's decisions are durable in `runs.guard` (`GuardRecord`). Events only r
 """
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-import numpy as np
-import numpy.typing as npt
 from sqlalchemy import select
 
+from coordinator.aggregation.state_file import BOUND
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.store.tables import CheckpointRow, EvaluationRow, FragmentRow, RunRow, WorkerRow
 from coordinator.trust import held_out
@@ -28,9 +27,6 @@ STANDS_OUT = 0.25  # a rollback bans workers below this share of the others' med
 SUSPECTED = 0.5  # workers below this share are only reported, and only once the loss no longer falls
 FLAT = 4  # states in a row without a new lowest loss
 LEAST_ROUNDS = 2  # rounds that a worker must have contributed to before it can stand out
-BOUND = 65_504.0  # largest value of θ and u: fp16 cannot represent larger ones
-
-F32 = npt.NDArray[np.float32]
 
 
 # --- pure: whether the model looks spoilt, and which workers stand out ------------------------------------------------
@@ -108,24 +104,6 @@ def _differs(cosines: Mapping[str, float], worker: str, share: float) -> bool:
     return typical > 0 and cosines[worker] < share * typical
 
 
-@dataclass
-class MaxMagnitude:
-    """The largest magnitude among the values of a state; NaN if one of them is NaN."""
-
-    largest: float = 0.0
-
-    def watch(self, chunks: Iterator[tuple[F32, F32]]) -> Iterator[tuple[F32, F32]]:
-        """Yield the chunks (θ, u) unchanged, and record their largest magnitude."""
-        for chunk in chunks:
-            for values in chunk:
-                self.largest = float(np.maximum(self.largest, np.maximum(values.max(), -values.min())))
-            yield chunk
-
-    @property
-    def is_bounded(self) -> bool:
-        return self.largest <= BOUND
-
-
 # --- what the guard then does -----------------------------------------------------------------------------------------
 
 
@@ -157,10 +135,11 @@ def _set(change: Change, record: GuardRecord) -> None:
     change.row.guard = asdict(record)
 
 
-def check_values(change: Change, found: MaxMagnitude, state: int, fragment: int) -> None:
-    """After an outer step: report values beyond BOUND in `state`, and pause the run whatever `guard.action` is."""
-    if not found.is_bounded:
-        message = f"state {state}, fragment {fragment}: its largest value is {found.largest:.3g}, beyond {BOUND:g}"
+def check_values(change: Change, largest: float, state: int, fragment: int) -> None:
+    """After an outer step: report values beyond BOUND in `state`, and pause the run whatever `guard.action` is.
+    `largest`: as `MaxMagnitude` has it."""
+    if not largest <= BOUND:
+        message = f"state {state}, fragment {fragment}: its largest value is {largest:.3g}, beyond {BOUND:g}"
         _report_spoilt(change, message, state, good=state - 1, pauses=True)
 
 

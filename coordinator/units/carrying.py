@@ -5,12 +5,12 @@ The record is searched at most LOOKED_BACK rounds back. Older rounds and rounds 
 contribution that carries them is not rejected, but they do not raise its limits either.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from coordinator.aggregation.tasks import NOT_LATE, Lateness
 from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow
 from coordinator.units.ledger import count_by_round
@@ -76,13 +76,11 @@ def carriable_units(session: Session, run: LiveRun, worker: str) -> int:
     return sum(assigned_steps(session, run, worker, range(since, run.round)).values())
 
 
-def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, float, bool]:
-    """Return (rounds, shares, all late) of the contribution, from the coordinator's own record: how many missed rounds'
-    work it may contain, how much of one other worker's work their means contain (`largest_shares`), and whether it
-    contains no work from its own round. Raises Problem `units-not-held` if `carried` names a round that contradicts the
-    record."""
+def late_work(run: LiveRun, header: ContributionHeader) -> Lateness:
+    """Return how much work of missed rounds the contribution may contain, from the coordinator's own record. Raises
+    Problem `units-not-held` if `carried` names a round that contradicts the record."""
     if not header.carried:
-        return 0, 0.0, False
+        return NOT_LATE
     worker, since = header.worker, range(header.carried[0], header.round)
     with run.context.database.read() as session:
         contributed = last_contribution(session, run, worker, header.fragment, since)
@@ -97,14 +95,14 @@ def late_work(run: LiveRun, header: ContributionHeader) -> tuple[int, float, boo
     for round_ in known:
         if round_ not in assigned:
             raise Problem("units-not-held", f"{refused} {round_}, in which {worker} had no assignment; drop that work")
-    return len(known), missed, own == 0
+    return Lateness(len(known), missed, own == 0)
 
 
 def largest_shares(session: Session, run: LiveRun, fragment: int, rounds: Sequence[int]) -> float:
-    """Return the largest share of a single worker in each round's mean of the fragment, added up over `rounds`;
-    infinity for more than MOST_ADDED rounds."""
+    """Return the largest share of a single worker in each round's mean of the fragment, added up over `rounds`; the
+    number of rounds, which is never less, if they are more than MOST_ADDED."""
     if len(rounds) > MOST_ADDED:
-        return math.inf
+        return float(len(rounds))
     contributors = session.scalars(
         select(FragmentRow.contributors).where(
             FragmentRow.run_id == run.id, FragmentRow.round.in_(rounds), FragmentRow.fragment == fragment

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from coordinator.aggregation.tasks import NOT_LATE, Lateness
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenFragment, OpenRound
 from coordinator.run.schedule import round_steps
@@ -106,7 +107,8 @@ def _open_round(run: LiveRun) -> OpenRound | None:
         ],
     )
     for row in contributions:
-        accepted = AcceptedContribution(row.tokens, row.digest, sha256=row.sha256)
+        lateness = NOT_LATE if row.lateness is None else Lateness(*row.lateness)
+        accepted = AcceptedContribution(row.tokens, row.digest, sha256=row.sha256, lateness=lateness)
         opening.fragments[row.fragment].contributed[row.worker] = accepted
     return opening
 

@@ -14,14 +14,13 @@ from pathlib import Path
 
 from sqlalchemy import select
 
+from coordinator.aggregation.state_file import MaxMagnitude, StateReader
 from coordinator.run.live_run import LiveRun
 from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.tables import CheckpointFragmentRow, FragmentRow
 from coordinator.sync import checkpointing, retention
 from coordinator.sync.deltas import rebuild_delta_if_damaged
 from coordinator.sync.outer_state import go_back_to_checkpoint, has_state_digest, step
-from coordinator.sync.state_file import StateReader
-from coordinator.trust.guard import MaxMagnitude
 from protocol.errors import OuterstepError
 
 logger = logging.getLogger(__name__)

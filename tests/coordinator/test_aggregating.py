@@ -6,7 +6,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from coordinator.sync.aggregating import AGGREGATORS, aggregate
+from coordinator.aggregation.rules import AGGREGATORS, aggregate
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
 from protocol.spec.sections import SyncSpec

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.trust.guard import BOUND, SUSPECTED, CountedContribution, Rise, risen, stopped_falling, suspects
+from coordinator.aggregation.state_file import BOUND
+from coordinator.trust.guard import SUSPECTED, CountedContribution, Rise, risen, stopped_falling, suspects
 from coordinator.upkeep import rolling_back
 from harness.coordinator import InThread
 from harness.member import Member, spec_toml

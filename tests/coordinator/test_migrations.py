@@ -142,7 +142,7 @@ def test_a_full_disk_is_told_from_other_faults(tmp_path: Path) -> None:
 RUN = "INSERT INTO runs (id, name, spec_toml, spec_digest, spec, state, created_at, round, next_unit) VALUES ({}, '{}', '', x'00', '{{}}', 'running', 0, 0, 0)"
 UNITS = "INSERT INTO unit_ranges (run_id, start, stop, state, worker, round, consumed_round) VALUES (1, {}, {}, {}, {}, 0, {})"
 FRAGMENT = "INSERT INTO fragments (run_id, round, fragment, state, reason, delta_digest) VALUES (1, 0, {}, {}, '', {})"
-CONTRIBUTION = "INSERT INTO contributions VALUES ({}, 0, 0, 'w', x'00', NULL, 1, 1, 1, 1.0, 1.0, 0.0)"
+CONTRIBUTION = "INSERT INTO contributions VALUES ({}, 0, 0, 'w', x'00', NULL, 1, 1, 1, 1.0, 1.0, 0.0, NULL)"
 
 
 @pytest.mark.parametrize(

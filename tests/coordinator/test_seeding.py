@@ -4,8 +4,8 @@ import msgpack
 import numpy as np
 import pytest
 
+from coordinator.aggregation.state_file import StateReader
 from coordinator.run.members import OTHERS_ASK_S, SEEDER_S
-from coordinator.sync.state_file import StateReader
 from harness.coordinator import InThread, SettableClock
 from harness.member import spec_toml
 from harness.stores import the

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from coordinator.sync.aggregating import aggregate
+from coordinator.aggregation.rules import aggregate
 from protocol.codecs import CODECS, REFERENCE
 from protocol.codecs.base import Codec
 from protocol.digest import StateHash, content_digest, digest, model_digest, parse_content_digest

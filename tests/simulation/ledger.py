@@ -27,10 +27,10 @@ import httpx
 import numpy as np
 from blake3 import blake3
 
+from coordinator.aggregation.state_file import BOUND
 from coordinator.run.live_run import LiveRun
 from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of
-from coordinator.trust.guard import BOUND
 from protocol.codecs import CODECS
 from protocol.digest import parse_content_digest
 from protocol.spec.run import UNITS_PER_WORKER

@@ -6,6 +6,7 @@ conversion.
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,8 @@ from protocol.spec.sections import OuterSpec
 from protocol.wire import CHUNK_ELEMENTS, Payload, StateHeader, chunk_sizes, pack_header
 
 F32 = npt.NDArray[np.float32]
+
+BOUND = 65_504.0  # largest value of θ and u: fp16 cannot represent larger ones
 
 
 class StateReader(StoredPayload):
@@ -105,6 +108,20 @@ def stepped(state: StateReader, delta: Payload, outer: OuterSpec) -> Iterator[tu
         outer_step_by(delta.codec, delta.chunk(index), theta, momentum, learning_rate=lr, beta=beta)
         yield theta, momentum
         start += n
+
+
+@dataclass
+class MaxMagnitude:
+    """The largest magnitude among the values of a state; NaN if one of them is NaN."""
+
+    largest: float = 0.0
+
+    def watch(self, chunks: Iterator[tuple[F32, F32]]) -> Iterator[tuple[F32, F32]]:
+        """Yield the chunks (θ, u) unchanged, and record their largest magnitude."""
+        for chunk in chunks:
+            for values in chunk:
+                self.largest = float(np.maximum(self.largest, np.maximum(values.max(), -values.min())))
+            yield chunk
 
 
 def _write_all(descriptor: int, data: memoryview, at: int) -> None:

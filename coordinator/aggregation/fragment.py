@@ -1,0 +1,266 @@
+"""Aggregating a closed fragment: its contributions are read, measured, judged and averaged into a delta.
+
+The same task always gives the same bytes, whichever process does it.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from coordinator.aggregation.rules import aggregate
+from coordinator.aggregation.tasks import Aggregate, Collected, Given
+from coordinator.screening.judging import Evidence, Judgement, Verdict, judge
+from coordinator.screening.measuring import Measure, measure_payload
+from coordinator.store.blobs import Blobs, Reader, RunNames, StoreOutage
+from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, has_digest, sha256_of
+from outerstep.common.files import aligned
+from protocol.digest import Buffer, digest
+from protocol.errors import OuterstepError, WireError, WireFault
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
+
+PLAUSIBLE = 2.0  # times the norm of θ
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+logger = logging.getLogger(__name__)
+
+
+class ContributionsLost(OuterstepError):
+    """The acknowledged contributions of `workers` are damaged or missing in the store."""
+
+    def __init__(self, workers: list[str]) -> None:
+        super().__init__(f"the disk has lost the contribution of {', '.join(workers)}")
+        self.workers = workers
+
+
+class NoneValid(OuterstepError):
+    """No contribution to a fragment is a valid payload. `reasons`: by worker."""
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        said = "; ".join(f"{worker}: {reason}" for worker, reason in sorted(reasons.items()))
+        super().__init__(f"no contribution is valid: {said}")
+        self.workers = sorted(reasons)
+
+
+@dataclass(frozen=True)
+class Delta:
+    """A delta that is not stored yet, and how it was judged. `invalid`: the workers whose contribution is no valid
+    payload."""
+
+    content: memoryview
+    judgement: Judgement
+    invalid: tuple[str, ...]
+
+
+def aggregate_fragment(
+    task: Aggregate,
+    blobs: Blobs,
+    secret: bytes,
+    theta_norm: Callable[[], float],
+    *,
+    measures: Mapping[str, Measure] = NOTHING,
+    contents: Mapping[str, memoryview] = NOTHING,
+) -> Delta:
+    """Do the task. `theta_norm` returns the norm of the fragment's θ. `measures` and `contents`: what is known of the
+    contributions, by worker; the others are read from the store.
+
+    Raises ContributionsLost and NoneValid; StoreOutage; OSError, WireError, ValueError or LookupError if a blob cannot
+    be read and yet is not lost.
+    """
+    try:
+        judgement, invalid = _judged(
+            task, blobs, sketch_key(secret, task.run, task.round, task.fragment), theta_norm, measures
+        )
+        factors = {worker: verdict.factor for worker, verdict in judgement.verdicts.items()}
+        return Delta(make_delta(task, blobs, factors, contents), judgement, invalid)
+    except StoreOutage:
+        raise  # nothing is known about the blobs
+    except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
+        if lost := lost_contributions(task, blobs):
+            raise ContributionsLost(lost) from None
+        raise
+
+
+def blob_of(collected: Collected, worker: str) -> str:
+    """Return the name of a contribution's blob."""
+    each = collected.contributions[worker]
+    return RunNames(collected.run).contribution(collected.round, collected.fragment, worker, each.digest)
+
+
+def lost_contributions(collected: Collected, blobs: Blobs) -> list[str]:
+    """Return the workers whose contribution's blob is missing or corrupt, in worker-id order."""
+    return [
+        worker
+        for worker, each in sorted(collected.contributions.items())
+        if not has_digest(blobs, blob_of(collected, worker), each.digest)
+    ]
+
+
+# --- measuring and judging --------------------------------------------------------------------------------------------
+
+
+def sketch_key(secret: bytes, run: str, round_: int, fragment: int) -> bytes:
+    """Return the key of a fragment's sketches (`screening/measuring.py`). `secret`: the deployment's."""
+    return digest(secret + f"{run}/{round_}/{fragment}".encode())
+
+
+def examine(blobs: Blobs, name: str, each: Given, key: bytes) -> Measure | str:
+    """Read an accepted contribution, the blob `name`, and measure it. Return the reason if its worker has uploaded
+    something else to the store than a valid payload with the announced digest.
+
+    Raises OSError, WireError, ValueError or LookupError if the blob is missing, unreadable or not what was
+    acknowledged.
+    """
+    if each.sha256 is None:
+        with StoredPayload(blobs.open(name)) as payload:
+            return measure_payload(payload, key)
+    try:
+        return _measured(blobs.open(name), each.digest, key)
+    except WireError as error:
+        logger.debug("%s: %s; it is read again from the store", name, error)
+    try:
+        return _measured(blobs.open(name, fresh=True), each.digest, key)
+    except WireError as error:
+        with blobs.open(name, fresh=True) as reader:
+            if sha256_of(reader) != each.sha256:
+                raise ValueError(f"{name} has other bytes than were uploaded") from error
+        return f"it is no valid payload: {error}"
+
+
+def _measured(reader: Reader, digest: bytes, key: bytes) -> Measure:
+    """Measure a payload. Raises WireError if it is not valid, or has another digest."""
+    with HashedPayload(reader, ReadBuffer()) as payload:
+        if not isinstance(payload.header, ContributionHeader):
+            raise WireError(WireFault.HEADER, f"it is a {payload.header.kind}")
+        measured = measure_payload(payload, key)
+        if not payload.is_intact(digest):
+            raise WireError(WireFault.LENGTH, "its BLAKE3 digest is not the announced one")
+        return measured
+
+
+def _judged(
+    task: Aggregate, blobs: Blobs, key: bytes, theta_norm: Callable[[], float], measures: Mapping[str, Measure]
+) -> tuple[Judgement, tuple[str, ...]]:
+    """Judge the contributions. Those whose bytes are no valid payload, which only a direct upload can be, are left out.
+    Return the judgement, and the workers that have sent those. Raises NoneValid."""
+    found = {
+        worker: measures.get(worker) or examine(blobs, blob_of(task, worker), each, key)
+        for worker, each in task.contributions.items()
+    }
+    invalid = {worker: each for worker, each in found.items() if isinstance(each, str)}
+    valid = {worker: each for worker, each in found.items() if not isinstance(each, str)}
+    if not valid:
+        raise NoneValid(invalid)
+    given = task.contributions
+    total = sum(given[worker].tokens for worker in valid)
+    evidence = {
+        worker: Evidence(
+            measure,
+            weight=given[worker].tokens / total,
+            work=given[worker].tokens / task.unit_tokens,
+            late=given[worker].lateness.late,
+            missed=given[worker].lateness.missed,
+            all_late=given[worker].lateness.all_late,
+        )
+        for worker, measure in sorted(valid.items())
+    }
+    bounded = task.bounded and len(valid) <= 2
+    judgement = judge(
+        evidence,
+        task.usual,
+        _plausible_norm(theta_norm()) if bounded else math.inf,
+        rule=task.sync.aggregation,
+        clipped=task.clipped,
+        least_agreement=task.least_agreement,
+    )
+    left_out = {worker: Verdict(0.0, reason) for worker, reason in invalid.items()}
+    verdicts = dict(sorted({**judgement.verdicts, **left_out}.items()))
+    return replace(judgement, verdicts=verdicts), tuple(sorted(invalid))
+
+
+def _plausible_norm(theta_norm: float) -> float:
+    """Return a norm that no honest first round exceeds: infinite if θ is all zeros, because that shows no scale."""
+    return PLAUSIBLE * theta_norm if theta_norm > 0 else math.inf
+
+
+# --- averaging --------------------------------------------------------------------------------------------------------
+
+
+def make_delta(
+    collected: Collected,
+    blobs: Blobs,
+    factors: Mapping[str, float],
+    contents: Mapping[str, memoryview] = NOTHING,
+) -> memoryview:
+    """Aggregate the contributions into a delta, a payload in memory. Raises ContributionsLost, and like
+    `aggregate_fragment`.
+
+    `factors` multiply the weights, by worker. A worker with factor 0 is left out; not all factors may be 0.
+
+    Payloads in `contents` are used from memory. The other blobs are read once, and their digests are checked while
+    reading. The same contributions and `base` always give the same bytes.
+    """
+    in_order = sorted((worker, each) for worker, each in collected.contributions.items() if factors[worker] > 0)
+    buffer = ReadBuffer()
+    stored: dict[str, HashedPayload] = {}
+    with ExitStack() as stack:
+        payloads: list[tuple[Payload, int]] = []
+        for worker, each in in_order:
+            if worker in contents:
+                payloads.append((Payload.from_bytes(contents[worker]), each.tokens))
+                continue
+            reader = blobs.open(blob_of(collected, worker))
+            stored[worker] = stack.enter_context(HashedPayload(reader, buffer))
+            payloads.append((stored[worker], each.tokens))
+        sync = collected.sync
+        frames = aggregate(
+            payloads,
+            sync.download_codec,
+            zstd=sync.zstd,
+            rule=sync.aggregation,
+            factors=[factors[worker] for worker, _ in in_order],
+        )
+        given = collected.contributions
+        if lost := [worker for worker, each in stored.items() if not each.is_intact(given[worker].digest)]:
+            raise ContributionsLost(lost)
+    return _delta_of(collected, factors, payloads[0][0].header.elements, frames)
+
+
+def _delta_of(
+    collected: Collected, factors: Mapping[str, float], elements: int, frames: Sequence[Buffer]
+) -> memoryview:
+    head = pack_header(
+        DeltaHeader(
+            run=collected.run,
+            round=collected.round,
+            fragment=collected.fragment,
+            codec=collected.sync.download_codec,
+            elements=elements,
+            chunk_elements=CHUNK_ELEMENTS,
+            frame_bytes=[len(frame) for frame in frames],
+            base=collected.base,
+            contributors=contributors(collected, factors),
+        )
+    )
+    return _concatenate([head, *frames])
+
+
+def contributors(collected: Collected, factors: Mapping[str, float]) -> list[Contributor]:
+    """Return the contributors as the delta's header lists them."""
+    return [
+        Contributor(worker=worker, tokens=each.tokens, factor=factors[worker])
+        for worker, each in sorted(collected.contributions.items())
+        if factors[worker] > 0
+    ]
+
+
+def _concatenate(parts: Iterable[Buffer]) -> memoryview:
+    parts = list(parts)
+    content, start = aligned(sum(len(part) for part in parts)), 0
+    for part in parts:
+        content[start : start + len(part)] = memoryview(part).cast("B")
+        start += len(part)
+    return content

@@ -1,0 +1,171 @@
+"""Tasks: work on the bytes of one fragment, described so completely that any process can do it, with the same result.
+
+`Aggregate` makes a delta from the contributions to a closed fragment. `Advance` takes outer steps, and writes the
+fragment of a checkpoint. The leader writes tasks into the database, and aggregators write the results.
+"""
+
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from coordinator.screening.judging import Judgement, Verdict
+from protocol.spec.sections import OuterSpec, SyncSpec
+
+
+class _Data(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", ser_json_bytes="hex", val_json_bytes="hex", ser_json_inf_nan="strings"
+    )
+
+
+class Lateness(NamedTuple):
+    """What work of missed rounds may be in a contribution, according to the coordinator's record; `Evidence` describes
+    the fields."""
+
+    late: int = 0
+    missed: float = 0.0
+    all_late: bool = False
+
+
+NOT_LATE = Lateness()
+
+
+class StateRef(_Data):
+    """A fragment's outer state: the number of the round that starts from it, and its digest."""
+
+    round: int
+    digest: bytes
+
+
+class Origin(_Data):
+    """How a fragment's state is derived: from a checkpoint, with the deltas of the rounds after it.
+
+    checkpoint  the state in it
+    blob        digest of its blob
+    deltas      digests of the deltas of rounds checkpoint.round, checkpoint.round + 1, …
+    """
+
+    checkpoint: StateRef
+    blob: bytes
+    deltas: tuple[bytes, ...]
+
+    @property
+    def round(self) -> int:
+        """The round of the state after all deltas."""
+        return self.checkpoint.round + len(self.deltas)
+
+
+class Given(_Data):
+    """A contribution that counts. `tokens`: its weight. `sha256`: of its bytes, as the store has confirmed it; None if
+    the coordinator has checked the bytes itself."""
+
+    digest: bytes
+    sha256: bytes | None
+    tokens: int
+    lateness: Lateness = NOT_LATE
+
+
+class Collected(_Data):
+    """The contributions to a closed fragment, by worker, and what their mean's bytes depend on. `base`: the digest of
+    the fragment's state."""
+
+    run: str
+    round: int
+    fragment: int
+    base: bytes
+    sync: SyncSpec
+    contributions: dict[str, Given]
+
+
+class Aggregate(Collected):
+    """Judge the contributions, and make the delta.
+
+    unit_tokens      the tokens of one work unit
+    usual            the median reference of the fragment's last rounds; None in its first one
+    clipped          as `judge` has it
+    least_agreement  as `judge` has it
+    bounded          whether the norms of a first round by one or two workers are also bounded by that of θ
+    origin           of the fragment's state, for the norm of θ; None if it is not known or not needed
+    """
+
+    kind: Literal["aggregate"] = "aggregate"
+    unit_tokens: int
+    usual: float | None
+    clipped: float
+    least_agreement: float
+    bounded: bool = False
+    origin: Origin | None = None
+
+
+class Advance(_Data):
+    """Derive the fragment's state after all of `origin.deltas`.
+
+    elements    of the fragment
+    known       the state that the run has: this one, or an earlier one since the checkpoint
+    checkpoint  also put it into the store, as the fragment of a checkpoint
+    """
+
+    kind: Literal["advance"] = "advance"
+    run: str
+    fragment: int
+    elements: int
+    outer: OuterSpec
+    origin: Origin
+    known: StateRef
+    checkpoint: bool
+
+    @property
+    def round(self) -> int:
+        return self.origin.round
+
+
+class Aggregated(_Data):
+    """The delta, a blob of `size` bytes, and the verdicts. `invalid`: the workers whose contribution is no valid
+    payload."""
+
+    kind: Literal["aggregated"] = "aggregated"
+    digest: bytes
+    size: int
+    reference: float | None
+    verdicts: dict[str, Verdict]
+    close: tuple[tuple[str, str, float], ...]
+    invalid: tuple[str, ...]
+
+    @classmethod
+    def of(cls, judgement: Judgement, invalid: tuple[str, ...], digest: bytes, size: int) -> "Aggregated":
+        close = tuple((*pair, distance) for pair, distance in judgement.close.items())
+        return cls(
+            digest=digest,
+            size=size,
+            reference=judgement.reference,
+            verdicts=judgement.verdicts,
+            close=close,
+            invalid=invalid,
+        )
+
+    @property
+    def judgement(self) -> Judgement:
+        return Judgement(self.reference, self.verdicts, {(one, other): share for one, other, share in self.close})
+
+
+class Blob(_Data):
+    """A blob in the store. `size`: in bytes."""
+
+    digest: bytes
+    size: int
+
+
+class Advanced(_Data):
+    """The state. `largest`: the largest magnitude of its values; NaN if one of them is NaN. `checkpoint`: its blob, if
+    it was asked for."""
+
+    kind: Literal["advanced"] = "advanced"
+    digest: bytes
+    largest: float
+    checkpoint: Blob | None
+
+
+Task = Annotated[Aggregate | Advance, Field(discriminator="kind")]
+Result = Annotated[Aggregated | Advanced, Field(discriminator="kind")]
+TASK: TypeAdapter[Aggregate | Advance] = TypeAdapter(Task)
+RESULT: TypeAdapter[Aggregated | Advanced] = TypeAdapter(Result)
