@@ -1,9 +1,7 @@
 """The server process: uvicorn around the application, until SIGTERM or SIGINT."""
 
-import ctypes
 import gc
 import logging
-import resource
 import shlex
 import signal
 import socket
@@ -24,7 +22,7 @@ from coordinator.http.connection_limit import ConnectionLimit, connection_limit
 from coordinator.http.connections import Connection
 from coordinator.leadership.forwarding import LeadOrForward
 from coordinator.leadership.sharing import shared_application
-from coordinator.logs import FORMATS
+from coordinator.process import allow_open_files, keep_freed_memory, start_logging
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import OpenStore
@@ -197,16 +195,6 @@ def netloc(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def allow_open_files() -> None:
-    """Raise the limit on open files as far as the system allows. Every transfer needs a socket, and averaging a
-    fragment keeps every contributor's file open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:  # macOS reports "unlimited" and then rejects it
-        logger.warning("cannot raise the limit on open files above %d: %s", soft, error)
-
-
 def shorten_pauses() -> None:
     """Keep the event loop responsive (heartbeats) while threads compute and the garbage collector runs.
 
@@ -221,21 +209,9 @@ def shorten_pauses() -> None:
     gc.set_threshold(5_000, 20, 10)
 
 
-def _log(settings: Settings) -> None:
-    """Log to stderr, and to `log_file` if it is set."""
-    handlers: list[logging.Handler] = [logging.StreamHandler()]
-    if settings.log_file is not None:
-        handlers.append(logging.FileHandler(settings.log_file, encoding="utf-8"))
-    for handler in handlers:
-        handler.setFormatter(FORMATS[settings.log_format]())
-    logging.basicConfig(level=settings.log_level.upper(), handlers=handlers, force=True)
-    for talkative in ("alembic", "httpx"):  # a line per migration, and per forwarded request
-        logging.getLogger(talkative).setLevel(logging.WARNING)
-
-
 def serve(settings: Settings) -> None:
     """Serve until SIGTERM or SIGINT. Prints the `banner` on stdout when it is ready."""
-    _log(settings)
+    start_logging(settings.log_level, settings.log_format, settings.log_file)
     logger.log(logging.INFO if COMPILED else logging.WARNING, "kernels %s", KERNELS)
     allow_open_files()
     tracing.start("outerstep-coordinator")
@@ -249,26 +225,3 @@ def serve(settings: Settings) -> None:
     tracing.stop()
     if server.failure is not None:
         raise server.failure
-
-
-# Options of glibc's mallopt (malloc.h).
-TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD, ARENA_MAX = -1, -2, -3, -8
-ARENAS = 2
-LARGEST_KEPT = 32 << 20  # the most that glibc allows; larger blocks are returned to the system
-NEVER = (1 << 31) - 1
-
-
-def keep_freed_memory() -> None:
-    """Make the C library keep the memory that this process frees, for the next thread that allocates.
-
-    By default glibc returns large blocks to the system when they are freed, and maps new ones for the next chunk or
-    fragment. Mapping costs several times as much as writing to the memory, because each page is cleared by a page
-    fault. With these options, threads also share two heaps instead of eight per core, so a thread can use memory that
-    another has freed. Other C libraries have no such options.
-    """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(ARENA_MAX, ARENAS)
-        set_option(MMAP_THRESHOLD, LARGEST_KEPT)
-        set_option(TRIM_THRESHOLD, NEVER)
-        set_option(TOP_PAD, LARGEST_KEPT)

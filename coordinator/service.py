@@ -17,6 +17,8 @@ from anyio import CapacityLimiter
 from sqlalchemy import URL, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from coordinator.aggregation import queue
+from coordinator.aggregation.delegation import Delegation
 from coordinator.backup import directory
 from coordinator.backup.bucket import BucketBackups
 from coordinator.backup.create import BackupSource
@@ -51,6 +53,8 @@ from protocol.errors import OuterstepError, Problem, SpecError
 from protocol.messages import AuditEntry, Cause, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.text import existing_names
+
+DELEGATED = 64  # threads that wait for aggregators; each waits for one task
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +124,9 @@ class Coordinator:
         chosen = settings.admin_token.get_secret_value() if settings.admin_token else None
         if done := self.tokens.ensure_admin(settings.data_dir / "admin.token", chosen):
             logger.info("%s", done)
+        cores = os.cpu_count() or 1
         self._jobs, self._verifying = (
-            self._threads(opened, "publish", os.cpu_count() or 1),
+            self._threads(opened, "publish", cores if fence is None else max(cores, DELEGATED)),
             self._threads(opened, "verify", 1),
         )
         self.verify_at: dict[int, float] = {}
@@ -139,6 +144,7 @@ class Coordinator:
         self.backups = self._scheduled(url, blobs)
         if self.backups is not None:
             opened.callback(self.backups.close)
+        self.delegation = None if fence is None else self._delegating(opened, url)
         self._context = RunContext(
             database=self.database,
             data=self.data,
@@ -152,6 +158,8 @@ class Coordinator:
             notify=self.outbox.note_event if self.outbox else lambda *_: None,
             back_up=self._back_up,
             secret=secret or self.database.secret(),
+            delegation=self.delegation,
+            working=threading.BoundedSemaphore(cores),
             clock=clock,
             now=now,
         )
@@ -170,6 +178,14 @@ class Coordinator:
         for run in self._runs.values():
             restoring.restore(run, needed)
         self.data.clear_restored()
+
+    def _delegating(self, opened: ExitStack, url: URL) -> Delegation:
+        """Return what leaves work to aggregators until `opened` is closed. Tasks of an earlier leader are removed."""
+        delegation = Delegation(self.database)
+        opened.callback(delegation.close)
+        opened.enter_context(closing(postgresql.Bell(url, queue.RESULTS, delegation.wake)))
+        delegation.start()
+        return delegation
 
     def _threads(self, opened: ExitStack, name: str, count: int) -> ThreadPoolExecutor:
         """Return threads that are stopped when `opened` is closed."""

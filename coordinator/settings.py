@@ -206,6 +206,28 @@ class Settings(BaseSettings):
         return text
 
 
+class AggregatorSettings(BaseSettings):
+    """An aggregator's settings."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTERSTEP_AGGREGATOR_", extra="forbid")
+
+    database: str = Field(
+        repr=False,
+        description="URL of the coordinators' database: postgresql+psycopg://USER:PASSWORD@HOST/DATABASE",
+    )
+    blobs: str | None = Field(
+        None, description="URL of the coordinators' bucket as it is reached from here; default: as they reach it"
+    )
+    data_dir: Path = Field(
+        Path("outerstep-aggregator"),
+        description="a directory of this aggregator's own, for outer states and copies of blobs: a cache, which uses "
+        "up to half of the disk's free space",
+    )
+    log_file: Path | None = Field(None, description="file to which the log is appended, in addition to stderr")
+    log_format: Literal["console", "json"] = Field("console", description="as for the coordinator")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
+
+
 def _read(secret: SecretStr) -> str:
     """Return a secret that is given either literally, or as @FILE with the path of a file that contains it. Raises
     ValueError."""

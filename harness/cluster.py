@@ -1,4 +1,7 @@
-"""Several coordinators that share a PostgreSQL database and a bucket, in processes, behind a load balancer."""
+"""Several coordinators and aggregators that share a PostgreSQL database and a bucket, in processes.
+
+The coordinators are behind a load balancer.
+"""
 
 import os
 import signal
@@ -12,6 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 from sqlalchemy import make_url
@@ -99,8 +103,8 @@ sys.exit(main())
 """
 
 
-class Node:
-    """One coordinator process of a cluster, and its lines to the database and the bucket."""
+class Process:
+    """A process of a cluster, and its lines to the database and the bucket."""
 
     def __init__(
         self,
@@ -114,47 +118,20 @@ class Node:
         self.to_database, self.to_bucket = to_database, to_bucket
         self.name, self.data_dir = name, folder / name
         self.log = folder / f"{name}.log"
-        self._ahead = folder / f"{name}.ahead"
         self._command = [*command, "--data", str(self.data_dir)]
-        self.set_clock(0)
         self._environment = environment
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port: int = probe.getsockname()[1]
         self.process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def start(self) -> None:
-        """Start it; `await_ready` waits until it answers."""
+        """Start it; it is not waited for."""
         with self.log.open("ab") as log:
-            command = [*self._command, "--port", str(self.port)]
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **self._environment}
+                self._command, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **self._environment}
             )
-
-    def await_ready(self) -> str:
-        """Wait until it is ready. Return its status: "ready" if it leads, otherwise "standby"."""
-        deadline = time.monotonic() + READY_S
-        while time.monotonic() < deadline:
-            assert self.process is not None
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the coordinator {self.name} has ended: {self.log.read_text()[-3000:]}")
-            with suppress(httpx.TransportError):
-                reply = httpx.get(f"{self.url}/readyz", timeout=5)
-                if reply.is_success:
-                    return str(reply.json()["status"])
-            time.sleep(0.02)
-        raise TimeoutError(f"the coordinator {self.name} is not ready: {self.log.read_text()[-3000:]}")
 
     def send(self, number: signal.Signals) -> None:
         assert self.process is not None
         self.process.send_signal(number)
-
-    def set_clock(self, ahead_s: float) -> None:
-        """Let its time of day be ahead of the real one."""
-        self._ahead.write_text(str(ahead_s))
 
     def kill(self) -> None:
         """Kill it with SIGKILL."""
@@ -172,6 +149,39 @@ class Node:
             self.process = None
 
 
+class Node(Process):
+    """A coordinator."""
+
+    def __init__(self, name: str, folder: Path, command: list[str], *others: Any) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port: int = probe.getsockname()[1]
+        self._ahead = folder / f"{name}.ahead"
+        self.set_clock(0)
+        super().__init__(name, folder, [*command, "--port", str(self.port)], *others)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def await_ready(self) -> str:
+        """Wait until it is ready. Return its status: "ready" if it leads, otherwise "standby"."""
+        deadline = time.monotonic() + READY_S
+        while time.monotonic() < deadline:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the coordinator {self.name} has ended: {self.log.read_text()[-3000:]}")
+            with suppress(httpx.TransportError):
+                reply = httpx.get(f"{self.url}/readyz", timeout=5)
+                if reply.is_success:
+                    return str(reply.json()["status"])
+            time.sleep(0.02)
+        raise TimeoutError(f"the coordinator {self.name} is not ready: {self.log.read_text()[-3000:]}")
+
+    def set_clock(self, ahead_s: float) -> None:
+        """Let its time of day be ahead of the real one."""
+        self._ahead.write_text(str(ahead_s))
+
+
 class Cluster:
     """A database, a bucket, a load balancer, and coordinators that are added with `add`."""
 
@@ -180,21 +190,35 @@ class Cluster:
         self.database_url, self.blobs = database.url(), bucket.url("cluster")
         self.balancer = LoadBalancer()
         self.nodes: list[Node] = []
+        self.aggregators: list[Process] = []
         self._lines = ExitStack()
 
     def add(self) -> Node:
         """Start another coordinator. It is not waited for."""
         name = f"coordinator-{len(self.nodes)}"
-        to_database, to_bucket = (self._lines.enter_context(tunnel(each.port)) for each in (self.database, self.bucket))
-        database = make_url(self.database_url).set(port=to_database.port).render_as_string(hide_password=False)
-        blobs = self.blobs.replace(f":{self.bucket.port}/", f":{to_bucket.port}/")
-        command = [sys.executable, "-c", _MAIN, str(self.folder / f"{name}.ahead"), "coordinator", "--blobs", blobs]
-        variables = {"OUTERSTEP_COORDINATOR_DATABASE": database, **self.bucket.environment}
-        node = Node(name, self.folder, command, variables, to_database, to_bucket)
+        command = [sys.executable, "-c", _MAIN, str(self.folder / f"{name}.ahead"), "coordinator"]
+        node = Node(name, self.folder, *self._with_lines(command, "OUTERSTEP_COORDINATOR_DATABASE"))
         self.nodes.append(node)
         node.start()
         self.balancer.backends.append(node.port)
         return node
+
+    def add_aggregator(self) -> Process:
+        """Start another aggregator. It is not waited for."""
+        command = [sys.executable, "-m", "outerstep", "aggregator"]
+        name = f"aggregator-{len(self.aggregators)}"
+        aggregator = Process(name, self.folder, *self._with_lines(command, "OUTERSTEP_AGGREGATOR_DATABASE"))
+        self.aggregators.append(aggregator)
+        aggregator.start()
+        return aggregator
+
+    def _with_lines(self, command: list[str], variable: str) -> tuple[list[str], dict[str, str], Tunnel, Tunnel]:
+        """Return the command and environment of a process that has its own lines to the database and the bucket."""
+        to_database, to_bucket = (self._lines.enter_context(tunnel(each.port)) for each in (self.database, self.bucket))
+        database = make_url(self.database_url).set(port=to_database.port).render_as_string(hide_password=False)
+        blobs = self.blobs.replace(f":{self.bucket.port}/", f":{to_bucket.port}/")
+        environment = {variable: database, **self.bucket.environment}
+        return [*command, "--blobs", blobs], environment, to_database, to_bucket
 
     def leader(self) -> Node:
         """Wait until a coordinator leads, and return it."""
@@ -220,13 +244,13 @@ class Cluster:
         return self.running
 
     def stop(self) -> None:
-        """Stop every coordinator with SIGTERM."""
-        for node in self.nodes:
-            node.stop()
+        """Stop every process with SIGTERM."""
+        for each in (*self.nodes, *self.aggregators):
+            each.stop()
 
     def close(self) -> None:
-        for node in self.nodes:
-            node.kill()
+        for each in (*self.nodes, *self.aggregators):
+            each.kill()
         self._lines.close()
         self.balancer.close()
 

@@ -48,7 +48,7 @@ PACKAGE_IMPORTS: dict[str, set[str]] = {
 # The layers of a package, lowest first: a subpackage or module imports only from itself and from the layers before it.
 LAYERS: dict[str, list[str]] = {
     "coordinator": [
-        *("settings", "logs", "peers", "store", "lease", "quotas", "screening", "aggregation"),
+        *("settings", "logs", "process", "peers", "store", "lease", "quotas", "screening", "aggregation"),
         *("run", "units", "trust", "rounds", "workers", "sync", "settling", "upkeep", "backup"),
         *("round_reports", "reports", "notifications", "service"),
         *("http", "metrics", "api", "dashboard", "app", "leadership", "server"),

@@ -63,19 +63,20 @@ def aggregate_fragment(
     *,
     measures: Mapping[str, Measure] = NOTHING,
     contents: Mapping[str, memoryview] = NOTHING,
+    check: Callable[[], object] = lambda: None,
 ) -> Delta:
     """Do the task. `theta_norm` returns the norm of the fragment's θ. `measures` and `contents`: what is known of the
-    contributions, by worker; the others are read from the store.
+    contributions, by worker; the others are read from the store. `check` is called now and then, and may raise to end
+    the work.
 
     Raises ContributionsLost and NoneValid; StoreOutage; OSError, WireError, ValueError or LookupError if a blob cannot
     be read and yet is not lost.
     """
     try:
-        judgement, invalid = _judged(
-            task, blobs, sketch_key(secret, task.run, task.round, task.fragment), theta_norm, measures
-        )
+        key = sketch_key(secret, task.run, task.round, task.fragment)
+        judgement, invalid = _judged(task, blobs, key, theta_norm, measures, check)
         factors = {worker: verdict.factor for worker, verdict in judgement.verdicts.items()}
-        return Delta(make_delta(task, blobs, factors, contents), judgement, invalid)
+        return Delta(make_delta(task, blobs, factors, contents, check), judgement, invalid)
     except StoreOutage:
         raise  # nothing is known about the blobs
     except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
@@ -142,14 +143,19 @@ def _measured(reader: Reader, digest: bytes, key: bytes) -> Measure:
 
 
 def _judged(
-    task: Aggregate, blobs: Blobs, key: bytes, theta_norm: Callable[[], float], measures: Mapping[str, Measure]
+    task: Aggregate,
+    blobs: Blobs,
+    key: bytes,
+    theta_norm: Callable[[], float],
+    measures: Mapping[str, Measure],
+    check: Callable[[], object],
 ) -> tuple[Judgement, tuple[str, ...]]:
     """Judge the contributions. Those whose bytes are no valid payload, which only a direct upload can be, are left out.
     Return the judgement, and the workers that have sent those. Raises NoneValid."""
-    found = {
-        worker: measures.get(worker) or examine(blobs, blob_of(task, worker), each, key)
-        for worker, each in task.contributions.items()
-    }
+    found: dict[str, Measure | str] = {}
+    for worker, each in task.contributions.items():
+        check()
+        found[worker] = measures.get(worker) or examine(blobs, blob_of(task, worker), each, key)
     invalid = {worker: each for worker, each in found.items() if isinstance(each, str)}
     valid = {worker: each for worker, each in found.items() if not isinstance(each, str)}
     if not valid:
@@ -194,6 +200,7 @@ def make_delta(
     blobs: Blobs,
     factors: Mapping[str, float],
     contents: Mapping[str, memoryview] = NOTHING,
+    check: Callable[[], object] = lambda: None,
 ) -> memoryview:
     """Aggregate the contributions into a delta, a payload in memory. Raises ContributionsLost, and like
     `aggregate_fragment`.
@@ -222,6 +229,7 @@ def make_delta(
             zstd=sync.zstd,
             rule=sync.aggregation,
             factors=[factors[worker] for worker, _ in in_order],
+            check=check,
         )
         given = collected.contributions
         if lost := [worker for worker, each in stored.items() if not each.is_intact(given[worker].digest)]:

@@ -36,9 +36,11 @@ def aggregate(
     zstd: bool,
     rule: str = "mean",
     factors: Sequence[float] | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> list[Buffer]:
     """Aggregate (payload, tokens) pairs by AGGREGATORS[rule]. Return the result's frames, encoded with `codec_name`.
-    `factors` multiply the weights, each in (0, 1]; None: all 1.
+    `factors` multiply the weights, each in (0, 1]; None: all 1. `check` is called before each chunk, and may raise to
+    end the work.
 
         share_w = fp32(tokens_w / Σ tokens) ;  weight_w = fp32(tokens_w / Σ tokens · factor_w)
 
@@ -52,6 +54,7 @@ def aggregate(
     ]
     frames: list[Buffer] = []
     for index in range(len(weighted[0].payload.chunks)):
+        check()
         chunk = aggregator(weighted, index)
         raw = np.empty(codec.size(len(chunk)), np.uint8)
         codec.encode(chunk, raw)

@@ -85,7 +85,7 @@ class Aggregate(Collected):
     clipped          as `judge` has it
     least_agreement  as `judge` has it
     bounded          whether the norms of a first round by one or two workers are also bounded by that of θ
-    origin           of the fragment's state, for the norm of θ; None if it is not known or not needed
+    state            the digest of the checkpoint's blob that has the fragment's state; None if no checkpoint has it
     """
 
     kind: Literal["aggregate"] = "aggregate"
@@ -94,7 +94,7 @@ class Aggregate(Collected):
     clipped: float
     least_agreement: float
     bounded: bool = False
-    origin: Origin | None = None
+    state: bytes | None = None
 
 
 class Advance(_Data):

@@ -23,7 +23,7 @@ from coordinator.http.openapi import (
 from coordinator.http.response_cache import cached_response
 from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
 from coordinator.run.live_run import LiveRun
-from coordinator.sync import outer_state
+from coordinator.sync import state_0
 from coordinator.workers import leases
 from protocol.fragments import Layout
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page, PartReply
@@ -68,7 +68,7 @@ def _accept(
     found = upload.complete()
     if isinstance(found, PartReply):
         return found, False
-    return outer_state.accept_state(run, layout, worker, fragment, found)
+    return state_0.accept_state(run, layout, worker, fragment, found)
 
 
 @router.get("", response_model=Page[CheckpointInfo], responses=problem_responses(*RUN_PROBLEMS))

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from sqlalchemy import URL, Connection
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator import lease
 from coordinator.lease import LEASE_S, Fence, Leader
@@ -125,7 +125,7 @@ class Election:
             with self.engine.connect() as connection:
                 lease.release(connection, fence.token)
         except SQLAlchemyError as error:  # then the lease expires
-            logger.info("the lease could not be given up: %s", _reason(error))
+            logger.info("the lease could not be given up: %s", postgresql.first_line(error))
         self.fence = None
         self._wake.set()
 
@@ -144,7 +144,7 @@ class Election:
             with self.engine.connect() as connection:
                 lease.retire(connection, self.id)
         except SQLAlchemyError as error:
-            logger.info("the database does not know that this coordinator stops: %s", _reason(error))
+            logger.info("the database does not know that this coordinator stops: %s", postgresql.first_line(error))
 
     def step(self) -> None:
         """Renew the lease, or look whether it can be taken."""
@@ -164,8 +164,8 @@ class Election:
                     self._renew(connection, fence)
             self.fault = ""
         except SQLAlchemyError as error:
-            if self.fault != _reason(error):
-                self.fault = _reason(error)
+            if self.fault != postgresql.first_line(error):
+                self.fault = postgresql.first_line(error)
                 logger.warning("the election cannot ask the database: %s", self.fault)
 
     def _read(self, connection: Connection) -> None:
@@ -220,8 +220,3 @@ class Election:
     def _lost(self) -> None:
         self._wake.set()
         self._changed()
-
-
-def _reason(error: SQLAlchemyError) -> str:
-    cause = error.orig if isinstance(error, DBAPIError) else error
-    return str(cause).strip().partition("\n")[0]

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from coordinator.aggregation.delegation import Delegation
 from coordinator.aggregation.tasks import Lateness
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
@@ -88,6 +89,8 @@ class RunContext:
     # backups need. Call it after rows are deleted and before their blobs are.
     back_up: Callable[..., frozenset[str]]
     secret: bytes  # the keys of sketches are derived from it (screening/measuring.py)
+    working: AbstractContextManager[object]  # held while a thread works on a fragment's bytes, one for each core
+    delegation: Delegation | None = None  # leaves work on fragments to aggregators; None if there can be none
     clock: Callable[[], float] = time.monotonic
     now: Callable[[], float] = time.time
 

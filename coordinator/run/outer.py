@@ -49,6 +49,7 @@ class OuterState:
         self.files = files
         self.jobs: list[Job] = []
         self._states: list[State] = []
+        self._here: list[bool] = []
         self._deltas: dict[tuple[int, int], bytes] = {}
         self._lost_deltas: set[tuple[int, int]] = set()
         self._damaged_checkpoints: dict[int, str] = {}
@@ -63,14 +64,26 @@ class OuterState:
         """The state of each fragment."""
         return self._states
 
-    def begin(self, states: list[State]) -> None:
-        """Start from these states, one per fragment: state 0, or the states recorded in the database."""
+    def begin(self, states: list[State], *, here: bool) -> None:
+        """Start from these states, one per fragment: state 0, or the states recorded in the database. `here`: their
+        files are on this machine."""
         self._states, self.jobs = states, [Job() for _ in states]
+        self._here = [here] * len(states)
 
-    def set(self, fragment: int, state: State) -> None:
-        """Move a fragment to another state: one step on, or back to a checkpoint."""
-        self._states[fragment] = state
+    def set(self, fragment: int, state: State, *, here: bool) -> None:
+        """Move a fragment to another state: one step on, or back to a checkpoint. `here`: its file is on this
+        machine."""
+        self._states[fragment], self._here[fragment] = state, here
         self._changed.notify_all()
+
+    def is_here(self, fragment: int) -> bool:
+        """Return True if this process has written or checked the file of the fragment's state. If not, an aggregator
+        may have the state, or an earlier process."""
+        return self._here[fragment]
+
+    def note_here(self, fragment: int, state: State) -> None:
+        """Record that the file of `state` was found, unless the fragment has another state by now."""
+        self._here[fragment] = self._here[fragment] or self._states[fragment] == state
 
     def await_round(self, fragment: int, round_: int, timeout_s: float) -> bool:
         """Wait until the fragment has reached the state of `round_` or a later one. Return False on timeout. Releases

@@ -262,12 +262,29 @@ def disk_is_full(error: BaseException) -> bool:
     return fault is not None and fault.cause is Cause.STORAGE_FULL
 
 
-def upgrade(engine: Engine) -> None:
-    """Migrate the database to the newest schema; create it if there is none. If a later version has migrated it, change
-    nothing and raise OuterstepError."""
+def check_schema(engine: Engine) -> None:
+    """Raise OuterstepError unless the database has the newest schema. May raise DBAPIError."""
+    script = ScriptDirectory.from_config(_alembic())
+    with engine.connect() as connection:
+        _refuse_later_schema(connection, script)
+        found = MigrationContext.configure(connection).get_current_heads()
+    if found != tuple(script.get_heads()):
+        raise OuterstepError(
+            f"no coordinator of version {__version__} has migrated the database {engine.url!r}: start one first"
+        )
+
+
+def _alembic() -> Config:
     config = Config()
     config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     config.attributes["metadata"] = Base.metadata
+    return config
+
+
+def upgrade(engine: Engine) -> None:
+    """Migrate the database to the newest schema; create it if there is none. If a later version has migrated it, change
+    nothing and raise OuterstepError."""
+    config = _alembic()
     with engine.connect() as connection:
         BACKENDS[engine.dialect.name].begin_upgrade(connection)
         config.attributes["connection"] = connection

@@ -8,9 +8,11 @@ in between, as with SQLite. Reads see one moment (repeatable read).
 
 import errno
 import json
+import logging
 import os
 import sqlite3
-from collections.abc import Iterator, Set
+import threading
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,7 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
 from coordinator.store.tables import Base, DeploymentRow
@@ -39,7 +42,7 @@ from protocol.errors import OuterstepError
 from protocol.messages import Cause
 
 DRIVER = "postgresql+psycopg"
-APPLICATION = "outerstep-coordinator"  # the name of sessions in pg_stat_activity
+APPLICATION, AGGREGATOR = "outerstep-coordinator", "outerstep-aggregator"  # names of sessions in pg_stat_activity
 OLDEST = 14  # the oldest version that PostgreSQL's developers maintain
 CONNECT_S = 5
 STATEMENT_S, LOCK_S = 30, 10
@@ -50,19 +53,22 @@ SILENT_S = 10
 READERS = 8  # connections for reading; more readers wait for one
 _UPGRADES = 0x6F757465  # the number of the advisory lock of migrations
 BUSY_S = 10.0  # how long a transaction waits for a connection
+LISTEN_S = 0.5  # a bell looks this often whether it is closed
+
+logger = logging.getLogger(__name__)
 
 _EXAMPLE = f"{DRIVER}://USER:PASSWORD@HOST/DATABASE"
 
 
-def named(url: URL, holder: str) -> URL:
-    """Return the URL for the sessions of one coordinator. `holder`: its id, by which another one ends them when it
-    takes over (`coordinator/lease.py`)."""
-    return url.update_query_dict({"application_name": application_of(holder)})
+def named(url: URL, holder: str, application: str = APPLICATION) -> URL:
+    """Return the URL for the sessions of one process. `holder`: its id. By that of a coordinator, another one ends its
+    sessions when it takes over (`coordinator/lease.py`)."""
+    return url.update_query_dict({"application_name": application_of(holder, application)})
 
 
-def application_of(holder: str) -> str:
-    """Return the `application_name` of a coordinator's sessions."""
-    return f"{APPLICATION} {holder}"
+def application_of(holder: str, application: str = APPLICATION) -> str:
+    """Return the `application_name` of a process's sessions."""
+    return f"{application} {holder}"
 
 
 def check(url: URL) -> None:
@@ -97,9 +103,44 @@ def _reading(url: URL, connections: int) -> Engine:
     return _engine(url, connections, isolation_level="REPEATABLE READ").execution_options(postgresql_readonly=True)
 
 
-def engine_of(url: URL) -> Engine:
-    """Return an engine with a single connection, in which every statement commits by itself."""
-    return _engine(url, 1, isolation_level="AUTOCOMMIT")
+def engine_of(url: URL, connections: int = 1) -> Engine:
+    """Return an engine in which every statement commits by itself."""
+    return _engine(url, connections, isolation_level="AUTOCOMMIT")
+
+
+class Bell:
+    """Calls `rung` when another process of the same database rings (LISTEN and NOTIFY). Only a wake-up, which may be
+    missed: whoever waits also looks by itself from time to time. Close it at the end."""
+
+    def __init__(self, url: URL, channel: str, rung: Callable[[], object]) -> None:
+        self._engine, self._channel, self._rung = engine_of(url), channel, rung
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="bell", daemon=True)
+        self._thread.start()
+
+    def _listen(self) -> None:
+        while not self._closing.is_set():
+            try:
+                with self._engine.connect() as connection:
+                    connection.execute(text(f"LISTEN {self._channel}"))
+                    driver: Any = connection.connection.driver_connection
+                    while not self._closing.is_set():
+                        for _ in driver.notifies(timeout=LISTEN_S, stop_after=1):
+                            self._rung()
+                    connection.invalidate()
+            except (DBAPIError, PoolTimeout, _driver().Error) as error:
+                logger.debug("nobody can ring: %s", error)
+                self._closing.wait(LISTEN_S)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        self._engine.dispose()
+
+
+def ring(connection: Connection, channel: str) -> None:
+    """Wake those that wait for `channel`, once the transaction is committed."""
+    connection.execute(select(func.pg_notify(channel, "")))
 
 
 def _engine(url: URL, connections: int, isolation_level: Any) -> Engine:
@@ -148,7 +189,7 @@ def _opened(url: URL) -> Iterator[Engine]:
     try:
         yield engine
     except DBAPIError as error:
-        raise OuterstepError(f"the database {url!r}: {_first_line(error)}") from error
+        raise OuterstepError(f"the database {url!r}: {first_line(error)}") from error
     finally:
         engine.dispose()
 
@@ -202,8 +243,8 @@ def copy(url: URL, target: Path) -> None:
         if isinstance(error.orig, sqlite3.Error):
             if error.orig.sqlite_errorcode == sqlite3.SQLITE_FULL:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(target)) from error
-            raise OuterstepError(f"the copy {target} cannot be written: {_first_line(error)}") from error
-        raise OuterstepError(f"the database {url!r} cannot be copied: {_first_line(error)}") from error
+            raise OuterstepError(f"the copy {target} cannot be written: {first_line(error)}") from error
+        raise OuterstepError(f"the database {url!r} cannot be copied: {first_line(error)}") from error
     finally:
         for engine in (reading, file):
             engine.dispose()
@@ -225,7 +266,7 @@ def writing_unhurriedly(url: URL) -> Iterator[Connection]:
             connection.execute(text(_UNHURRIED))
             yield connection
     except DBAPIError as error:
-        raise OuterstepError(f"the database {url!r} failed: {_first_line(error)}") from error
+        raise OuterstepError(f"the database {url!r} failed: {first_line(error)}") from error
     finally:
         engine.dispose()
 
@@ -264,15 +305,15 @@ def fault(error: DBAPIError) -> tuple[Cause, str] | None:
     state: str | None = getattr(error.orig, "sqlstate", None)
     if state is None:  # it comes from the driver, which cannot connect or has lost its connection
         wrong = not isinstance(error.orig, _driver().OperationalError | _driver().InterfaceError)
-        return None if wrong else (Cause.STORAGE_UNAVAILABLE, f"the database does not answer: {_first_line(error)}")
+        return None if wrong else (Cause.STORAGE_UNAVAILABLE, f"the database does not answer: {first_line(error)}")
     if state == "53100":
         return Cause.STORAGE_FULL, "the database's disk is full: uploads are rejected until there is space"
     if state == "25006":
         return Cause.STORAGE_UNAVAILABLE, "the database is read-only, as a standby is"
     if state in _WAITED:
-        return Cause.STORAGE_UNAVAILABLE, f"the database took too long: {_first_line(error)}"
+        return Cause.STORAGE_UNAVAILABLE, f"the database took too long: {first_line(error)}"
     if state[:2] in _FAILED or state == "42501":
-        return Cause.STORAGE_UNAVAILABLE, f"the database failed: {_first_line(error)}"
+        return Cause.STORAGE_UNAVAILABLE, f"the database failed: {first_line(error)}"
     return None
 
 
@@ -289,5 +330,7 @@ def _driver() -> Any:
     return psycopg
 
 
-def _first_line(error: DBAPIError) -> str:
-    return str(error.orig).strip().partition("\n")[0]
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, without SQLAlchemy's additions."""
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    return str(cause).strip().partition("\n")[0]

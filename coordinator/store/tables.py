@@ -423,6 +423,41 @@ class LeaderRow(Base):
     expires_at: Mapped[float]
 
 
+class TaskRow(Base):
+    """Work on a fragment's bytes that the leader leaves to an aggregator (`aggregation/queue.py`). `version`: only
+    aggregators of this version do it. `task`: a `coordinator.aggregation.tasks.Task` as JSON. `urgency`: lower numbers
+    first. `preferred`: the aggregator that has the fragment's state; null if none has.
+
+    `token` is the fencing token, which grows whenever an aggregator takes the task. `holder`: the one that has it;
+    null if none has. `expires_at`: by the database's clock. Once it is done, `result` is a `Result` as JSON, or
+    `failure` a message; before that both are null."""
+
+    __tablename__ = "tasks"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    version: Mapped[str]
+    task: Mapped[str]
+    urgency: Mapped[int]
+    preferred: Mapped[str | None] = mapped_column(name_type(64))
+    created_at: Mapped[float]
+    token: Mapped[int] = _counter()
+    holder: Mapped[str | None] = mapped_column(name_type(64))
+    expires_at: Mapped[float] = mapped_column(default=0.0, server_default="0")
+    result: Mapped[str | None]
+    failure: Mapped[str | None]
+
+
+class AggregatorRow(Base):
+    """An aggregator, as it was at `seen_at` (by the database's clock). `host`: the name of its machine."""
+
+    __tablename__ = "aggregators"
+
+    id: Mapped[str] = mapped_column(name_type(64), primary_key=True)
+    host: Mapped[str]
+    version: Mapped[str]
+    seen_at: Mapped[float]
+
+
 class CoordinatorRow(Base):
     """A coordinator that shares this database, as it was at `seen_at` (by the database's clock). `store_fault`: why it
     cannot use the blobs; empty if it can."""

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from sqlalchemy import select
 
+from coordinator.aggregation.tasks import Blob
 from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.outer import State
 from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import digest_of, fault_in
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
-from coordinator.sync import retention
 from protocol.digest import model_digest
 from protocol.fragments import Layout
 from protocol.messages import CheckpointFragment, RunState
@@ -37,29 +38,26 @@ def is_due_at_rest(run: LiveRun, fragment: int) -> bool:
             return session.get(CheckpointFragmentRow, (run.id, run.round, fragment)) is None
 
 
-def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
-    """Checkpoint the state of `fragment` if `is_due_at_rest` returns True."""
-    with run.lock:
-        round_, state_digest = run.outer.states[fragment]
-        if not is_due_at_rest(run, fragment):
-            return
-    write_fragment(run, round_, fragment, run.outer.files.path(fragment, round_), state_digest)
-    with run.change() as change:
-        completed = record_if_complete(change, round_)
-    if completed:
-        retention.clean(run)
-
-
-def write_fragment(run: LiveRun, round_: int, fragment: int, state: Path, state_digest: bytes) -> CheckpointFragmentRow:
-    """Add one fragment to a checkpoint, durably: first its blob, then its row. `state`: the path of its state file."""
+def write_blob(run: LiveRun, round_: int, fragment: int, state: Path) -> Blob:
+    """Put one fragment of a checkpoint into the store, durably. `state`: the path of its state file."""
     with run.traced("checkpoint", max(round_ - 1, 0), fragment):  # traced with the round that led to the state
         with FileReader(state) as reader:
-            size, digest = reader.size, digest_of(reader)
-        run.blobs.put(run.names.checkpoint(round_, fragment, digest), state)
+            blob = Blob(digest=digest_of(reader), size=reader.size)
+        run.blobs.put(run.names.checkpoint(round_, fragment, blob.digest), state)
+    return blob
+
+
+def record_fragment(run: LiveRun, fragment: int, state: State, blob: Blob) -> CheckpointFragmentRow:
+    """Add one fragment to a checkpoint, whose blob is in the store."""
     with run.change() as change:
         return change.session.merge(
             CheckpointFragmentRow(
-                run_id=run.id, round=round_, fragment=fragment, size=size, digest=digest, state_digest=state_digest
+                run_id=run.id,
+                round=state.round,
+                fragment=fragment,
+                size=blob.size,
+                digest=blob.digest,
+                state_digest=state.digest,
             )
         )
 

@@ -1,4 +1,4 @@
-"""Deltas: rebuilt byte for byte from the contributions if the stored one is corrupt, and reported to who waits for them."""
+"""Deltas: rebuilt byte for byte if the stored one is corrupt, and reported to workers that wait for them."""
 
 from collections.abc import Mapping
 

@@ -19,7 +19,7 @@ from coordinator.aggregation.tasks import Given, Lateness
 from coordinator.run.live_run import Arrival, Grant, LiveRun
 from coordinator.screening.measuring import Measure, measure_payload
 from coordinator.store.blobs import DirectAccess, Uploaded
-from coordinator.sync import admission
+from coordinator.sync import admission, delegating
 from coordinator.sync.contributing import commit_blob
 from coordinator.trust.verdicts import keep_in_memory
 from coordinator.units.carrying import late_work
@@ -75,7 +75,7 @@ def commit(
             created = commit_blob(run, arrival, lambda: _confirm(access, name, upload))
     with run.lock:
         run.granted.pop(name, None)
-    if created:
+    if created and not delegating.is_possible(run):
         run.context.submit(_examine, run, header, digest, upload.bytes)
     return ContributionReply(round=round_, fragment=fragment, digest=upload.digest, created=created)
 

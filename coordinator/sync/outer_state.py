@@ -1,4 +1,4 @@
-"""The coordinator's own outer state: uploaded as state 0, stepped after every round, derived again if it is lost.
+"""The coordinator's own outer state: stepped after every round, derived again if it is lost.
 
 After a round, the coordinator takes the same outer step as every worker, with the same decoded delta. The state can be
 derived again from a checkpoint and the deltas after it, so its files are not fsynced.
@@ -12,45 +12,79 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from sqlalchemy import delete, select
+from sqlalchemy import select
 
-from coordinator.aggregation.state_file import BOUND, F32, MaxMagnitude, StateReader, stepped, write_state
-from coordinator.run.live_run import Change, LiveRun
+from coordinator.aggregation.state_file import MaxMagnitude, StateReader, stepped, write_state
+from coordinator.aggregation.tasks import Blob
+from coordinator.run.live_run import LiveRun
 from coordinator.run.outer import State
 from coordinator.run.waiters import EVENTS
 from coordinator.store.blobs import FileReader, StoreOutage
 from coordinator.store.database import disk_is_full
-from coordinator.store.payloads import Body, StoredPayload
+from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow, OuterStateRow
-from coordinator.sync import checkpointing, retention
+from coordinator.sync import checkpointing, delegating, retention
 from coordinator.sync.deltas import rebuild_delta_if_damaged
 from coordinator.trust.guard import check_values
-from outerstep.common.quantities import counted
-from protocol.digest import model_digest
-from protocol.errors import OuterstepError, Problem, WireError
-from protocol.fragments import Layout
-from protocol.messages import CheckpointFragment
-from protocol.spec.sections import check_pin
+from protocol.errors import OuterstepError, WireError
 from protocol.wire import Payload
 
 logger = logging.getLogger(__name__)
 
 
 def catch_up(run: LiveRun, fragment: int) -> None:
-    """Take the outer steps of `fragment` for all rounds that have ended.
+    """Take the outer steps of `fragment` for all rounds that have ended: an aggregator takes them, or this process.
 
     A step waits until its round has ended, because before that workers wait for the round's other fragments to be
     aggregated. Raises OuterstepError if the disk has lost what a step needs.
     """
+    alone = False  # a step that no aggregator can take may need others to be taken here again
     while (before := run.outer.states[fragment].round) < run.round:
-        if not _is_complete(run.outer.files.path(fragment, before)):
-            go_back_to_checkpoint(run, fragment)
-            continue
-        if _recent_delta(run, before, fragment) is None and not rebuild_delta_if_damaged(run, before, fragment):
-            go_back_to_checkpoint(run, fragment, after=before)
-            continue
-        with run.traced("outer-step", before, fragment):
-            _step(run, fragment)
+        if not alone:
+            checkpointed = checkpointing.is_due(run, before + 1)
+            with run.traced("outer-step", before, fragment):
+                advanced = delegating.advance(run, fragment, before + 1, checkpoint=checkpointed)
+            if advanced is not None:
+                after = State(before + 1, advanced.digest)
+                _record_step(run, fragment, after, advanced.largest, advanced.checkpoint, here=False)
+                continue
+            alone = True
+        with run.context.working:
+            _step_here(run, fragment)
+
+
+def bring_here(run: LiveRun, fragment: int) -> None:
+    """Derive the file of the fragment's state on this machine, unless it is here. Raises like `catch_up`."""
+    while not _is_here(run, fragment) or run.outer.states[fragment].round < run.round:
+        with run.context.working:
+            _step_here(run, fragment)
+
+
+def _step_here(run: LiveRun, fragment: int) -> None:
+    """Take one outer step in this process; if it lacks what the step needs, go back to a checkpoint instead."""
+    if not _is_here(run, fragment):
+        go_back_to_checkpoint(run, fragment)
+        return
+    before = run.outer.states[fragment].round
+    if before == run.round:
+        return
+    if _recent_delta(run, before, fragment) is None and not rebuild_delta_if_damaged(run, before, fragment):
+        go_back_to_checkpoint(run, fragment, after=before)
+        return
+    with run.traced("outer-step", before, fragment):
+        _step(run, fragment)
+
+
+def _is_here(run: LiveRun, fragment: int) -> bool:
+    """Return True if the file of the fragment's state is on this machine."""
+    state = run.outer.states[fragment]
+    path = run.outer.files.path(fragment, state.round)
+    if run.outer.is_here(fragment):
+        return _is_complete(path)
+    if not has_state_digest(path, state.digest):
+        return False
+    run.outer.note_here(fragment, state)
+    return True
 
 
 def _is_complete(path: Path) -> bool:
@@ -70,16 +104,42 @@ def _step(run: LiveRun, fragment: int) -> None:
     largest = MaxMagnitude()
     with StateReader(FileReader(run.outer.files.path(fragment, before))) as state:
         digest = step(run, state, before, fragment, target, largest)
-    checkpointed = checkpointing.is_due(run, after)
-    if checkpointed:
-        checkpointing.write_fragment(run, after, fragment, target, digest)
+    blob = checkpointing.write_blob(run, after, fragment, target) if checkpointing.is_due(run, after) else None
+    _record_step(run, fragment, State(after, digest), largest.largest, blob, here=True)
+
+
+def _record_step(run: LiveRun, fragment: int, state: State, largest: float, blob: Blob | None, *, here: bool) -> None:
+    """Make `state` the fragment's. `largest`: the largest magnitude of its values. `blob`: its blob, if it belongs to a
+    checkpoint. `here`: its file is on this machine."""
+    if blob is not None:
+        checkpointing.record_fragment(run, fragment, state, blob)
     with run.change() as change:
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
-        row.round, row.state_digest = after, digest
-        completed = checkpointed and checkpointing.record_if_complete(change, after)
-        check_values(change, largest.largest, after, fragment)
-        change.after_commit(partial(run.outer.set, fragment, State(after, digest)))
+        row.round, row.state_digest = state
+        completed = blob is not None and checkpointing.record_if_complete(change, state.round)
+        check_values(change, largest, state.round, fragment)
+        change.after_commit(partial(run.outer.set, fragment, state, here=here))
         change.wake(EVENTS)
+    if completed:
+        retention.clean(run)
+
+
+def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
+    """Checkpoint the state of `fragment` if `checkpointing.is_due_at_rest` returns True."""
+    with run.lock:
+        state = run.outer.states[fragment]
+        if not checkpointing.is_due_at_rest(run, fragment):
+            return
+    advanced = delegating.advance(run, fragment, state.round, checkpoint=True)
+    if advanced is not None and advanced.checkpoint is not None:
+        blob = advanced.checkpoint
+    else:
+        bring_here(run, fragment)
+        with run.context.working:
+            blob = checkpointing.write_blob(run, state.round, fragment, run.outer.files.path(fragment, state.round))
+    checkpointing.record_fragment(run, fragment, state, blob)
+    with run.change() as change:
+        completed = checkpointing.record_if_complete(change, state.round)
     if completed:
         retention.clean(run)
 
@@ -122,14 +182,6 @@ def _delta(run: LiveRun, round_: int, fragment: int) -> Iterator[Payload]:
             yield delta
 
 
-def set_state_0(change: Change, digests: list[bytes]) -> None:
-    """Make state 0 the outer state. Its files must be in place. `digests`: the state digest of each fragment."""
-    run = change.run
-    for fragment, digest in enumerate(digests):
-        change.session.add(OuterStateRow(run_id=run.id, fragment=fragment, round=0, state_digest=digest))
-    change.after_commit(partial(run.outer.begin, [State(0, digest) for digest in digests]))
-
-
 def fetch_checkpoint(run: LiveRun, row: CheckpointFragmentRow) -> None:
     """Copy one fragment of a checkpoint to the local file of the outer state."""
     name = run.names.checkpoint(row.round, row.fragment, row.digest)
@@ -140,7 +192,7 @@ def restore(run: LiveRun) -> None:
     """Bring the outer state to that of the open or next round, after a start.
 
     A state file that is missing or corrupt (it was not fsynced) is derived again from the newest intact checkpoint and
-    the deltas after it.
+    the deltas after it. With aggregators, that is left to them.
     """
     with run.context.database.read() as session:
         seeded = session.scalars(select(CheckpointRow.round).where(CheckpointRow.run_id == run.id).limit(1)).all()
@@ -150,12 +202,12 @@ def restore(run: LiveRun) -> None:
     if not seeded:
         return
     outer = run.outer
-    outer.begin([State(row.round, row.state_digest) for row in rows])
+    outer.begin([State(row.round, row.state_digest) for row in rows], here=False)
+    if delegating.is_possible(run):
+        return  # aggregators have the states, or derive them
     try:
-        for fragment, (round_, digest) in enumerate(outer.states):
-            if not has_state_digest(outer.files.path(fragment, round_), digest):
-                go_back_to_checkpoint(run, fragment)
-            catch_up(run, fragment)
+        for fragment in range(len(outer.states)):
+            bring_here(run, fragment)
     except (OuterstepError, OSError) as error:  # other runs continue; this one reports what it needs
         if disk_is_full(error) or isinstance(error, StoreOutage):
             raise  # not damage: the next start finds space or the store, or fails again
@@ -195,7 +247,7 @@ def go_back_to_checkpoint(run: LiveRun, fragment: int, after: int = -1) -> None:
         change.record("rederived", f"fragment {fragment} of the outer state is rebuilt from checkpoint {round_}")
         row = change.session.get_one(OuterStateRow, (run.id, fragment))
         row.round, row.state_digest = round_, checkpoint.state_digest
-        change.after_commit(partial(run.outer.set, fragment, State(round_, checkpoint.state_digest)))
+        change.after_commit(partial(run.outer.set, fragment, State(round_, checkpoint.state_digest), here=True))
 
 
 def has_state_digest(path: Path, state_digest: bytes) -> bool:
@@ -205,103 +257,3 @@ def has_state_digest(path: Path, state_digest: bytes) -> bool:
             return state.state_digest() == state_digest
     except (OSError, WireError):
         return False
-
-
-# --- state 0, which a worker uploads ----------------------------------------------------------------------------------
-
-
-def accept_state(
-    run: LiveRun, layout: Layout, worker: str, fragment: int, body: Body
-) -> tuple[CheckpointFragment, bool]:
-    """Accept an uploaded fragment of state 0. Return it, and True if it is new.
-
-    One worker makes state 0 from the seed in the run spec. Raises WireError if the bytes are not a payload, and
-    Problem: invalid-payload (not the expected payload, or a momentum that is not +0), state-conflict, pin-mismatch.
-    """
-    elements = layout.elements[fragment]
-    with body.payload() as payload:
-        header = payload.header
-        expected = ("state", run.name, 0, fragment, "fp32", 2 * elements)
-        got = (header.kind, header.run, header.round, header.fragment, header.codec, header.elements)
-        if got != expected:
-            raise Problem("invalid-payload", f"the payload is {got}, expected {expected}")
-        payload.check()
-        canonical = run.context.data.scratch()
-        try:
-            state_digest = write_state(canonical, run.name, 0, fragment, elements, _halves(payload, elements))
-            with run.lock:
-                row, created = _accept(run, worker, fragment, canonical, state_digest)
-                rows = [] if run.seeded else _uploaded(run)
-                begins = len(rows) == len(layout.fragments)
-                if begins:
-                    _check_pinned(run, worker, [each.state_digest for each in rows])
-                    for each in rows:
-                        fetch_checkpoint(run, each)
-                    with run.change() as change:
-                        _begin(change, layout, [each.state_digest for each in rows])
-            if begins:
-                run.context.back_up()
-        finally:
-            canonical.unlink(missing_ok=True)
-    return checkpointing.describe(row, layout), created
-
-
-def _accept(
-    run: LiveRun, worker: str, fragment: int, canonical: Path, state_digest: bytes
-) -> tuple[CheckpointFragmentRow, bool]:
-    with run.context.database.read() as session:
-        row = session.get(CheckpointFragmentRow, (run.id, 0, fragment))
-    if row is not None and row.state_digest == state_digest:
-        return row, False
-    if run.seeded or run.members.seeder != worker:
-        raise Problem("state-conflict", f"state 0 of the run {run.name} is not for {worker} to seed")
-    run.members.note_seeder_upload(run.context.clock())
-    return checkpointing.write_fragment(run, 0, fragment, canonical, state_digest), True
-
-
-def _uploaded(run: LiveRun) -> list[CheckpointFragmentRow]:
-    with run.context.database.read() as session:
-        return session.query(CheckpointFragmentRow).filter_by(run_id=run.id, round=0).order_by("fragment").all()
-
-
-def _check_pinned(run: LiveRun, worker: str, digests: list[bytes]) -> None:
-    """Raise Problem `pin-mismatch` if the spec pins a different state 0. Then another worker is asked to upload it."""
-    try:
-        check_pin("state", run.spec.pins.state, model_digest(digests).hex())
-    except Problem as problem:
-        with run.change() as change:
-            change.session.execute(delete(CheckpointFragmentRow).where(CheckpointFragmentRow.run_id == run.id))
-            change.record("seeder-refused", f"state 0 of {worker} was rejected: {problem.detail}", worker=worker)
-            change.after_commit(partial(run.members.dismiss_seeder, run.context.clock()))
-            change.wake()
-        raise
-
-
-def _begin(change: Change, layout: Layout, digests: list[bytes]) -> None:
-    """Start the run from state 0, once all its fragments are uploaded and in place."""
-    digest, now = model_digest(digests), change.run.context.now()
-    change.session.add(CheckpointRow(run_id=change.run.id, round=0, created_at=now, state_digest=digest))
-    message = f"state 0 was uploaded: {layout.total_elements} parameters in {counted(len(digests), 'fragment')}"
-    change.record("seeded", message)
-    set_state_0(change, digests)
-    change.wake()
-
-
-def _halves(payload: Payload, elements: int) -> Iterator[tuple[F32, F32]]:
-    """Yield the uploaded state 0 as chunks (θ, u), with one in memory at a time.
-
-    Raises Problem `invalid-payload` if a value of θ is out of bounds or a value of u is not +0. In the payload u
-    follows θ, so the error may come at the end.
-    """
-    start = 0
-    for index, n in enumerate(payload.chunks):
-        values = np.empty(n, np.float32)
-        payload.codec.decode(payload.chunk(index), values)
-        theta, momentum = np.split(values, [max(elements - start, 0)])
-        if momentum.view(np.uint32).any():
-            raise Problem("invalid-payload", "the momentum u of state 0, the second half of the values, is not +0")
-        if theta.size:
-            if not np.abs(theta).max() <= BOUND:
-                raise Problem("invalid-payload", f"a value of state 0 is {np.abs(theta).max():.3g}, beyond {BOUND:g}")
-            yield theta, np.zeros_like(theta)
-        start += n

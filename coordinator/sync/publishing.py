@@ -12,16 +12,15 @@ from functools import partial
 from sqlalchemy import select
 
 from coordinator.aggregation.fragment import ContributionsLost, NoneValid, aggregate_fragment
-from coordinator.aggregation.tasks import Aggregate, Given
+from coordinator.aggregation.tasks import Aggregate, Aggregated, Given
 from coordinator.run.decide import advance
 from coordinator.run.live_run import Change, LiveRun
-from coordinator.run.open_round import OpenRound
+from coordinator.run.open_round import OpenFragment, OpenRound
 from coordinator.run.outer import Job
 from coordinator.run.schedule import round_steps, steps_trained
 from coordinator.run.waiters import delta_of
-from coordinator.screening.judging import Judgement
 from coordinator.store.tables import ContributionRow, FragmentRow, RoundRow
-from coordinator.sync import checkpointing, outer_state, retention
+from coordinator.sync import checkpointing, delegating, outer_state, retention
 from coordinator.trust.equal_work import report_similar_work
 from coordinator.trust.verdicts import conclude_round, report_verdicts, screening
 from coordinator.units.epochs import check_epochs
@@ -62,7 +61,7 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
     try:
         while True:
             outer_state.catch_up(run, index)
-            checkpointing.checkpoint_at_rest(run, index)
+            outer_state.checkpoint_at_rest(run, index)
             with run.lock:
                 opening = _aggregating(run, index)
                 if opening is None and not _is_due(run, index):
@@ -92,27 +91,35 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     fragment = opening.fragments[index]
     with run.lock:
         task = _task(run, opening, index)
-        measures = {worker: each.measured for worker, each in fragment.contributed.items() if each.measured is not None}
-        contents = dict(fragment.contents)
-    theta_norm = partial(outer_state.theta_norm, run, index, opening.number)
+    with run.traced("aggregate", opening.number, index):
+        found = delegating.aggregate(run, task)
     try:
-        with run.traced("aggregate", opening.number, index):
-            delta = aggregate_fragment(
-                task, run.blobs, run.context.secret, theta_norm, measures=measures, contents=contents
-            )
+        if found is None:
+            if task.bounded:
+                outer_state.bring_here(run, index)  # for the norm of θ
+            with run.context.working, run.traced("aggregate", opening.number, index):
+                found = _aggregate_here(run, fragment, task)
     except (ContributionsLost, NoneValid) as lost:
         if isinstance(lost, NoneValid):
             run.not_direct.update(lost.workers)
         lose_contributions(run, opening, index, lost.workers, str(lost))
         return
-    aggregated_at = run.context.now()
-    contents.clear()
     fragment.contents.clear()
-    run.not_direct.update(delta.invalid)
+    run.not_direct.update(found.invalid)
+    _record_delta(run, opening, index, found, run.context.now())
+
+
+def _aggregate_here(run: LiveRun, fragment: OpenFragment, task: Aggregate) -> Aggregated:
+    """Do the task in this process. Raises like `aggregate_fragment`."""
+    with run.lock:
+        measures = {worker: each.measured for worker, each in fragment.contributed.items() if each.measured is not None}
+        contents = dict(fragment.contents)
+    theta_norm = partial(outer_state.theta_norm, run, task.fragment, task.round)
+    delta = aggregate_fragment(task, run.blobs, run.context.secret, theta_norm, measures=measures, contents=contents)
     delta_digest = digest(delta.content)
-    run.blobs.put(run.names.delta(opening.number, index, delta_digest), delta.content)
+    run.blobs.put(run.names.delta(task.round, task.fragment, delta_digest), delta.content)
     run.context.memory.add_delta(delta_digest, delta.content)
-    _record_delta(run, opening, index, delta.judgement, len(delta.content), delta_digest, aggregated_at)
+    return Aggregated.of(delta.judgement, delta.invalid, delta_digest, len(delta.content))
 
 
 def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
@@ -132,6 +139,7 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
         },
         unit_tokens=run.spec.unit_tokens,
         **judged._asdict(),
+        state=delegating.checkpoint_blob(run, opening.number, index) if judged.bounded else None,
     )
 
 
@@ -139,13 +147,11 @@ def _record_delta(
     run: LiveRun,
     opening: OpenRound,
     index: int,
-    judgement: Judgement,
-    size: int,
-    digest: bytes,
+    found: Aggregated,
     aggregated_at: float,
 ) -> None:
     """Publish the durable delta, which never changes again. The last fragment of a round also ends the round."""
-    round_, fragment = opening.number, opening.fragments[index]
+    round_, fragment, judgement = opening.number, opening.fragments[index], found.judgement
     with run.change() as change:
         if run.state is RunState.STOPPED:  # it was stopped while the delta was made
             return
@@ -162,7 +168,7 @@ def _record_delta(
             conclude_round(change, opening)
         steps = steps_trained(run, session) if last else 0
         finished = last and run.step + steps == run.spec.total_inner_steps
-        row.state, row.delta_bytes, row.delta_digest = published, size, digest
+        row.state, row.delta_bytes, row.delta_digest = published, found.size, found.digest
         row.aggregated_at, row.published_at = aggregated_at, now
         if last:
             session.get_one(RoundRow, (run.id, round_)).closed_at = now
@@ -180,7 +186,7 @@ def _record_delta(
         def apply() -> None:
             fragment.state = published
             run.counters.count_judged(verdict.factor for verdict in judgement.verdicts.values())
-            run.outer.add_delta(round_, index, digest, last=last)
+            run.outer.add_delta(round_, index, found.digest, last=last)
 
         change.after_commit(apply)
         change.wake(None if finished else delta_of(index))

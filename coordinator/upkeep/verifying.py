@@ -16,6 +16,7 @@ from sqlalchemy import select
 
 from coordinator.aggregation.state_file import MaxMagnitude, StateReader
 from coordinator.run.live_run import LiveRun
+from coordinator.run.outer import State
 from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.tables import CheckpointFragmentRow, FragmentRow
 from coordinator.sync import checkpointing, retention
@@ -118,6 +119,8 @@ def _repair_state(run: LiveRun, fragment: int) -> bool:
     with run.lock:
         state = run.outer.states[fragment]
     path = run.outer.files.path(fragment, state.round)
+    if not run.outer.is_here(fragment):
+        return True  # an aggregator has it, or derives it
     if run.outer.damage is not None or has_state_digest(path, state.digest):
         return True
     with run.lock:
@@ -143,7 +146,8 @@ def _checkpoint_now(run: LiveRun) -> bool:
             path = run.outer.files.path(fragment, state.round)
             if not has_state_digest(path, state.digest):
                 return False
-            checkpointing.write_fragment(run, state.round, fragment, path, state.digest)
+            blob = checkpointing.write_blob(run, state.round, fragment, path)
+            checkpointing.record_fragment(run, fragment, state, blob)
         run.outer.mark_intact(run.round)
         with run.change() as change:
             completed = checkpointing.record_if_complete(change, run.round)
@@ -206,4 +210,5 @@ def _replace(run: LiveRun, row: CheckpointFragmentRow, state: Path) -> None:
     with run.lock:  # retention holds it while it deletes the rows; it deletes the blobs later
         if _is_kept(run, row):
             run.blobs.delete(run.names.checkpoint(row.round, row.fragment, row.digest))
-            checkpointing.write_fragment(run, row.round, row.fragment, state, row.state_digest)
+            blob = checkpointing.write_blob(run, row.round, row.fragment, state)
+            checkpointing.record_fragment(run, row.fragment, State(row.round, row.state_digest), blob)

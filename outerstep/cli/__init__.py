@@ -99,6 +99,12 @@ def _coordinator() -> typer.Typer:
     return _group("coordinator", coordinator.app, commands)
 
 
+def _aggregator() -> typer.Typer:
+    from outerstep.cli import aggregator
+
+    return _command("aggregator", aggregator.aggregator)
+
+
 def _migrate() -> typer.Typer:
     from outerstep.cli import coordinator
 
@@ -199,6 +205,10 @@ ENTRIES: dict[str, Entry] = {
     "plan": Entry(_plan, "Estimate what a run costs on given network connections, and recommend codecs and H."),
     "privacy": Entry(_privacy, "Show the guarantee of a run spec's [privacy]: epsilon at its delta, by rounds."),
     "coordinator": Entry(_coordinator, "Run a coordinator until SIGTERM or Ctrl-C, or one of its commands."),
+    "aggregator": Entry(
+        _aggregator,
+        "Average contributions for several coordinators, until SIGTERM or Ctrl-C.",
+    ),
     "run": Entry(_run, "Create, follow, steer and export runs."),
     "token": Entry(_token, "Create, list, rotate and revoke tokens. Needs an admin token."),
     "data": Entry(_data, "Prepare and inspect token sets to train on."),

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="se
 # As many threads as wait for each other hold memory at once; then glibc tells how many heaps it has made.
 THREADS_WITH_MEMORY = """
 import ctypes, sys, threading
-from coordinator.server import keep_freed_memory
+from coordinator.process import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()
@@ -36,7 +36,7 @@ libc.fflush(None)
 FAULTS = """
 import resource, sys
 import numpy as np
-from coordinator.server import keep_freed_memory
+from coordinator.process import keep_freed_memory
 
 if sys.argv[1] == "kept":
     keep_freed_memory()

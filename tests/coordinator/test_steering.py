@@ -7,7 +7,7 @@ import pytest
 from coordinator.rounds.steering import CHANGES, change_state
 from coordinator.run.live_run import LiveRun
 from coordinator.store.identity import Actor
-from coordinator.sync import checkpointing
+from coordinator.sync import outer_state
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
 from protocol.messages import RunState
@@ -169,14 +169,14 @@ def test_a_run_that_is_stopped_while_its_last_step_ends_keeps_a_checkpoint_all_t
 ) -> None:
     """Between the step's look at whether the run is at rest, and its end."""
     (a,) = crew(shared, run, ["a"], rounds=9)
-    keep = checkpointing.checkpoint_at_rest
+    keep = outer_state.checkpoint_at_rest
 
     def keep_and_stop(live: LiveRun, fragment: int) -> None:
         keep(live, fragment)
         if live.name == run and live.outer.states[fragment].round == 1 and live.state is RunState.RUNNING:
             change_state(live, RunState.STOPPED, Actor())
 
-    monkeypatch.setattr(checkpointing, "checkpoint_at_rest", keep_and_stop)
+    monkeypatch.setattr(outer_state, "checkpoint_at_rest", keep_and_stop)
     play_round([a], 0)
     wait_until(lambda: info(shared, run, "/checkpoints")["items"][0]["round"] == 1)
 

@@ -44,7 +44,7 @@ def test_the_list_of_commands_says_what_a_command_says_itself(name: str):
 
 # What shows nothing that a program could want: the exit code says it.
 SHOW_NOTHING = {
-    *{("coordinator",), ("worker",)},  # processes, which log
+    *{("coordinator",), ("aggregator",), ("worker",)},  # processes, which log
     *{
         ("migrate",),
         ("coordinator", "notify-test"),

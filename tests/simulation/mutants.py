@@ -16,11 +16,13 @@ import torch
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from coordinator.aggregation.tasks import Blob
 from coordinator.rounds import closing, opening
 from coordinator.run import schedule
 from coordinator.run.live_run import LiveRun
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
+from coordinator.run.outer import State
 from coordinator.screening import judging
 from coordinator.store.blobs import DirectAccess, Kind
 from coordinator.store.directory_blobs import DirectoryBlobs
@@ -304,22 +306,22 @@ def _commits_without_a_checksum() -> list[Replacement]:
 
 
 def _deletes_before_the_checkpoint_is_complete() -> list[Replacement]:
-    real = checkpointing.write_fragment
+    real = checkpointing.record_fragment
 
     def begun(run: LiveRun) -> list[int]:
         with run.context.database.read() as session:
             rounds = session.scalars(select(CheckpointFragmentRow.round).distinct()).all()
         return sorted(rounds, reverse=True)
 
-    def write_fragment(run: LiveRun, round_: int, *arguments: Any) -> CheckpointFragmentRow:
-        row = real(run, round_, *arguments)
-        if round_ == 0:
+    def record_fragment(run: LiveRun, fragment: int, state: State, blob: Blob) -> CheckpointFragmentRow:
+        row = real(run, fragment, state, blob)
+        if state.round == 0:
             return row
         with patch.object(retention, "complete_checkpoints", begun):
             retention.clean(run)
         return row
 
-    return [(checkpointing, "write_fragment", write_fragment)]
+    return [(checkpointing, "record_fragment", record_fragment)]
 
 
 # An honest worker ends for good: here, as its contribution weighs more than the units that it still holds.

@@ -1,0 +1,287 @@
+"""The aggregator: a process that takes tasks from the queue and does them. It is stateless: what it has on disk is a
+cache, and whatever it leaves undone, another one does.
+
+A task's blobs are in the store before its result is written. Blobs are put if absent, and the same task gives the same
+bytes, so it does no harm if two aggregators do it, or one that was believed dead.
+"""
+
+import logging
+import math
+import os
+import secrets
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from sqlalchemy import URL, Connection, Engine, select
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from coordinator.aggregation import queue
+from coordinator.aggregation.fragment import aggregate_fragment
+from coordinator.aggregation.queue import RESULTS, Claim
+from coordinator.aggregation.state_file import StateReader
+from coordinator.aggregation.states import States
+from coordinator.aggregation.tasks import Advanced, Aggregate, Aggregated, Task
+from coordinator.store import postgresql
+from coordinator.store.blobs import OWNER, Blobs, OwnedBucket, RunNames, StoreOutage
+from coordinator.store.data_directory import DataDirectory
+from coordinator.store.database import check_schema
+from coordinator.store.opening import objects_at
+from coordinator.store.payloads import MemoryBudget
+from coordinator.store.tables import DeploymentRow
+from protocol.digest import digest
+from protocol.errors import OuterstepError
+
+STATES = "states"  # in the data directory
+RENEW_S = 2.0
+LOOK_S = 1.0  # between looks at the queue, if nobody rings
+REST_S = 2.0  # after a fault of the database or the store
+STOP_S = 5.0  # for a task in hand, when the process stops
+MOST_AT_ONCE = 4  # tasks
+
+logger = logging.getLogger(__name__)
+
+
+class Superseded(Exception):
+    """The task is no longer this aggregator's."""
+
+
+class Aggregator:
+    """Does tasks, on several threads, until it is stopped.
+
+    `connect` returns a connection in which every statement commits by itself. `secret`: the deployment's. `ring` tells
+    the leader that a task is done.
+    """
+
+    def __init__(
+        self,
+        id_: str,
+        connect: Callable[[], Connection],
+        blobs: Blobs,
+        states: States,
+        secret: bytes,
+        ring: Callable[[Connection], object],
+    ) -> None:
+        self.id = id_
+        self._connect, self._blobs, self._states, self._secret, self._ring = connect, blobs, states, secret, ring
+        self._memory = MemoryBudget()  # has the deltas that this process has just made
+        self._lock = threading.Lock()
+        self._held: dict[int, Claim] = {}  # by the thread that works on it
+        self._stopping, self._awake = threading.Event(), threading.Event()
+
+    # --- tasks ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Take a task and do it. Return False if there is none. Raises SQLAlchemyError and StoreOutage."""
+        with self._connect() as connection:
+            claim = queue.take(connection, self.id)
+        if claim is None:
+            return False
+        own = threading.get_ident()
+        with self._lock:
+            self._held[own] = claim
+        try:
+            self._finish(claim, partial(queue.finish, result=self._done(claim.task)))
+        except Superseded:
+            logger.info("task %d was taken by another aggregator, or is no longer wanted", claim.id)
+        except (StoreOutage, SQLAlchemyError):
+            self._finish(claim, queue.give_back)
+            raise
+        except Exception as error:  # the leader does it, and reports what is wrong
+            logger.exception("task %d failed: %s of run %s", claim.id, claim.task.kind, claim.task.run)
+            self._finish(claim, partial(queue.fail, failure=f"{type(error).__name__}: {error}"))
+        finally:
+            with self._lock:
+                self._held.pop(own, None)
+        return True
+
+    def _finish(self, claim: Claim, write: Callable[[Connection, Claim], bool]) -> None:
+        with self._connect() as connection:
+            if write(connection, claim):
+                self._ring(connection)
+            else:
+                logger.info("task %d is no longer this aggregator's, so its result is dropped", claim.id)
+
+    def _done(self, task: Task) -> Aggregated | Advanced:
+        if not isinstance(task, Aggregate):
+            return self._states.advance(task, self._blobs, self._memory, self._check)
+        delta = aggregate_fragment(task, self._blobs, self._secret, partial(self._theta_norm, task), check=self._check)
+        delta_digest = digest(delta.content)
+        self._blobs.put(RunNames(task.run).delta(task.round, task.fragment, delta_digest), delta.content)
+        self._memory.add_delta(delta_digest, delta.content)
+        return Aggregated.of(delta.judgement, delta.invalid, delta_digest, len(delta.content))
+
+    def _theta_norm(self, task: Aggregate) -> float:
+        if task.state is None:
+            raise OuterstepError("no checkpoint has the fragment's state")
+        name, squares = RunNames(task.run).checkpoint(task.round, task.fragment, task.state), 0.0
+        with StateReader(self._blobs.open(name)) as state:
+            for theta, _ in state.read_chunks():
+                squares += float(np.dot(theta, theta))
+        return math.sqrt(squares)
+
+    def _check(self) -> None:
+        """Raise Superseded if the task of this thread is no longer this aggregator's."""
+        with self._lock:
+            if threading.get_ident() not in self._held:
+                raise Superseded
+
+    def renew(self) -> None:
+        """Report that this aggregator is alive, and renew its leases. Raises SQLAlchemyError."""
+        with self._connect() as connection:
+            queue.report(connection, self.id, socket.gethostname())
+            with self._lock:
+                held = list(self._held.items())
+            for thread, claim in held:
+                if not queue.renew(connection, claim):
+                    with self._lock:
+                        if self._held.get(thread) == claim:
+                            del self._held[thread]
+
+    def _retire(self) -> None:
+        with self._connect() as connection:
+            with self._lock:
+                held, self._held = list(self._held.values()), {}
+            for claim in held:
+                queue.give_back(connection, claim)
+            queue.retire(connection, self.id)
+
+    # --- threads --------------------------------------------------------------------------------------------------
+
+    def work(self) -> None:
+        """Do tasks until it is stopped."""
+        while not self._stopping.is_set():
+            try:
+                if not self.step():
+                    self._awake.wait(LOOK_S)
+                    self._awake.clear()
+            except (StoreOutage, SQLAlchemyError) as error:
+                logger.warning("%s; trying again in %.0f s", postgresql.first_line(error), REST_S)
+                self._stopping.wait(REST_S)
+
+    def wake(self) -> None:
+        """Look for a task now."""
+        self._awake.set()
+
+    def stop(self) -> None:
+        """Take no more tasks, and give back those in hand."""
+        self._stopping.set()
+        self._awake.set()
+        try:
+            self._retire()
+        except SQLAlchemyError as error:
+            logger.info("the leases expire by themselves: %s", postgresql.first_line(error))
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def serve(
+    url: URL, bucket: str | None, data_dir: Path, stopping: threading.Event, ready: Callable[[str], object]
+) -> None:
+    """Do tasks of the coordinators that share the database at `url`, until `stopping` is set. `bucket`: the URL of
+    theirs; None for the one in the database. `ready` is called with it once this aggregator can take tasks.
+
+    Raises OuterstepError if the database, the bucket or the data directory cannot be used, or if the blobs are moved.
+    """
+    id_, count = secrets.token_hex(8), min(os.cpu_count() or 1, MOST_AT_ONCE)
+    named = postgresql.named(url, id_, postgresql.AGGREGATOR)
+    with ExitStack() as opened:
+        engine = postgresql.engine_of(named, connections=count + 1)
+        opened.callback(engine.dispose)
+        deployment = _deployment(engine)
+        place = bucket or deployment.url
+        data = opened.enter_context(closing(DataDirectory(data_dir)))
+        states = data.root / STATES
+        shutil.rmtree(states, ignore_errors=True)
+        aggregator = Aggregator(
+            id_,
+            engine.connect,
+            _opened(deployment.owner, place, data),
+            States(states, shutil.disk_usage(data.root).free // 2),
+            deployment.secret,
+            partial(postgresql.ring, channel=RESULTS),
+        )
+        aggregator.renew()
+        ready(place)
+        check = partial(_check_bucket, engine, deployment, any_url=bucket is not None)
+        _run(aggregator, named, count, stopping, check)
+
+
+def _run(aggregator: Aggregator, url: URL, count: int, stopping: threading.Event, check: Callable[[], object]) -> None:
+    """Run the aggregator's threads until `stopping` is set. Raises what `check` raises, which is called every
+    RENEW_S."""
+    threads = [threading.Thread(target=aggregator.work, name=f"task {index}", daemon=True) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    fault = ""
+    with closing(postgresql.Bell(url, queue.TASKS, aggregator.wake)):
+        try:
+            while not stopping.wait(RENEW_S):
+                try:
+                    aggregator.renew()
+                    check()
+                    fault = ""
+                except SQLAlchemyError as error:  # the leases expire meanwhile
+                    if fault != postgresql.first_line(error):
+                        fault = postgresql.first_line(error)
+                        logger.warning("the database cannot be asked: %s", fault)
+        finally:
+            aggregator.stop()
+            for thread in threads:
+                thread.join(STOP_S)
+
+
+class _Deployment(NamedTuple):
+    """What the coordinators of a database have in common: their secret, and their bucket's owner and URL."""
+
+    secret: bytes
+    owner: str
+    url: str
+
+
+def _deployment(engine: Engine) -> _Deployment:
+    """Raises OuterstepError if the database cannot be used, or if the coordinators have no bucket yet."""
+    try:
+        check_schema(engine)
+        return _read(engine)
+    except DBAPIError as error:
+        raise OuterstepError(f"the database {engine.url!r}: {postgresql.first_line(error)}") from error
+
+
+def _read(engine: Engine) -> _Deployment:
+    row = DeploymentRow
+    with engine.connect() as connection:
+        secret, owner, url = connection.execute(select(row.secret, row.bucket_owner, row.bucket_url)).one()
+    if owner is None or url is None:
+        raise OuterstepError("the coordinators of this database have no bucket: start one first, with --blobs URL")
+    return _Deployment(secret, owner, url)
+
+
+def _check_bucket(engine: Engine, before: _Deployment, *, any_url: bool) -> None:
+    """Raise OuterstepError if the blobs are in another bucket than before. `any_url`: only its owner counts."""
+    now = _read(engine)
+    if now.owner != before.owner or not (any_url or now.url == before.url):
+        raise OuterstepError(f"the blobs are in another bucket now, {now.url}: start the aggregator again")
+
+
+def _opened(owner: str, url: str, data: DataDirectory) -> Blobs:
+    """Open the bucket at `url`. Raises OuterstepError unless it is that of `owner`."""
+    objects = objects_at(url)
+    from coordinator.store.object_blobs import ObjectBlobs
+
+    found = objects.get(OWNER)
+    if found is None or found[0] != owner.encode():
+        raise OuterstepError(f"the bucket {objects} does not belong to the coordinators of this database")
+    return ObjectBlobs(OwnedBucket(objects, owner, leads=_never), data)
+
+
+def _never() -> bool:
+    """Aggregators delete nothing."""
+    return False

@@ -1,0 +1,107 @@
+"""The command `outerstep aggregator`."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outerstep.cli.errors import UsageError, import_extra, validated
+from outerstep.cli.options import LogFileOption, check_log
+from outerstep.common.connections import error_text
+
+FLAGS = {
+    "database": "--database",
+    "blobs": "--blobs",
+    "data_dir": "--data",
+    "log_level": "--log-level",
+    "log_format": "--log-format",
+    "log_file": "--log-file",
+}
+
+
+def aggregator(
+    database_url: Annotated[
+        str | None,
+        typer.Option(
+            "--database",
+            metavar="URL",
+            help="The coordinators' PostgreSQL database: postgresql+psycopg://USER:PASSWORD@HOST/NAME.",
+        ),
+    ] = None,
+    blobs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="The coordinators' bucket, if its address is another one here: s3+https://HOST/…"
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="A directory for this aggregator's cache. Default: outerstep-aggregator."),
+    ] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="console (text lines) or json (one object per line).")] = None,
+    log_file: LogFileOption = None,
+) -> None:
+    """Average contributions for several coordinators, until SIGTERM or Ctrl-C.
+
+    The coordinators share a PostgreSQL database and a bucket. Start as many aggregators as you like, on any machines
+    that reach both. Each option can also be set by an environment variable:
+    OUTERSTEP_AGGREGATOR_DATABASE, _BLOBS, _DATA_DIR, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE. The bucket's key is in the
+    environment, as for a coordinator.
+
+    \b
+    Example:
+      outerstep aggregator --database postgresql+psycopg://outerstep@db.internal/outerstep --data ./aggregator
+    """
+    process = import_extra("coordinator.process", extra="coordinator", command="outerstep aggregator")
+    os.umask(0o077)  # its files must not be readable by other users
+    given = {
+        "database": database_url,
+        "blobs": blobs,
+        "data_dir": data,
+        "log_level": log_level,
+        "log_format": log_format,
+        "log_file": log_file,
+    }
+    settings = _settings(given)
+    url = _database_url(settings)
+    check_log("--log-file", settings.log_file)
+    aggregating = import_extra(
+        "coordinator.aggregation.aggregator", extra="coordinator", command="outerstep aggregator"
+    )
+    process.start_logging(settings.log_level, settings.log_format, settings.log_file)
+    process.allow_open_files()
+    process.keep_freed_memory()
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    try:
+        aggregating.serve(url, settings.blobs, settings.data_dir, stopping, _print_ready)
+    except OSError as error:
+        raise UsageError(f"cannot use {settings.data_dir}: {error_text(error)}") from error
+
+
+def _print_ready(bucket: str) -> None:
+    typer.echo(f"outerstep aggregator ready, for the bucket {bucket}")
+
+
+def _settings(given: dict[str, Any]) -> Any:
+    settings = import_extra("coordinator.settings", extra="coordinator", command="outerstep aggregator")
+    if given["database"] is None and "OUTERSTEP_AGGREGATOR_DATABASE" not in os.environ:
+        raise UsageError("give the coordinators' database: --database postgresql+psycopg://USER:PASSWORD@HOST/NAME")
+    return validated(settings.AggregatorSettings, given, FLAGS)
+
+
+def _database_url(settings: Any) -> Any:
+    """Return the URL of the database. Raises UsageError if it is none of a PostgreSQL database."""
+    database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep aggregator")
+    try:
+        url = database.url_of(settings.database, settings.data_dir)
+    except ValueError as error:  # without its value, which may contain a password
+        raise UsageError(f"--database, or its variable: {error}") from error
+    if not database.is_shared(url):
+        raise UsageError("--database: aggregators need PostgreSQL; a coordinator with SQLite averages by itself")
+    return url
