@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
+from sqlalchemy import make_url
 
 from coordinator.run.live_run import LiveRun
 from coordinator.server import Server, make_server
@@ -26,6 +27,7 @@ from coordinator.store import sqlite
 from coordinator.store.blobs import OpenStore
 from coordinator.store.database import Database
 from harness import stores
+from harness.aggregator import aggregator_thread
 from protocol.messages import Scope, TokenRequest
 
 MANY_NAMES = 10_000
@@ -129,9 +131,9 @@ def coordinator_thread(
     token_in: Path | None = None,
     **settings: Any,
 ) -> Iterator[InThread]:
-    """Run a coordinator in a thread. With `pytest --standby`, the address is that of a standby in front of it. `store`:
-    None for that of the settings, or the one that pytest's options name. `token_in`: the data directory that has the
-    admin token, None for its own."""
+    """Run a coordinator in a thread. With `pytest --standby`, the address is that of a standby in front of it; with
+    `pytest --aggregator`, it has an aggregator. `store`: None for that of the settings, or the one that pytest's options
+    name. `token_in`: the data directory that has the admin token, None for its own."""
     if stores.database == "postgresql":
         url = stores.database_of(data_dir).render_as_string(hide_password=False)
         settings.setdefault("database", url)
@@ -153,6 +155,13 @@ def coordinator_thread(
             )
             assert standby.shared is not None
             assert standby.shared.terms.leader
+        if stores.aggregator and store is not None:
+            database, folder = make_url(str(complete.database)), data_dir.with_name(f"{data_dir.name}-aggregator")
+            blobs = store(server.coordinator.data)
+            stack.enter_context(aggregator_thread("aggregator", database, blobs, folder))
+            delegation = server.coordinator.delegation
+            while delegation is not None and not delegation.is_possible:
+                time.sleep(0.005)
         yield InThread(url, token, data_dir, server, loop)
 
 

@@ -102,6 +102,7 @@ class MemoryBlobs:
 kind = "directory"  # set by `--blobs`
 database = "sqlite"  # set by `--database`
 standby = False  # set by `--standby`
+aggregator = False  # set by `--aggregator`
 _by_directory: dict[Path, MemoryBlobs] = {}  # so that a coordinator that restarts on its directory finds them
 _servers = ExitStack()  # ends with the process
 atexit.register(_servers.close)

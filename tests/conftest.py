@@ -31,12 +31,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--database", choices=("sqlite", "postgresql"), default="sqlite", help="which database coordinators use"
     )
     parser.addoption("--standby", action="store_true", help="send all requests through a standby (with postgresql)")
+    parser.addoption("--aggregator", action="store_true", help="let an aggregator average (with postgresql)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     stores.kind = config.getoption("--blobs")
     stores.database = config.getoption("--database")
     stores.standby = config.getoption("--standby")
+    stores.aggregator = config.getoption("--aggregator")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
