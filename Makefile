@@ -6,7 +6,7 @@
 #              `simulated`, `test`, `types` and `lint`
 # make nightly    `make check` and what takes longer (marked `nightly`): images, installations, the tutorial, the demo, planted
 #              bugs, 1000 more seeds, a soak, benchmarks in short, and `make test` with blobs in memory, with
-#                 PostgreSQL, and through a standby
+#                 PostgreSQL, through a standby, and with an aggregator
 # make simulate    SEEDS=100000 simulated runs under faults, on all CPUs, with the invariants checked after every step
 # make soak    a coordinator and 6 workers under kills, slow lines and flipped bits, for MINUTES=15; as root, or without slow lines
 # make gpu     what needs a GPU, in parts that are not run again once they have passed; it fetches nothing. GPU_WHEELS=DIR has
@@ -60,11 +60,15 @@ NIGHTLY_SEEDS ?= 1000
 THROUGH_A_STANDBY := $(addprefix tests/coordinator/test_,$(addsuffix .py,audit carrying crowd dashboard deadlines deltas \
 	events evaluating join_tokens late long_polls members membership methods names operator quarantine rolling_back round \
 	seeding steering tokens transfers units verdicts weights))
+# Tests of what is done with contributions, not of the coordinator's own files.
+WITH_AN_AGGREGATOR := $(addprefix tests/coordinator/test_,$(addsuffix .py,carrying deltas epochs equal_work evaluating \
+	guarding late private quarantine rolling_back round short_rounds steering verdicts weights))
 nightly: check
 	$(BIN)/python -m pytest -m nightly --durations=30
 	$(PYTEST) -m "not system and not nightly" --blobs=memory
 	$(PYTEST) -m "not system and not nightly" --blobs=memory --database=postgresql tests/coordinator
 	$(PYTEST) -m "not system and not nightly" --blobs=memory --database=postgresql --standby $(THROUGH_A_STANDBY)
+	$(PYTEST) -m "not system and not nightly" --blobs=memory --database=postgresql --aggregator $(WITH_AN_AGGREGATOR)
 	$(BIN)/python -m tests.simulation --first $$(date +%s) --seeds $(NIGHTLY_SEEDS)
 
 lint: $(VENV)/installed-dev

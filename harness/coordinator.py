@@ -132,8 +132,8 @@ def coordinator_thread(
     **settings: Any,
 ) -> Iterator[InThread]:
     """Run a coordinator in a thread. With `pytest --standby`, the address is that of a standby in front of it; with
-    `pytest --aggregator`, it has an aggregator. `store`: None for that of the settings, or the one that pytest's options
-    name. `token_in`: the data directory that has the admin token, None for its own."""
+    `pytest --aggregator`, it has an aggregator. `store`: None for that of the settings, or the one that pytest's
+    options name. `token_in`: the data directory that has the admin token, None for its own."""
     if stores.database == "postgresql":
         url = stores.database_of(data_dir).render_as_string(hide_password=False)
         settings.setdefault("database", url)

@@ -182,6 +182,7 @@ LABELS = {
 }
 
 
+@pytest.mark.in_sqlite
 def test_connections_that_are_refused_are_counted(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with coordinator_thread(data, max_connections_per_address=1, proxies="") as running, running.client() as held:

@@ -123,6 +123,7 @@ def test_the_units_of_whom_the_operator_sends_away_wait_for_it(shared: InThread,
         b.take_part(0)
         b.step(0)
         assert b.take_part(1).units == [[B + 5, B + 10]]
+        b.step(1)
         if what == "banned":
             operator.patch(a.path(), json={"state": "readmitted"}).raise_for_status()
     assert bring(shared, run, "a", 100).assignment(1).action == "recover"

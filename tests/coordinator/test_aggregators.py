@@ -1,0 +1,547 @@
+"""Aggregators: the queue, whose tasks are taken under a lease; and whatever happens to an aggregator, the run's bytes
+are those of a coordinator that does everything itself."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sqlalchemy import URL, Connection, make_url, text
+
+from coordinator.aggregation import delegation, queue
+from coordinator.aggregation.aggregator import Aggregator
+from coordinator.aggregation.queue import Claim
+from coordinator.aggregation.tasks import Advance, Advanced, Aggregate, Aggregated, Given, Origin, StateRef
+from coordinator.store import postgresql as backend
+from coordinator.store.database import Database
+from harness import stores
+from harness.aggregator import aggregator_thread, opened
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member
+from harness.postgres import PostgreSQL
+from harness.stores import MemoryBlobs
+from protocol import __version__
+from protocol.spec.sections import OuterSpec, SyncSpec
+from tests.coordinator.crew import crew, events, info, play_round
+from tests.support.waiting import wait_until
+
+NAMES = ["a", "b", "c"]
+
+
+@pytest.fixture
+def url(postgres: PostgreSQL, tmp_path: Path) -> Iterator[URL]:
+    """The URL of a database that has the newest schema."""
+    name = f"aggregators{abs(hash(tmp_path))}"
+    found = make_url(postgres.create(name))
+    Database(found).close()
+    yield found
+    postgres.drop(name)
+
+
+@pytest.fixture
+def connection(url: URL) -> Iterator[Connection]:
+    engine = backend.engine_of(url)
+    with engine.connect() as connection:
+        yield connection
+    engine.dispose()
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+def average(round_: int = 0, **fields: Any) -> Aggregate:
+    given = {"a": Given(digest=b"\1" * 32, sha256=None, tokens=8)}
+    settings: dict[str, Any] = {"usual": None, "clipped": 1.25, "least_agreement": 0.25, "unit_tokens": 8, **fields}
+    sync = SyncSpec(rounds=2)
+    return Aggregate(run="r", round=round_, fragment=0, base=b"\2" * 32, sync=sync, contributions=given, **settings)
+
+
+def step(round_: int = 1) -> Advance:
+    origin = Origin(checkpoint=StateRef(round=0, digest=b"\0" * 32), blob=b"\3" * 32, deltas=(b"\4" * 32,) * round_)
+    known = StateRef(round=round_ - 1, digest=b"\0" * 32)
+    return Advance(run="r", fragment=0, elements=5, outer=OuterSpec(), origin=origin, known=known, checkpoint=False)
+
+
+RESULT = Advanced(digest=b"\5" * 32, largest=float("nan"), checkpoint=None)
+
+
+def expire(connection: Connection) -> None:
+    connection.execute(text("UPDATE tasks SET expires_at = 0"))
+
+
+def test_a_task_is_one_aggregators_until_its_lease_expires(connection: Connection) -> None:
+    (number,) = queue.add(connection, [(step(), None)])
+    claim = queue.take(connection, "x")
+    assert claim == Claim(number, 1, step())
+    assert queue.take(connection, "y") is None
+    assert queue.renew(connection, claim)
+    expire(connection)
+    assert queue.renew(connection, claim), "nobody else has taken it"
+    expire(connection)
+    second = queue.take(connection, "y")
+    assert second == Claim(number, 2, step())
+    assert not queue.renew(connection, claim)
+    assert not queue.finish(connection, claim, RESULT), "it was believed dead, and may have another result"
+    assert not queue.fail(connection, claim, "late")
+    assert not queue.give_back(connection, claim)
+    assert queue.finish(connection, second, RESULT)
+    assert not queue.finish(connection, second, RESULT), "once"
+    (answer,) = queue.answers(connection, [number])
+    assert (answer.attempts, answer.holder, answer.failure) == (2, "y", None)
+    assert isinstance(answer.result, Advanced)
+    assert np.isnan(answer.result.largest)
+
+
+def test_deltas_come_first_and_then_the_oldest(connection: Connection) -> None:
+    numbers = queue.add(connection, [(step(1), None), (average(5), None), (step(2), None), (average(4), None)])
+    taken = [queue.take(connection, "x") for _ in range(5)]
+    assert [each and each.id for each in taken] == [numbers[1], numbers[3], numbers[0], numbers[2], None]
+
+
+def test_of_many_that_take_at_once_each_gets_another_task(url: URL, connection: Connection) -> None:
+    numbers = queue.add(connection, [(average(round_), None) for round_ in range(40)])
+    taken: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def take(name: str) -> None:
+        engine = backend.engine_of(url)
+        with engine.connect() as own:
+            barrier.wait()
+            while (claim := queue.take(own, name)) is not None:
+                taken.append(claim.id)
+        engine.dispose()
+
+    threads = [threading.Thread(target=take, args=(f"x{index}",)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(taken) == numbers
+
+
+def test_a_state_is_stepped_by_the_aggregator_that_has_it_unless_that_one_is_busy(connection: Connection) -> None:
+    queue.add(connection, [(step(), "x")])
+    assert queue.take(connection, "y") is None
+    connection.execute(text("UPDATE tasks SET created_at = created_at - :s"), {"s": queue.PATIENCE_S})
+    assert queue.take(connection, "y") is not None
+    (number,) = queue.add(connection, [(step(), "x")])
+    mine = queue.take(connection, "x")
+    assert mine is not None
+    assert mine.id == number
+    assert queue.give_back(connection, mine)
+    assert queue.take(connection, "y") is not None, "x has given it back"
+
+
+def test_an_aggregator_of_another_version_takes_nothing(connection: Connection) -> None:
+    queue.add(connection, [(average(), None)])
+    connection.execute(text("UPDATE tasks SET version = '0.0.9'"))
+    assert queue.take(connection, "x") is None
+
+
+def test_a_task_that_is_withdrawn_or_removed_takes_no_result(connection: Connection) -> None:
+    numbers = queue.add(connection, [(average(round_), None) for round_ in range(3)])
+    claims = [queue.take(connection, "x") for _ in numbers]
+    assert claims[0] is not None
+    assert queue.fail(connection, claims[0], "no")
+    assert queue.withdraw(connection, numbers[:2]) == {numbers[0]}, "it is done"
+    queue.clear(connection)
+    for claim in claims:
+        assert claim is not None
+        assert not queue.finish(connection, claim, RESULT)
+
+
+def test_aggregators_are_listed_while_they_report(connection: Connection) -> None:
+    for name in ("y", "x"):
+        queue.report(connection, name, "host")
+    assert [(each.id, each.version) for each in queue.aggregators(connection)] == [
+        ("x", __version__),
+        ("y", __version__),
+    ]
+    queue.retire(connection, "x")
+    connection.execute(text("UPDATE aggregators SET seen_at = seen_at - 3"))
+    queue.report(connection, "y", "elsewhere")
+    (one,) = queue.aggregators(connection)
+    assert (one.id, one.host) == ("y", "elsewhere")
+    assert one.silent_s < 1
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+ROUNDS = 3
+
+
+def play(running: InThread, rounds: range = range(ROUNDS), members: list[Member] | None = None) -> list[Member]:
+    """Play rounds of the run "r", which is created before the first one."""
+    if members is None:
+        checkpoints = "every_rounds = 2"
+        members = crew(running, "r", NAMES, rounds=ROUNDS, min_workers=len(NAMES), checkpoints=checkpoints)
+    for round_ in rounds:
+        play_round(members, round_)
+        running.await_state("r", round_ + 1)
+    return members
+
+
+def outcome(running: InThread) -> tuple[str, list[Any]]:
+    """The digest of the run's state, and what each round was judged and averaged to."""
+    with running.coordinator.database.read() as session:
+        rows = session.execute(
+            text("SELECT round, fragment, delta_digest, reference FROM fragments ORDER BY round, fragment")
+        ).all()
+        verdicts = session.execute(text("SELECT verdicts FROM fragments ORDER BY round, fragment")).all()
+    return info(running, "r")["state_digest"], [*map(tuple, rows), *(str(row.verdicts) for row in verdicts)]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, postgres: PostgreSQL) -> Iterator[tuple[str, list[Any]]]:
+    """The outcome without aggregators."""
+    blobs, url = MemoryBlobs(), postgres.create("aggregators-none")
+    with coordinator_thread(tmp_path_factory.mktemp("none") / "data", database=url, store=lambda _: blobs) as running:
+        play(running)
+        yield outcome(running)
+    postgres.drop("aggregators-none")
+
+
+@dataclass
+class Site:
+    """A coordinator, whose database and blobs aggregators share."""
+
+    running: InThread
+    url: URL
+    blobs: MemoryBlobs
+    folder: Path
+
+    @property
+    def delegation(self) -> delegation.Delegation:
+        found = self.running.coordinator.delegation
+        assert found is not None
+        return found
+
+    @contextmanager
+    def aggregator(self, name: str = "x") -> Iterator[Aggregator]:
+        """An aggregator that does tasks."""
+        with aggregator_thread(name, self.url, self.blobs, self.folder / name) as aggregator:
+            wait_until(lambda: self.delegation.is_possible)
+            yield aggregator
+
+    @contextmanager
+    def by_hand(self, name: str = "x", blobs: Any = None, *, reports: bool = True) -> Iterator[Aggregator]:
+        """An aggregator that the leader believes to be there, and that does what the test lets it do."""
+        stopping = threading.Event()
+        with opened(name, self.url, blobs or self.blobs, self.folder / name) as aggregator, self.connected() as own:
+
+            def report() -> None:
+                while not stopping.wait(0.5):
+                    queue.report(own, name, "host")
+
+            queue.report(own, name, "host")
+            thread = threading.Thread(target=report if reports else stopping.wait)
+            thread.start()
+            try:
+                wait_until(lambda: self.delegation.is_possible)
+                yield aggregator
+            finally:
+                stopping.set()
+                thread.join()
+                queue.retire(own, name)
+
+    @contextmanager
+    def connected(self) -> Iterator[Connection]:
+        """A connection to the database, in which every statement commits by itself."""
+        engine = backend.engine_of(self.url)
+        with engine.connect() as connection:
+            yield connection
+        engine.dispose()
+
+    def await_tasks(self, count: int) -> None:
+        """Wait until the queue has this many tasks that are not done."""
+        query = text("SELECT COUNT(*) FROM tasks WHERE result IS NULL AND failure IS NULL")
+        with self.connected() as connection:
+            wait_until(lambda: connection.execute(query).scalar_one() == count)
+
+    def expire(self) -> None:
+        """Let every lease on a task expire."""
+        with self.connected() as connection:
+            expire(connection)
+
+
+@pytest.fixture
+def site(url: URL, tmp_path: Path) -> Iterator[Site]:
+    blobs, database = MemoryBlobs(), url.render_as_string(hide_password=False)
+    with coordinator_thread(tmp_path / "data", database=database, store=lambda _: blobs) as running:
+        yield Site(running, url, blobs, tmp_path)
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("the leader did it itself")
+
+
+def test_aggregators_do_all_work_on_bytes_with_the_same_result(
+    site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with site.aggregator("x"), site.aggregator("y"):
+        monkeypatch.setattr("coordinator.sync.publishing._aggregate_here", refuse)
+        monkeypatch.setattr("coordinator.sync.outer_state._step_here", refuse)
+        play(site.running)
+        assert outcome(site.running) == expected
+        assert site.delegation.outcomes == {"done": 2 * 2 * ROUNDS}
+        assert [each["round"] for each in info(site.running, "r", "/checkpoints")["items"]] == [3, 2]
+        assert events(site.running, "r", "fault") == []
+
+
+class Recorded(stores.Disturbed):
+    """Blobs that remember what is put, and call `after` with the name afterwards."""
+
+    def __init__(self, blobs: MemoryBlobs, after: Callable[[str], object] = stores.nothing) -> None:
+        super().__init__(blobs, "", stores.nothing, after)
+        self.made: list[tuple[str, bytes]] = []
+
+    def put(self, name: str, source: Any) -> bool:
+        self.made.append((name, source.read_bytes() if isinstance(source, Path) else bytes(source)))
+        return super().put(name, source)
+
+
+def contribute(running: InThread, members: list[Member] | None = None, round_: int = 0) -> list[Member]:
+    """Let all members contribute to a round, so that its fragments close."""
+    if members is None:
+        members = crew(running, "r", NAMES, rounds=ROUNDS, min_workers=len(NAMES), checkpoints="every_rounds = 2")
+    for member in members:
+        member.assignment(round_)
+    for member in members:
+        member.take_part(round_)
+    return members
+
+
+def step_all(members: list[Member], round_: int) -> None:
+    for member in members:
+        member.step(round_)
+
+
+def work(aggregator: Aggregator, until: Callable[[], bool]) -> None:
+    """Let the aggregator do tasks until something has come about."""
+    wait_until(lambda: until() or (aggregator.step() and until()))
+
+
+@pytest.mark.covers("reliability:zombie-aggregator")
+def test_two_that_do_the_same_task_write_the_same_bytes(site: Site, expected: tuple[str, list[Any]]) -> None:
+    second = Recorded(site.blobs)
+    with site.by_hand("y", second) as y:
+
+        def overtaken(name: str) -> None:
+            """x is believed dead between its blob and its row: another one does the task."""
+            if "/deltas/0/" in name and not second.made:
+                site.expire()
+                assert y.step()
+
+        first = Recorded(site.blobs, after=overtaken)
+        with site.by_hand("x", first) as x:
+            members = contribute(site.running)
+            site.await_tasks(2)
+            assert x.step()
+            assert len(first.made) == 1
+            assert first.made == second.made
+            work(x, lambda: site.delegation.outcomes["done"] == 4)
+            step_all(members, 0)
+        with site.aggregator("z"):
+            play(site.running, range(1, ROUNDS), members)
+        assert outcome(site.running) == expected
+
+
+@pytest.mark.nightly
+def test_the_task_of_a_dead_aggregator_is_taken_again(site: Site, expected: tuple[str, list[Any]]) -> None:
+    with site.by_hand("dead"), site.connected() as connection:
+        members = contribute(site.running)
+        site.await_tasks(2)
+        claim = queue.take(connection, "dead")
+        assert claim is not None
+        with site.aggregator("x"):
+            wait_until(lambda: site.delegation.outcomes["done"] == 1)  # the other fragment's
+            site.expire()
+            step_all(members, 0)
+            play(site.running, range(1, ROUNDS), members)
+            assert not queue.finish(connection, claim, RESULT)
+        assert outcome(site.running) == expected
+
+
+@pytest.mark.nightly
+def test_an_aggregator_that_has_lost_its_lease_ends_its_work(site: Site, expected: tuple[str, list[Any]]) -> None:
+    """It was stalled, and the task was taken again. It puts nothing and writes no row."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Recorded):
+        def open(self, name: str, *, fresh: bool = False) -> Any:
+            begun.set()
+            assert go_on.wait(30)
+            return super().open(name, fresh=fresh)
+
+    blobs = Slow(site.blobs)
+    with site.by_hand("stalled", blobs) as stalled:
+        members = contribute(site.running)
+        site.await_tasks(2)
+        thread = threading.Thread(target=stalled.step)
+        thread.start()
+        assert begun.wait(30)
+        site.expire()
+        with site.aggregator("x"):
+            step_all(members, 0)
+            stalled.renew()
+            go_on.set()
+            thread.join()
+            assert blobs.made == []
+            play(site.running, range(1, ROUNDS), members)
+        assert outcome(site.running) == expected
+
+
+def test_without_an_aggregator_the_leader_takes_its_tasks_back(site: Site, expected: tuple[str, list[Any]]) -> None:
+    with site.by_hand(reports=False), site.connected() as connection:
+        members = contribute(site.running)
+        site.await_tasks(2)
+        queue.retire(connection, "x")
+        step_all(members, 0)
+        assert site.delegation.outcomes == {"withdrawn": 2}
+        play(site.running, range(1, ROUNDS), members)
+        assert outcome(site.running) == expected
+
+
+@pytest.mark.nightly
+def test_a_task_that_none_of_three_aggregators_could_finish_is_the_leaders(
+    site: Site, expected: tuple[str, list[Any]]
+) -> None:
+    """It may be the task that kills them."""
+    with site.by_hand("x") as x, site.connected() as connection:
+        members = contribute(site.running)
+        site.await_tasks(2)
+        for _ in range(delegation.MOST_ATTEMPTS):
+            taken = [queue.take(connection, "x") for _ in range(2)]
+            assert None not in taken
+            site.expire()
+        wait_until(lambda: site.delegation.outcomes["withdrawn"] == 2)
+        work(x, lambda: site.delegation.outcomes["done"] == 2)
+        step_all(members, 0)
+    play(site.running, range(1, ROUNDS), members)
+    assert outcome(site.running) == expected
+
+
+def without_a_worker(task: Any, found: Aggregated) -> Aggregated:
+    return found.model_copy(update={"verdicts": dict(list(found.verdicts.items())[1:])})
+
+
+def with_a_factor_of_two(task: Any, found: Aggregated) -> Aggregated:
+    first = next(iter(found.verdicts))
+    return found.model_copy(update={"verdicts": {**found.verdicts, first: replace(found.verdicts[first], factor=2.0)}})
+
+
+def with_another_factor(task: Any, found: Aggregated) -> Aggregated:
+    first = next(iter(found.verdicts))
+    return found.model_copy(update={"verdicts": {**found.verdicts, first: replace(found.verdicts[first], factor=0.5)}})
+
+
+def without_a_blob(task: Any, found: Aggregated) -> Aggregated:
+    return found.model_copy(update={"digest": b"\7" * 32})
+
+
+def of_another_size(task: Any, found: Aggregated) -> Aggregated:
+    return found.model_copy(update={"size": found.size + 1})
+
+
+LIES: dict[Callable[[Any, Aggregated], Aggregated], str] = {
+    without_a_worker: "its verdicts are not about the contributions",
+    with_a_factor_of_two: "a factor is not within 0 and 1",
+    with_another_factor: "its header has another contributors",
+    without_a_blob: "0707070707070707",
+    of_another_size: "the store has",
+}
+
+
+@pytest.mark.covers("reliability:wrong-aggregator")
+def test_a_wrong_result_is_refused_and_the_leader_does_it(
+    site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    finish, lies = queue.finish, iter(LIES)
+
+    def lie(connection: Connection, claim: Claim, result: Any) -> bool:
+        wrong = next(lies, None) if isinstance(result, Aggregated) else None
+        return finish(connection, claim, result if wrong is None else wrong(claim.task, result))
+
+    monkeypatch.setattr(queue, "finish", lie)
+    with site.aggregator():
+        play(site.running)
+        assert outcome(site.running) == expected
+    for why in LIES.values():
+        assert why in caplog.text
+
+
+@pytest.mark.nightly
+def test_what_an_aggregator_cannot_do_the_leader_does(
+    site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An aggregator whose disk is full, for example."""
+    monkeypatch.setattr("coordinator.aggregation.aggregator.LOOK_S", 0.01)
+
+    class Broken(Recorded):
+        def put(self, name: str, source: Any) -> bool:
+            raise OSError("no space")
+
+        def fetch(self, name: str, target: Path) -> None:
+            raise OSError("no space")
+
+    with site.by_hand("broken", Broken(site.blobs)) as broken:
+        thread = threading.Thread(target=broken.work)
+        thread.start()
+        play(site.running)
+        broken.stop()
+        thread.join()
+        assert outcome(site.running) == expected
+        assert set(site.delegation.outcomes) == {"failed"}
+
+
+def test_a_lost_contribution_is_collected_again(site: Site, expected: tuple[str, list[Any]]) -> None:
+    with site.by_hand() as x:
+        members = contribute(site.running)
+        site.await_tasks(2)
+        live = site.running.live("r")
+        stores.spoil(site.blobs, stores.names(live, "contributions", 0, 0)[1])
+        assert live.open is not None
+        live.open.fragments[0].contents.clear()  # as if memory had had no room for them
+        assert x.step()
+        wait_until(lambda: len(events(site.running, "r", "contribution-lost")) == 1)
+        (lost,) = events(site.running, "r", "contribution-lost")
+        assert lost["data"]["workers"] == ["b"]
+    members[1].take_part(0)
+    step_all(members, 0)
+    play(site.running, range(1, ROUNDS), members)
+    assert outcome(site.running) == expected
+
+
+@pytest.mark.nightly
+def test_a_new_leader_removes_the_tasks_of_the_old_one_and_reads_no_state(
+    url: URL, tmp_path: Path, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states are the aggregators', so a takeover does not wait until they are derived."""
+    blobs, database = MemoryBlobs(), url.render_as_string(hide_password=False)
+    with ExitStack() as stack:
+        first = stack.enter_context(coordinator_thread(tmp_path / "a", database=database, store=lambda _: blobs))
+        site = Site(first, url, blobs, tmp_path)
+        with site.by_hand() as x, site.connected() as connection:
+            members = contribute(first)
+            site.await_tasks(2)
+            claim = queue.take(connection, "x")
+            stack.close()
+            assert claim is not None
+            with coordinator_thread(
+                tmp_path / "b", database=database, store=lambda _: blobs, token_in=tmp_path / "a"
+            ) as second:
+                site.running = second
+                assert not queue.finish(connection, claim, RESULT), "of the old leader's task"
+                for member in members:
+                    member.http.base_url = second.url
+                work(x, lambda: site.delegation.outcomes["done"] == 4)
+                step_all(members, 0)
+                site.running.await_state("r", 1)
+                assert list(site.running.live("r").outer.files.folder.iterdir()) == []
+                with site.aggregator("y"):
+                    play(second, range(1, ROUNDS), members)
+                assert outcome(second) == expected
