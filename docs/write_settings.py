@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from coordinator.settings import Settings
+from coordinator.settings import AggregatorSettings, Settings
+from outerstep.cli import aggregator as aggregator_command
 from outerstep.cli import coordinator as coordinator_command
 from outerstep.cli import worker as worker_command
 from protocol.spec.run import RunSpec
@@ -225,6 +226,8 @@ def page() -> str:
         + "\n"
         + process_section("The coordinator: `outerstep coordinator`", Settings, coordinator_command.FLAGS)
         + DATABASE
+        + "\n"
+        + process_section("An aggregator: `outerstep aggregator`", AggregatorSettings, aggregator_command.FLAGS)
         + "\n"
         + process_section("A worker: `outerstep worker`", WorkerSettings, worker_command.FLAGS)
         + TOKEN

@@ -7,11 +7,12 @@ begun a task and none has finished it. So all recovery from damaged files is in 
 import logging
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from coordinator.aggregation import queue
-from coordinator.aggregation.queue import AggregatorInfo, Answer
+from coordinator.aggregation.queue import Answer, KnownAggregator
 from coordinator.aggregation.tasks import Advance, Advanced, Aggregated, Task
 from coordinator.lease import superseded
 from coordinator.store import postgresql
@@ -20,6 +21,7 @@ from protocol import __version__
 
 POLL_S, IDLE_S = 0.25, 1.0  # between looks at the queue, with and without tasks in it
 FRESH_S = 6.0  # an aggregator that was seen within this time is there; it reports every 2 s
+SILENT_S = 15.0  # one that was not seen for longer is reported
 MOST_ATTEMPTS = 3
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class Delegation:
     """
 
     def __init__(self, database: Database) -> None:
-        self.aggregators: list[AggregatorInfo] = []
+        self.aggregators: list[KnownAggregator] = []
         self.waiting = 0
         self.outcomes: Counter[str] = Counter()
         self._database = database
@@ -73,8 +75,21 @@ class Delegation:
 
     @property
     def is_possible(self) -> bool:
-        """True if there is an aggregator of this version."""
-        return any(each.version == __version__ and each.silent_s < FRESH_S for each in self.aggregators)
+        """True if an aggregator is there."""
+        return bool(self.available)
+
+    @property
+    def available(self) -> list[KnownAggregator]:
+        """The aggregators of this version that were just seen."""
+        return [each for each in self.aggregators if each.version == __version__ and each.silent_s < FRESH_S]
+
+    def troubles(self) -> Iterator[str]:
+        """Yield what is wrong with aggregators."""
+        for each in self.aggregators:
+            if each.version != __version__:
+                yield f"the aggregator on {each.host} has version {each.version}, so it gets no work"
+            elif each.silent_s > SILENT_S:
+                yield f"the aggregator on {each.host} has not been heard of for {each.silent_s:.0f} s"
 
     def ask(self, task: Task) -> Aggregated | Advanced | None:
         """Let an aggregator do the task, and wait for the result. Return None if the leader must do it itself. Raises
@@ -157,7 +172,7 @@ class Delegation:
         if not isinstance(task, Advance):
             return None
         found = self._stepped_by.get((task.run, task.fragment))
-        return found if any(each.id == found and each.silent_s < FRESH_S for each in self.aggregators) else None
+        return found if any(each.id == found for each in self.available) else None
 
     def _done(self, answer: Answer, result: Aggregated | Advanced) -> None:
         task = self._asked[answer.id].task

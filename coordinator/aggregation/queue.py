@@ -48,7 +48,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class AggregatorInfo:
+class KnownAggregator:
     """An aggregator. `silent_s`: since it was seen, by the database's clock."""
 
     id: str
@@ -106,12 +106,12 @@ def clear(connection: Connection) -> None:
     connection.execute(delete(TaskRow))
 
 
-def aggregators(connection: Connection) -> list[AggregatorInfo]:
+def aggregators(connection: Connection) -> list[KnownAggregator]:
     """Return the aggregators that were seen lately, by id."""
     row = AggregatorRow
     silent = (database_clock() - row.seen_at).label("silent_s")
     found = connection.execute(select(row.id, row.host, row.version, silent).order_by(row.id))
-    return [AggregatorInfo(*each) for each in found]
+    return [KnownAggregator(*each) for each in found]
 
 
 # --- aggregators ------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from coordinator.store.database import Fault
 from protocol import PROTOCOL_VERSION, __version__
 from protocol.messages import (
     LINE_CHECK_BYTES,
+    AggregatorInfo,
     BackupInfo,
     Cause,
     ClientsInfo,
@@ -151,6 +152,8 @@ REMEDIES = {
     "bucket": "`outerstep doctor --blobs URL` checks it from this machine; runs continue once it can be written again",
     "coordinator": "Start it again, or fix its way to the database and the store: its own log has details. One that "
     "was removed on purpose disappears from the list after ten minutes",
+    "aggregator": "Start it again, in the coordinators' version. One that was removed on purpose disappears from the "
+    "list after ten minutes; meanwhile the others and the leader do its work",
     "notifications": "Test the webhook with `outerstep coordinator notify-test`; to change it, restart the coordinator",
 }
 
@@ -175,6 +178,10 @@ def _status(service: Coordinator, connections: int) -> ServerStatus:
                 _finding("coordinator", None, scrubbed(each))
                 for each in (service.peers.troubles() if service.peers else ())
             ),
+            *(
+                _finding("aggregator", None, scrubbed(each))
+                for each in (service.delegation.troubles() if service.delegation else ())
+            ),
         ],
         disks=[
             DiskInfo(places=list(each.places), free_bytes=each.free_bytes, size_bytes=each.size_bytes)
@@ -189,6 +196,11 @@ def _status(service: Coordinator, connections: int) -> ServerStatus:
             connections=connections,
         ),
         coordinators=_coordinators(service),
+        aggregators=[
+            AggregatorInfo(**{**vars(each), "silent_s": max(0.0, each.silent_s)})
+            for each in (service.delegation.aggregators if service.delegation else ())
+        ],
+        tasks_waiting=service.delegation.waiting if service.delegation else 0,
         errors=[LoggedError(**vars(each)) for each in service.errors.newest_first],
     )
 

@@ -129,6 +129,17 @@ OF_THE_SERVER = (
     _of_the_server(
         "store_answer_seconds", "s", "how long the store took to answer the last probe; absent if it did not"
     ),
+    _of_the_server(
+        "aggregators", "aggregators", "aggregators that can do tasks; this and the next two only on a leader"
+    ),
+    _of_the_server("aggregation_tasks_waiting", "tasks", "deltas and outer steps that no aggregator works on yet"),
+    _of_the_server(
+        "aggregation_tasks_total",
+        "tasks",
+        "deltas and outer steps since it began to lead, by outcome: `done` by an aggregator, or left to the leader "
+        "because the aggregator `failed` or the task was `withdrawn`",
+        "outcome",
+    ),
     _of_the_server("notifications_pending", "notifications", "notifications that the webhook has not accepted yet"),
     _of_the_server(
         "notification_attempts_total",

@@ -108,6 +108,11 @@ class _ServerCollector(Collector):
                 yield f"{PREFIX}last_backup_timestamp_seconds", (), backups.last_at
         if self._service.peers is not None:
             yield from of_peers(self._service.peers)
+        if (delegation := self._service.delegation) is not None:
+            yield f"{PREFIX}aggregators", (), len(delegation.available)
+            yield f"{PREFIX}aggregation_tasks_waiting", (), delegation.waiting
+            for outcome in ("done", "failed", "withdrawn"):
+                yield f"{PREFIX}aggregation_tasks_total", (outcome,), delegation.outcomes[outcome]
         sender = self._service.sender
         yield f"{PREFIX}notifications_pending", (), 0 if sender is None else len(sender.outbox.pending)
         yield f"{PREFIX}notification_attempts_total", ("sent",), 0 if sender is None else sender.sent

@@ -14,7 +14,7 @@ from outerstep.cli.errors import UsageError, import_extra, validated
 from outerstep.cli.options import Connection, LogFileOption, check_log, with_connection
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
 from outerstep.common.connections import error_text, ssl_context
-from outerstep.common.quantities import bytes_text, duration_text, parse_seconds, share_text
+from outerstep.common.quantities import bytes_text, counted, duration_text, parse_seconds, share_text
 from outerstep.display import table
 from protocol.messages import Finding, LoggedError, ServerStatus
 
@@ -320,6 +320,11 @@ def status_rows(found: ServerStatus) -> Iterator[tuple[str, str]]:
             f"coordinator {each.address}",
             f"{state}, {each.version}, seen {duration_text(each.silent_s)} ago{trouble}",
         )
+    for aggregator in found.aggregators:
+        seen = f"{aggregator.version}, seen {duration_text(aggregator.silent_s)} ago"
+        yield f"aggregator {aggregator.host}", seen
+    if found.aggregators:
+        yield "waiting for aggregators", counted(found.tasks_waiting, "task")
     yield "backup", _backup(found)
     yield "notifications", _notifications(found)
     clients = found.clients

@@ -61,6 +61,7 @@ from protocol.messages.server import (
     DEFAULT_USES,
     JOIN_PREFIX,
     MAX_TOKEN_S,
+    AggregatorInfo,
     AuditEntry,
     BackupInfo,
     ClientsInfo,

@@ -183,6 +183,15 @@ class CoordinatorInfo(ReplyModel):
     store_fault: str
 
 
+class AggregatorInfo(ReplyModel):
+    """An aggregator. `host`: the name of its machine; `silent_s`: since it was last seen."""
+
+    id: str
+    host: str
+    version: str
+    silent_s: float
+
+
 class NotificationsInfo(ReplyModel):
     """The webhook. `pending`: notifications waiting to be sent; `dropped`: notifications given up since the start;
     `fault`: why the last attempt failed, empty if it succeeded."""
@@ -199,7 +208,8 @@ class NotificationsInfo(ReplyModel):
 
 class ServerStatus(ReplyModel):
     """The state of the coordinator. `findings`: everything that is wrong; `backup` and `notifications`: null if not
-    configured; `coordinators`: empty unless several may share the database; `errors`: newest first."""
+    configured; `coordinators` and `aggregators`: empty unless several may share the database; `tasks_waiting`:
+    for an aggregator; `errors`: newest first."""
 
     version: str
     protocol: int
@@ -212,4 +222,6 @@ class ServerStatus(ReplyModel):
     notifications: NotificationsInfo | None
     clients: ClientsInfo
     coordinators: list[CoordinatorInfo]
+    aggregators: list[AggregatorInfo]
+    tasks_waiting: int
     errors: list[LoggedError]

@@ -275,6 +275,20 @@ def site(url: URL, tmp_path: Path) -> Iterator[Site]:
         yield Site(running, url, blobs, tmp_path)
 
 
+def test_aggregators_that_do_nothing_are_findings(site: Site) -> None:
+    with site.connected() as connection:
+        for name in ("old", "silent"):
+            queue.report(connection, name, f"box-{name}")
+        connection.execute(text("UPDATE aggregators SET version = '0.0.9' WHERE id = 'old'"))
+        connection.execute(text("UPDATE aggregators SET seen_at = seen_at - 20 WHERE id = 'silent'"))
+    wait_until(lambda: len(site.delegation.aggregators) == 2)
+    found = site.running.client().get("/v1/status").json()["findings"]
+    assert [each["about"] for each in found] == ["aggregator", "aggregator"]
+    assert "the aggregator on box-old has version 0.0.9, so it gets no work" in found[0]["message"]
+    assert "box-silent has not been heard of for" in found[1]["message"]
+    assert not site.delegation.is_possible
+
+
 def refuse(*_: Any) -> None:
     raise AssertionError("the leader did it itself")
 
@@ -288,6 +302,13 @@ def test_aggregators_do_all_work_on_bytes_with_the_same_result(
         play(site.running)
         assert outcome(site.running) == expected
         assert site.delegation.outcomes == {"done": 2 * 2 * ROUNDS}
+        admin = site.running.client()
+        metrics = admin.get("/metrics").text
+        for line in ("s 2.0", "_tasks_waiting 0.0", '_tasks_total{outcome="done"} 12.0'):
+            assert f"outerstep_aggregat{'or' if line[0] == 's' else 'ion'}{line}\n" in metrics
+        status = admin.get("/v1/status").json()
+        assert [each["id"] for each in status["aggregators"]] == ["x", "y"]
+        assert (status["tasks_waiting"], status["findings"]) == (0, [])
         assert [each["round"] for each in info(site.running, "r", "/checkpoints")["items"]] == [3, 2]
         assert events(site.running, "r", "fault") == []
 

@@ -120,6 +120,9 @@ function tilesOf(status) {
           (each.store_fault ? `; it cannot use the store: ${each.store_fault}` : ""),
       ),
     ),
+    ...status.aggregators.map((each) =>
+      tile("Aggregator", each.host, `version ${each.version}, seen ${duration(each.silent_s)} ago`),
+    ),
     tile("Version", status.version, `protocol ${status.protocol}, up for ${duration(status.now - status.started_at)}`),
   ];
 }
