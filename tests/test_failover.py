@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.cluster import Cluster, Node, cluster
+from harness.cluster import Cluster, Node, Process, cluster
 from harness.postgres import installed as postgres_programs
 from harness.seaweedfs import installed as weed
 from tests.support.disturbing import INT8, train_disturbed
+from tests.support.waiting import wait_until
 from tests.support.workers import ForkedWorker
 
 pytestmark = [
@@ -117,3 +118,65 @@ def test_a_leader_whose_clock_is_set_an_hour_ahead_goes_on(tmp_path: Path, coord
         assert max(abs(each["at"] - time.time()) for each in found) < 600
 
     train_disturbed(tmp_path, coordinators, set_the_clock, INT8)
+
+
+def kill_the_leader_too(made: Cluster, aggregator: Process) -> None:
+    leader = made.leader()
+    leader.kill()
+    aggregator.kill()
+    while made.leader() is leader:
+        time.sleep(0.1)
+
+
+def kill_it(_: Cluster, aggregator: Process) -> None:
+    aggregator.kill()
+
+
+def stop_it(_: Cluster, aggregator: Process) -> None:
+    aggregator.stop()
+
+
+def pause_it(_: Cluster, aggregator: Process) -> None:
+    aggregator.send(signal.SIGSTOP)
+
+
+def cut_it_from_the_database(_: Cluster, aggregator: Process) -> None:
+    aggregator.to_database.freeze()
+
+
+def cut_it_from_the_store(_: Cluster, aggregator: Process) -> None:
+    aggregator.to_bucket.cut()
+
+
+@pytest.mark.covers("reliability:lost-aggregator")
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        pytest.param(each, marks=pytest.mark.nightly)
+        for each in (kill_the_leader_too, kill_it, stop_it, pause_it, cut_it_from_the_database, cut_it_from_the_store)
+    ],
+)
+def test_another_aggregator_goes_on(
+    tmp_path: Path, coordinators: Cluster, disturb: Callable[[Cluster, Process], None]
+) -> None:
+    """One of two is taken away, and comes back."""
+    aggregators = [coordinators.add_aggregator() for _ in range(2)]
+
+    def take_one_away(made: Cluster, worker: ForkedWorker) -> None:
+        with made.running.client() as client:
+            done = client.get("/metrics").raise_for_status().text.partition('tasks_total{outcome="done"} ')[2]
+        assert float(done.split()[0]) > 0, "they have done what there was to do"
+        assert worker.process is not None
+        os.kill(worker.process.pid, signal.SIGCONT)
+        disturb(made, aggregators[0])
+        time.sleep(2)
+        aggregators[0].to_database.mend()
+        aggregators[0].to_bucket.mend()
+        if aggregators[0].process is None:
+            aggregators[0].start()
+        else:
+            aggregators[0].send(signal.SIGCONT)
+
+    with coordinators.running.client() as client:
+        wait_until(lambda: len(client.get("/v1/status").json()["aggregators"]) == 2)
+    train_disturbed(tmp_path, coordinators, take_one_away, INT8)
