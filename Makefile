@@ -1,4 +1,6 @@
 # make demo    train a small model with 4 workers and a coordinator, all on this machine
+# make demo-scale  the same with PostgreSQL, a bucket, two coordinators and two aggregators. The leader and an aggregator are
+#              killed midway, and the final model must be that of `make demo`, bit for bit
 # make test    the tests of every part, on all CPUs, in minutes: while you work
 # make check   what must hold before a change is merged, and what `.ci/run` runs in a clean clone: format, lint, types,
 #              `make test`, whole systems (marked `system`: kills at every crash point, several processes) and 100 seeds of
@@ -28,11 +30,14 @@ BIN := $(VENV)/bin
 # compiles what it imports.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo test check systems kills simulated nightly lint types simulate soak gpu screenshots docs dist clean
+.PHONY: demo demo-scale test check systems kills simulated nightly lint types simulate soak gpu screenshots docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
 	$(BIN)/outerstep demo
+
+demo-scale: $(VENV)/installed-dev
+	$(BIN)/python -m harness.demo_scale
 
 # Tests wait about as long as they compute, so there is one process more than CPUs. Each runs whole files, whose tests share
 # a coordinator.

@@ -3,6 +3,8 @@ happened, and another one leads within TAKEOVER_S."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -180,3 +182,13 @@ def test_another_aggregator_goes_on(
     with coordinators.running.client() as client:
         wait_until(lambda: len(client.get("/v1/status").json()["aggregators"]) == 2)
     train_disturbed(tmp_path, coordinators, take_one_away, INT8)
+
+
+@pytest.mark.nightly
+def test_the_demo_at_scale_ends_with_the_model_of_the_demo() -> None:
+    """`make demo-scale`, in short."""
+    command = [sys.executable, "-m", "harness.demo_scale", "--rounds", "6", "--workers", "2"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "killed coordinator-0, which led, and aggregator-0; coordinator-1 leads after" in done.stdout
+    assert "they are the same, bit for bit" in done.stdout

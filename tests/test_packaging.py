@@ -15,6 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from coordinator.settings import AggregatorSettings, Settings
 from outerstep.cli.demo import NEEDED
 from outerstep.tracking import TRACKERS
 from tests.support.distributions import BASE, EXTRAS, PROJECT, ROOT, closure
@@ -127,8 +128,6 @@ def test_the_coordinators_image() -> None:
     assert program[:2] == ["python", "-c"]
     compile(program[2], "HEALTHCHECK", "exec")
     assert "http://127.0.0.1:8470/healthz" in program[2]
-    from coordinator.settings import Settings
-
     assert Settings.model_fields["port"].default == 8470
 
 
@@ -147,7 +146,7 @@ def test_the_compose_file() -> None:
     document = compose()
     services = document["services"]
     for name, service in services.items():
-        for mount in service["volumes"]:
+        for mount in service.get("volumes", []):
             source, _, target = mount.removesuffix(":ro").rpartition(":")
             assert source in document["volumes"] or (ROOT / source).is_file(), f"{name}: {target}"
         if "build" in service:
@@ -161,10 +160,16 @@ def test_the_compose_file() -> None:
     open_to_all = {name: service["ports"] for name, service in services.items() if "ports" in service}
     assert set(open_to_all) == {"caddy", "prometheus"}
     assert all(port.startswith("127.0.0.1:") for port in open_to_all["prometheus"]), "it has no password"
-    assert (
-        f"coordinator:{dockerfile('coordinator')['EXPOSE'][0]}"
-        == services["caddy"]["environment"]["OUTERSTEP_UPSTREAM"]
-    )
+    port = dockerfile("coordinator")["EXPOSE"][0]
+    assert services["caddy"]["environment"]["OUTERSTEP_UPSTREAM"] == f"${{OUTERSTEP_UPSTREAM:-coordinator:{port}}}"
+    scaled = {name for name, service in services.items() if "scale" in service.get("profiles", [])}
+    assert scaled == {"coordinator-2", "aggregator", "database", "store"}
+    other, first = services["coordinator-2"], services["coordinator"]
+    assert {key for key in other if other[key] != first.get(key)} == {"profiles", "volumes"}
+    for prefix, settings in (("OUTERSTEP_COORDINATOR_", Settings), ("OUTERSTEP_AGGREGATOR_", AggregatorSettings)):
+        given = {variable for service in services.values() for variable in service.get("environment", {})}
+        known = {f"{prefix}{name.upper()}" for name in settings.model_fields}
+        assert {variable for variable in given if variable.startswith(prefix)} <= known
 
     worker, demo = services["worker"], services["demo-worker"]
     assert (worker["profiles"], demo["profiles"]) == (["worker"], ["demo"])

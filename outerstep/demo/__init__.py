@@ -67,13 +67,13 @@ def trained(plan: DemoPlan, display: Display) -> Iterator[Trained]:
         admin_token = (data / "admin.token").read_text().strip()
         try:
             with rest.connect(url, admin_token, trust_env=False) as client:
-                run = _train(client, url, processes, plan, display)
+                run = train_on(client, url, processes, plan, display)
                 yield Trained(run, client, admin_token, time.monotonic() - started)
         except Transient as error:
             raise unreachable(coordinator) from error
 
 
-def _train(client: rest.Client, url: str, processes: Processes, plan: DemoPlan, display: Display) -> RunDetail:
+def train_on(client: rest.Client, url: str, processes: Processes, plan: DemoPlan, display: Display) -> RunDetail:
     """Create the run, start the workers, and show the run until it ends and they have left. Return the ended run."""
     client.create_run(plan.spec)
     request = TokenRequest(scope=Scope.WORKER, note="the demo's workers", names=plan.workers)
