@@ -5,9 +5,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +21,7 @@ import pytest
 
 from coordinator.http.long_polls import MAX_WAIT_S
 from coordinator.settings import Settings
+from harness.cluster import cluster
 from harness.coordinator import Certificate, InThread, coordinator_thread, make_certificate
 from harness.member import Member, spec_toml
 from harness.seaweedfs import SeaweedFS
@@ -78,11 +81,14 @@ def nginx(folder: Path, port: int, behind: int, certificate: Certificate) -> lis
     return ["nginx", "-p", str(folder), "-c", str(config), "-e", "stderr", "-g", f"daemon off; pid {folder}/pid;"]
 
 
-def caddy(folder: Path, port: int, behind: int, certificate: Certificate, store: int = 1) -> list[str]:
+def caddy(folder: Path, port: int, behind: int, certificate: Certificate, store: int = 1, *others: int) -> list[str]:
+    """Return the command that starts Caddy with the sample. `behind` and `others`: the ports of coordinators."""
+    upstreams = " ".join(f"127.0.0.1:{each}" for each in (behind, *others))
     changed = {
         "{\n\tservers": "{\n\tadmin off\n\tauto_https disable_redirects\n\tservers",
         "{$OUTERSTEP_DOMAIN:localhost} {": f"https://127.0.0.1:{port} {{\n\ttls {certificate.file} {certificate.key}",
-        "{$OUTERSTEP_UPSTREAM:127.0.0.1:8470}": f"127.0.0.1:{behind}",
+        "{$OUTERSTEP_UPSTREAM:127.0.0.1:8470}": upstreams,
+        "{$OUTERSTEP_HEALTH:/healthz}": "/readyz" if others else "/healthz",
         "{$OUTERSTEP_STORE:127.0.0.1:8333}": f"127.0.0.1:{store}",
     }
     config = written(folder / "Caddyfile", CADDY, changed)
@@ -128,6 +134,8 @@ def answers(client: httpx.Client) -> bool:
     except httpx.TransportError:
         return False
 
+
+CHECKED_S = 8.0  # after that, Caddy has noticed: its interval and its timeout
 
 INSTALLED = {
     name: pytest.mark.skipif(shutil.which(name) is None, reason=f"{name} is not installed: apt install {name}")
@@ -264,3 +272,26 @@ def kinds_of_events(client: httpx.Client, run: str) -> list[str]:
                 if kinds[-1] == "finished":
                     break
     return kinds
+
+
+@pytest.mark.nightly
+@INSTALLED["caddy"]
+def test_caddy_sends_requests_to_the_coordinator_that_can_answer(tmp_path: Path) -> None:
+    """One of two is paused: its connections are accepted, and never answered."""
+    certificate, port = make_certificate(tmp_path / "tls"), free_port()
+    with cluster(2) as made:
+        command = caddy(tmp_path, port, made.nodes[0].port, certificate, 1, made.nodes[1].port)
+        proxy = subprocess.Popen(command, env=os.environ | {"HOME": str(tmp_path)})
+        try:
+            with client_of(f"https://127.0.0.1:{port}", certificate.file, http2=False) as client:
+                client.headers["Authorization"] = f"Bearer {made.running.admin_token}"
+                wait_until(lambda: proxy.poll() is not None or answers(client))
+                leader = made.leader()
+                leader.send(signal.SIGSTOP)
+                wait_until(lambda: made.leader() is not leader)
+                time.sleep(CHECKED_S)
+                for _ in range(20):
+                    client.get("/v1/runs").raise_for_status()
+        finally:
+            proxy.terminate()
+            proxy.wait()
