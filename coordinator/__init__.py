@@ -8,8 +8,9 @@ In the order in which a contribution passes through them:
     api/                the routes: each one gathers its parameters, calls a decision below, and returns the result
     service.py          the Coordinator: all runs, tokens and threads as one object
     workers/            joining and leaving, leases, assignments, reports
-    sync/               the data plane: contributing.py checks and stores a contribution, publishing.py averages closed
-                        fragments (aggregating.py), outer_state.py takes the outer step, checkpointing.py saves it
+    sync/               the data plane: contributing.py checks and stores a contribution, publishing.py publishes the
+                        mean of each closed fragment, outer_state.py takes the outer step, checkpointing.py saves it
+    aggregation/        the work on a fragment's bytes that this needs, which aggregators can also do
     run/                a run in memory. Every change goes through `with run.change() as change:` (live_run.py);
                         decide.py decides when a fragment closes, as a pure function
     settling.py         runs after every change: closes fragments, opens the next round, publishes
