@@ -1,5 +1,5 @@
-"""Work on the bytes of one fragment: the mean of its contributions, and its outer state. The leader does it by itself, or
-leaves it to aggregators.
+"""Work on the bytes of one fragment: the mean of its contributions, and its outer state. The leader does it, or
+aggregators do.
 
     tasks.py       what must be known to do it, and what comes out of it
     fragment.py    contributions in, a judged and averaged delta out
