@@ -1,6 +1,8 @@
-/* The block codecs int8 and int4 and the outer step, each in one pass over memory where numpy makes five to eight.
+/* The block codecs int8 and int4, the outer step and the sketch, each in one pass over memory where numpy makes five to
+ * eight.
  *
- * Specified by protocol/codecs/blocks.py, int8.py, int4.py and protocol/outer_step.py: the same bits for every input.
+ * Specified by protocol/codecs/blocks.py, int8.py, int4.py, protocol/outer_step.py and
+ * coordinator/screening/measuring.py: the same bits for every input.
  * So every fp32 operation here is one of theirs, rounded once and in their order. The flags in setup.py keep the compiler
  * from fusing or reordering them. Loops are plain C that compilers vectorise.
  *
@@ -210,6 +212,46 @@ LOOP void outer_step_loop(float *restrict theta, float *restrict momentum, const
         step_value(&theta[i], &momentum[i], delta[i], rate, beta);
 }
 
+#define LANES 16 /* partial sums of squares; position p belongs to lane p % LANES */
+#define GROUP 8  /* values whose signs are in one byte */
+
+LOOP void sketch_value(float value, uint32_t sign, float *sketch, double *lane)
+{
+    *lane = *lane + (double)value * value;
+    *sketch = *sketch + float_of(bits_of(value) ^ sign << 31);
+}
+
+/* Fold n values, of positions `at` and up, into a sketch of m values (a multiple of GROUP). The sign of position p is bit
+ * p - at + first of `signs`, where first = at modulo GROUP. */
+LOOP void sketch_loop(const float *restrict values, Py_ssize_t n, Py_ssize_t at, const uint8_t *restrict signs,
+                      float *restrict sketch, Py_ssize_t m, double *restrict lanes)
+{
+    Py_ssize_t first = at % GROUP;
+    for (Py_ssize_t i = 0; i < n;) {
+        Py_ssize_t j = (at + i) % m, bit = first + i;
+        Py_ssize_t groups = bit % GROUP == 0 ? least((n - i) / GROUP, (m - j) / GROUP) : 0;
+        if (groups == 0) {
+            sketch_value(values[i], signs[bit / GROUP] >> bit % GROUP & 1, &sketch[j], &lanes[(at + i) % LANES]);
+            i++;
+            continue;
+        }
+        double sums[2][GROUP]; /* of the two halves of the lanes, by turns */
+        memcpy(sums, lanes, sizeof sums);
+        for (Py_ssize_t g = 0, half = (at + i) / GROUP % 2; g < groups; g++, half = 1 - half) {
+            uint32_t byte = signs[bit / GROUP + g];
+            const float *restrict x = values + i + g * GROUP;
+            float *restrict y = sketch + j + g * GROUP;
+            double *restrict sum = sums[half];
+            for (int k = 0; k < GROUP; k++) {
+                sum[k] = sum[k] + (double)x[k] * x[k];
+                y[k] = y[k] + float_of(bits_of(x[k]) ^ (byte << (31 - k) & 0x80000000u));
+            }
+        }
+        memcpy(lanes, sums, sizeof sums);
+        i += groups * GROUP;
+    }
+}
+
 typedef bool encode_function(const float *x, Py_ssize_t n, uint8_t *data);
 typedef void decode_function(const uint8_t *data, Py_ssize_t n, struct operands on);
 
@@ -222,6 +264,8 @@ struct generation {
     const char *name;
     struct codec int8, int4;
     void (*outer_step)(float *theta, float *momentum, const float *delta, Py_ssize_t n, float rate, float beta);
+    void (*sketch)(const float *values, Py_ssize_t n, Py_ssize_t at, const uint8_t *signs, float *sketch, Py_ssize_t m,
+                   double *lanes);
 };
 
 /* The loops of one codec, then of all codecs, for one generation of CPUs. */
@@ -255,8 +299,13 @@ struct generation {
     {                                                                                                                  \
         outer_step_loop(theta, momentum, delta, n, rate, beta);                                                        \
     }                                                                                                                  \
+    TARGET static void sketch_##GENERATION(const float *values, Py_ssize_t n, Py_ssize_t at, const uint8_t *signs,     \
+                                           float *sketch, Py_ssize_t m, double *lanes)                                 \
+    {                                                                                                                  \
+        sketch_loop(values, n, at, signs, sketch, m, lanes);                                                           \
+    }                                                                                                                  \
     static const struct generation GENERATION = {#GENERATION, FUNCTIONS(int8, GENERATION),                             \
-                                                 FUNCTIONS(int4, GENERATION), outer_step_##GENERATION};
+                                                 FUNCTIONS(int4, GENERATION), outer_step_##GENERATION, sketch_##GENERATION};
 
 #if defined(__x86_64__) && defined(__GNUC__)
 GENERATION(avx2, __attribute__((target("avx2"))))
@@ -285,23 +334,25 @@ static void release(Py_buffer *views, int count)
         PyBuffer_Release(&views[--count]);
 }
 
-/* Get the buffers of the vectors, one per letter of `types`: f float32, u uint8, upper case if it is written to. They
- * are held until `release`. */
+/* Get the buffers of the vectors, one per letter of `types`: d float64, f float32, u uint8, upper case if it is written
+ * to. They are held until `release`. */
 static bool get_vectors(PyObject *const *objects, const char *types, Py_buffer *views)
 {
     for (int i = 0; types[i] != 0; i++) {
-        bool is_float = types[i] == 'f' || types[i] == 'F', is_written = types[i] == 'F' || types[i] == 'U';
+        bool is_written = types[i] < 'a';
+        char type = is_written ? (char)(types[i] - 'A' + 'a') : types[i];
+        const char *expected = type == 'd' ? "d" : type == 'f' ? "f" : "B";
         int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (is_written ? PyBUF_WRITABLE : 0);
         if (PyObject_GetBuffer(objects[i], &views[i], flags) < 0) {
             release(views, i);
             return false;
         }
         const char *format = views[i].format;
-        bool is_right = format != NULL && strcmp(format, is_float ? "f" : "B") == 0;
-        if (!is_right || views[i].ndim != 1 || (is_float && (uintptr_t)views[i].buf % sizeof(float) != 0)) {
+        bool is_right = format != NULL && strcmp(format, expected) == 0;
+        if (!is_right || views[i].ndim != 1 || (uintptr_t)views[i].buf % (uintptr_t)views[i].itemsize != 0) {
             release(views, i + 1);
             PyErr_Format(PyExc_ValueError, "argument %d is not an aligned vector of %s", i + 1,
-                         is_float ? "float32" : "uint8");
+                         type == 'd' ? "float64" : type == 'f' ? "float32" : "uint8");
             return false;
         }
     }
@@ -406,6 +457,27 @@ static PyObject *outer_step(PyObject *Py_UNUSED(module), PyObject *args)
     return result;
 }
 
+static PyObject *sketch(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *objects[4], *result = NULL;
+    Py_buffer views[4];
+    Py_ssize_t at;
+    if (!PyArg_ParseTuple(args, "OnOOO", &objects[0], &at, &objects[1], &objects[2], &objects[3]) ||
+        !get_vectors(objects, "fuFD", views))
+        return NULL;
+    Py_ssize_t n = views[0].len / 4, m = views[2].len / 4;
+    if (at < 0 || m == 0 || m % GROUP != 0 || views[1].len * GROUP < at % GROUP + n)
+        PyErr_SetString(PyExc_ValueError, "a sketch of no multiple of 8 values, or too few signs, or a negative position");
+    else if (has_length(&views[3], LANES, "lanes")) {
+        Py_BEGIN_ALLOW_THREADS
+        kernels->sketch(views[0].buf, n, at, views[1].buf, views[2].buf, m, views[3].buf);
+        Py_END_ALLOW_THREADS
+        result = Py_NewRef(Py_None);
+    }
+    release(views, 4);
+    return result;
+}
+
 static PyObject *get_generations(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
 {
     PyObject *names = PyList_New(0);
@@ -455,6 +527,7 @@ static PyMethodDef methods[] = {
     {"int4_accumulate", int4_accumulate, METH_VARARGS, NULL},
     {"int4_step", int4_step, METH_VARARGS, NULL},
     {"outer_step", outer_step, METH_VARARGS, NULL},
+    {"sketch", sketch, METH_VARARGS, NULL},
     {"generations", get_generations, METH_NOARGS, NULL},
     {"use", use, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -6,7 +6,6 @@ bytes, so it does no harm if two aggregators do it, or one that was believed dea
 """
 
 import logging
-import math
 import os
 import secrets
 import shutil
@@ -18,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from sqlalchemy import URL, Connection, Engine, select
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
@@ -120,11 +118,9 @@ class Aggregator:
     def _theta_norm(self, task: Aggregate) -> float:
         if task.state is None:
             raise OuterstepError("no checkpoint has the fragment's state")
-        name, squares = RunNames(task.run).checkpoint(task.round, task.fragment, task.state), 0.0
+        name = RunNames(task.run).checkpoint(task.round, task.fragment, task.state)
         with StateReader(self._blobs.open(name)) as state:
-            for theta, _ in state.read_chunks():
-                squares += float(np.dot(theta, theta))
-        return math.sqrt(squares)
+            return state.theta_norm()
 
     def _check(self) -> None:
         """Raise Superseded if the task of this thread is no longer this aggregator's."""

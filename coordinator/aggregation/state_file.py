@@ -4,6 +4,7 @@ The file is itself a payload of kind `state` with raw fp32 frames, θ then u, so
 conversion.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from coordinator.screening.measuring import squares
 from coordinator.store.blobs import Reader
 from coordinator.store.payloads import StoredPayload
 from protocol.digest import StateHash
@@ -54,6 +56,10 @@ class StateReader(StoredPayload):
         for n in chunk_sizes(self.elements, CHUNK_ELEMENTS):
             yield self.read(start, n)
             start += n
+
+    def theta_norm(self) -> float:
+        """Return the L2 norm of θ."""
+        return math.sqrt(math.fsum(squares(theta) for theta, _ in self.read_chunks()))
 
     def state_digest(self) -> bytes:
         state_hash = StateHash()

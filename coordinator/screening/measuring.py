@@ -18,12 +18,16 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from protocol.compiled import kernels
 from protocol.wire import Payload
 
 SKETCHED = 1 << 15
+LANES = 16  # partial sums of squares, in kernels.c too
+_ROWS = 1 << 9  # of squares at once
 
 F16 = npt.NDArray[np.float16]
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 U8 = npt.NDArray[np.uint8]
 
 
@@ -55,65 +59,92 @@ def sketch_payload(payload: Payload, key: bytes) -> "Sketcher":
 
 def unit(sketch: F32) -> F16:
     """Return the vector of norm 1 with the direction of `sketch`; zeros for zeros."""
-    norm = math.sqrt(_squares(sketch))
-    return (sketch / np.float32(norm) if norm > 0 else sketch).astype(np.float16)
+    length = math.sqrt(squares(sketch))
+    return (sketch / np.float32(length) if length > 0 else sketch).astype(np.float16)
+
+
+def squares(values: F32) -> float:
+    """Return the sum of the squares of the values: the same bits on every machine."""
+    lanes = np.zeros(LANES)
+    _add_squares(values, 0, lanes)
+    return math.fsum(lanes)
 
 
 class Sketcher:
-    """Sketches a vector of `elements` values that arrives in pieces. Overwrites the pieces."""
+    """Sketches a vector of `elements` values that arrives in pieces. May overwrite the pieces.
+
+    The result is the same bits on every machine, however the vector is split: squares are added up in fp64, in LANES
+    sums by position, and the sketch in order.
+    """
 
     def __init__(self, elements: int, key: bytes) -> None:
-        self._sum_of_squares, self._at = 0.0, 0
+        self._at = 0
+        self._lanes = np.zeros(LANES)
         self._folds = elements > SKETCHED
         self._signs = Signs(key)
         self.values = np.zeros(min(elements, SKETCHED), np.float32)
 
     def add(self, values: F32) -> None:
-        self._sum_of_squares += _squares(values)
-        if self._folds:
+        if not self._folds:
+            _add_squares(values, self._at, self._lanes)
+            self.values[self._at : self._at + len(values)] += values
+        elif kernels is not None:
+            first = self._at - self._at % Signs.STEP
+            signs = self._signs.bits(first, self._at + len(values))[(self._at - first) // 8 :]
+            kernels.sketch(values, self._at, signs, self.values, self._lanes)
+        else:
+            _add_squares(values, self._at, self._lanes)
             self._signs.flip(values, self._at)
-        self._fold(values)
+            self._fold(values)
         self._at += len(values)
 
     def _fold(self, values: F32) -> None:
-        """Add the values in three parts: the rest of a row that was begun, whole rows, and the remainder."""
-        begun = min(-self._at % SKETCHED, len(values))
-        whole = (len(values) - begun) // SKETCHED * SKETCHED
-        if begun:
-            start = self._at % SKETCHED
-            self.values[start : start + begun] += values[:begun]
-        if whole:
-            self.values += values[begun : begun + whole].reshape(-1, SKETCHED).sum(0)
-        rest = values[begun + whole :]
-        self.values[: len(rest)] += rest
+        """Add the values row by row."""
+        start = 0
+        while start < len(values):
+            at = (self._at + start) % SKETCHED
+            stop = min(start + SKETCHED - at, len(values))
+            self.values[at : at + stop - start] += values[start:stop]
+            start = stop
 
     @property
     def norm(self) -> float:
         """The vector's L2 norm."""
-        return math.sqrt(self._sum_of_squares)
+        return math.sqrt(math.fsum(self._lanes))
 
     def measure(self) -> Measure:
         return Measure(self.norm, unit(self.values))
 
 
-def _squares(values: F32) -> float:
-    with np.errstate(over="ignore"):
-        found = float(np.dot(values, values))
-    return found if math.isfinite(found) else float(np.sum(np.square(values, dtype=np.float64)))
+def _add_squares(values: F32, at: int, lanes: F64) -> None:
+    """Add the squares of the values of positions [at, at + n) to the lanes of their positions, in order."""
+    begun = min(-at % LANES, len(values))
+    whole = begun + (len(values) - begun) // LANES * LANES
+    lanes[at % LANES : at % LANES + begun] += np.square(values[:begun], dtype=np.float64)
+    for start in range(begun, whole, _ROWS * LANES):
+        rows = np.square(values[start : min(start + _ROWS * LANES, whole)], dtype=np.float64).reshape(-1, LANES)
+        rows[0] += lanes
+        rows.sum(axis=0, out=lanes)  # adds one row after the other
+    lanes[: len(values) - whole] += np.square(values[whole:], dtype=np.float64)
 
 
 class Signs:
     """Random signs, one for each position of a vector. They do not depend on how the vector is split into pieces."""
 
-    _BITS = 64 * 4  # of one step of Philox's counter
+    STEP = 64 * 4  # signs of one step of Philox's counter
 
     def __init__(self, key: bytes) -> None:
         self._key = int.from_bytes(blake3(key).digest(16), "little")
 
+    def bits(self, start: int, stop: int) -> U8:
+        """Return the signs of positions [start, stop) and some after them, one bit each, lowest first. `start`: a
+        multiple of STEP."""
+        steps = -(-(stop - start) // self.STEP)
+        return np.random.Philox(key=self._key, counter=start // self.STEP).random_raw(steps * 4).view(np.uint8)
+
     def flip(self, values: F32, at: int) -> None:
         """Multiply the values of positions [at, at + n) by their signs, in place."""
-        steps, before = divmod(at, self._BITS)
-        bits = before + len(values)
-        words = np.random.Philox(key=self._key, counter=steps).random_raw(-(-bits // self._BITS) * 4)
-        signs = np.unpackbits(words.view(np.uint8), bitorder="little")[before:bits]
+        before = at % self.STEP
+        found = self.bits(at - before, at + len(values))
+        signs = np.unpackbits(found, bitorder="little")[before : before + len(values)]
         values.view(np.uint32)[:] ^= signs.astype(np.uint32) << np.uint32(31)

@@ -5,13 +5,11 @@ derived again from a checkpoint and the deltas after it, so its files are not fs
 """
 
 import logging
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from sqlalchemy import select
 
 from coordinator.aggregation.state_file import MaxMagnitude, StateReader, stepped, write_state
@@ -154,11 +152,8 @@ def step(run: LiveRun, state: StateReader, before: int, fragment: int, target: P
 
 def theta_norm(run: LiveRun, fragment: int, round_: int) -> float:
     """Return the L2 norm of the fragment's θ in state `round_`, from its file."""
-    squares = 0.0
     with StateReader(FileReader(run.outer.files.path(fragment, round_))) as state:
-        for theta, _ in state.read_chunks():
-            squares += float(np.dot(theta, theta))
-    return math.sqrt(squares)
+        return state.theta_norm()
 
 
 def _recent_delta(run: LiveRun, round_: int, fragment: int) -> memoryview | None:

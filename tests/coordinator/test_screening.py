@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from coordinator.screening import measuring
 from coordinator.screening.judging import (
     CLIPPED_OF_OTHER_DATA,
     CLIPPED_UNEQUAL,
@@ -22,6 +23,7 @@ from coordinator.screening.judging import (
 )
 from coordinator.screening.measuring import SKETCHED, Measure, Signs, Sketcher, measure_payload, unit
 from protocol.codecs import CODECS
+from protocol.compiled import COMPILED, kernels
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, pack_frames, pack_header
 
 F32 = npt.NDArray[np.float32]
@@ -88,11 +90,23 @@ def test_sketches_have_the_inner_products_of_the_vectors() -> None:
 
 
 @pytest.mark.parametrize("pieces", [[1], [SKETCHED - 1, SKETCHED + 1], [100, N - 100], range(0, N, 7777)])
-def test_the_pieces_in_which_it_comes_do_not_matter(pieces: Sequence[int]) -> None:
-    (values,) = honest(1)
-    whole, in_pieces = sketched(values), sketched(values, pieces=pieces)
-    assert in_pieces.norm == pytest.approx(whole.norm)
-    np.testing.assert_allclose(in_pieces.direction, whole.direction, atol=1e-5)
+@pytest.mark.parametrize("generation", [*(kernels.generations() if COMPILED else []), "numpy"])
+def test_neither_the_pieces_in_which_it_comes_nor_the_cpu_matter(
+    pieces: Sequence[int], generation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two aggregators on different machines shorten a contribution by the same factor, bit for bit."""
+    values = honest(1, n=N + 5)[0]
+    values[:100] *= np.float32(1e30)
+    whole = sketched(values)
+    if generation == "numpy":
+        monkeypatch.setattr(measuring, "kernels", None)
+    else:
+        kernels.use(generation)
+    in_pieces = sketched(values, pieces=pieces)
+    if COMPILED:
+        kernels.use(kernels.generations()[0])
+    assert in_pieces.norm == whole.norm == pytest.approx(np.linalg.norm(values.astype(np.float64)))
+    assert in_pieces.direction.tobytes() == whole.direction.tobytes()
 
 
 @pytest.mark.covers("security:sketch-evasion")

@@ -208,6 +208,14 @@ ODD = np.frombuffer(bytearray(1201), np.uint8)[1:].view(np.float32)  # not where
         ("int4_step", (OUT, X, X.copy(), 0.7, 0.9)),
         ("outer_step", (X.copy(), X.copy(), X[1:], 0.7, 0.9)),
         ("outer_step", (X.copy(), X[1:].copy(), X, 0.7, 0.9)),
+        ("sketch", (X, 0, OUT[:37], X[:256], np.zeros(16))),  # too few signs
+        ("sketch", (X, 5, OUT[:38], X[:256], np.zeros(16))),
+        ("sketch", (X, -1, OUT, X[:256], np.zeros(16))),
+        ("sketch", (X, 0, OUT, X[:255], np.zeros(16))),
+        ("sketch", (X, 0, OUT, X[:0], np.zeros(16))),
+        ("sketch", (X, 0, OUT, X[:256], np.zeros(15))),
+        ("sketch", (X, 0, OUT, X[:256], np.zeros(16, np.float32))),
+        ("sketch", (X, 0, OUT, READ_ONLY[:256], np.zeros(16))),
         ("use", ("abacus",)),
     ],
 )
