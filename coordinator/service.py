@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -159,7 +159,7 @@ class Coordinator:
             back_up=self._back_up,
             secret=secret or self.database.secret(),
             delegation=self.delegation,
-            working=threading.BoundedSemaphore(cores),
+            working=nullcontext() if fence is None else threading.BoundedSemaphore(cores),
             clock=clock,
             now=now,
         )

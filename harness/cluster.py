@@ -193,21 +193,24 @@ class Cluster:
         self.aggregators: list[Process] = []
         self._lines = ExitStack()
 
-    def add(self) -> Node:
-        """Start another coordinator. It is not waited for."""
+    def add(self, *settings: str) -> Node:
+        """Start another coordinator, with `settings` as options. It is not waited for."""
         name = f"coordinator-{len(self.nodes)}"
-        command = [sys.executable, "-c", _MAIN, str(self.folder / f"{name}.ahead"), "coordinator"]
+        command = [sys.executable, "-c", _MAIN, str(self.folder / f"{name}.ahead"), "coordinator", *settings]
         node = Node(name, self.folder, *self._with_lines(command, "OUTERSTEP_COORDINATOR_DATABASE"))
         self.nodes.append(node)
         node.start()
         self.balancer.backends.append(node.port)
         return node
 
-    def add_aggregator(self) -> Process:
-        """Start another aggregator. It is not waited for."""
+    def add_aggregator(self, *, lines: bool = True) -> Process:
+        """Start another aggregator. It is not waited for. `lines`: its connections go through tunnels."""
         command = [sys.executable, "-m", "outerstep", "aggregator"]
-        name = f"aggregator-{len(self.aggregators)}"
-        aggregator = Process(name, self.folder, *self._with_lines(command, "OUTERSTEP_AGGREGATOR_DATABASE"))
+        name, variable = f"aggregator-{len(self.aggregators)}", "OUTERSTEP_AGGREGATOR_DATABASE"
+        command, environment, *tunnels = self._with_lines(command, variable)
+        if not lines:
+            command, environment = [*command[:-1], self.blobs], {**environment, variable: self.database_url}
+        aggregator = Process(name, self.folder, command, environment, *tunnels)
         self.aggregators.append(aggregator)
         aggregator.start()
         return aggregator

@@ -32,6 +32,7 @@ class Tunnel:
         self._is_cut = False
         self._lose_after: list[bytes] = []
         self.lost = threading.Event()
+        self.passed_bytes = 0  # both ways; other threads may be about to add to it
         threading.Thread(target=accept_each, args=(self._listening, self._serve), daemon=True).start()
 
     def cut(self) -> None:
@@ -91,6 +92,7 @@ class Tunnel:
                     self.lost.set()
                     break  # the answer is not passed on
                 target.sendall(data)
+                self.passed_bytes += len(data)
         for each in (source, target):
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
