@@ -145,15 +145,18 @@ def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:
     """Return the largest weight that a contribution may have, in units.
 
     It is what the worker was assigned in the last WEIGHED_ROUNDS rounds, minus what its contributions to the fragment
-    have weighed in them, plus one more assignment: a fragment may contain work from just before these rounds. If
-    fragments are not sent during training, it is at most one assignment.
+    have weighed in them, plus one more assignment: a fragment may contain work from before these rounds, since the
+    worker's last contribution to it there. If fragments are not sent during training, it is at most one assignment.
     """
     worker, rounds = header.worker, range(max(header.round - WEIGHED_ROUNDS + 1, 0), header.round + 1)
     with run.context.database.read() as session:
-        assigned = carrying.assigned_steps(session, run, worker, rounds)
+        last = carrying.last_contribution(session, run, worker, header.fragment, range(rounds.start))
+        since = range(0 if last is None else last, rounds.stop)
+        assigned = carrying.assigned_steps(session, run, worker, since)
         used = carrying.weighed_tokens(session, run, worker, header.fragment, rounds[:-1])
     largest = max(assigned.values(), default=0)
-    unused = sum(assigned.values()) + largest - used // run.spec.unit_tokens
+    within = sum(steps for round_, steps in assigned.items() if round_ in rounds)
+    unused = within + largest - used // run.spec.unit_tokens
     return max(unused if run.spec.sync.streams else min(unused, largest), 0)
 
 

@@ -1,12 +1,17 @@
 """What a contribution may weigh in the mean: one round's work, whatever it carries."""
 
 from statistics import median
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.run.live_run import LiveRun
+from coordinator.store.tables import AssignmentRow, ContributionRow
+from coordinator.sync.admission import WEIGHED_ROUNDS, _unused_weight
 from coordinator.sync.deltas import rebuild_delta_if_damaged
 from coordinator.trust.verdicts import weights
 from harness.coordinator import InThread, SettableClock
@@ -14,7 +19,7 @@ from harness.member import Member, spec_toml
 from protocol.digest import digest
 from protocol.messages import Assignment
 from protocol.spec.sections import SyncSpec
-from protocol.wire import DeltaHeader, Payload
+from protocol.wire import ContributionHeader, DeltaHeader, Payload
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, enlist, info, problem, recovered
 
 UNITS = 5  # of a round
@@ -105,6 +110,32 @@ def test_a_fragment_sent_at_the_beginning_of_a_round_weighs_a_round_though_it_na
     assignment = a.assignment(0)
     problem(send(a, assignment, UNITS + 1, units=[[0, 1]]), "invalid-payload")
     assert send(a, assignment, UNITS, units=[[0, 1]]).status_code == 201
+
+
+@pytest.mark.parametrize(("long", "allowed"), [(0, True), (2, False)])
+def test_work_of_a_long_round_may_be_in_the_first_of_those_that_are_compared(
+    long: int, allowed: bool, shared: InThread, run: str
+) -> None:
+    """A worker that had become slow was refused for good, eight rounds later. But a contribution after the long round
+    has used up that round's work: then it allows nothing any more."""
+    now = WEIGHED_ROUNDS + long
+    (a,) = crew(shared, run, ["a"], rounds=20, sync="overlap = 2")
+    live, tokens = shared.live(run), a.spec.unit_tokens
+    with shared.coordinator.database.write() as session:
+        for round_ in range(now + 1):
+            steps = 4 if round_ == 0 else 1
+            session.merge(AssignmentRow(run_id=live.id, round=round_, worker="a", inner_steps=steps, evaluate=False))
+            if 0 < round_ < now:
+                weight = 3 if round_ == now - WEIGHED_ROUNDS + 1 else 1
+                contribution = {"digest": b"", "size": 1, "inner_steps": 1, "norm": 1.0, "accepted_at": 0.0}
+                address = {"run_id": live.id, "round": round_, "fragment": 0, "worker": "a"}
+                session.add(ContributionRow(**address, tokens=weight * tokens, **contribution))
+    assert allows_a_unit(live, now) is allowed
+
+
+def allows_a_unit(live: LiveRun, round_: int) -> bool:
+    header = SimpleNamespace(worker="a", round=round_, fragment=0)
+    return _unused_weight(live, cast(ContributionHeader, header)) > 0
 
 
 def test_units_that_are_not_held_are_told_as_such_whatever_the_weight(shared: InThread, run: str) -> None:
