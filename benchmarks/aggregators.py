@@ -85,7 +85,7 @@ class Crew:
     def contribute(self, round_: int) -> None:
         """Contribute to every fragment for every worker."""
         for member in self.members:
-            member.assignment(round_, wait_s=20)
+            member.assignment(round_)  # the round opens once all of them are ready
         assignments = [member.assignment(round_, wait_s=20) for member in self.members]
         with ThreadPoolExecutor(UPLOADS) as threads:
             done = [threads.submit(self._contribute, k, each) for k, each in enumerate(assignments)]

@@ -35,6 +35,7 @@ from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import DeploymentRow
 from protocol.digest import digest
 from protocol.errors import OuterstepError
+from protocol.wire import Payload
 
 STATES = "states"  # in the data directory
 RENEW_S = 2.0
@@ -113,7 +114,7 @@ class Aggregator:
         delta_digest = digest(delta.content)
         self._blobs.put(RunNames(task.run).delta(task.round, task.fragment, delta_digest), delta.content)
         self._memory.add_delta(delta_digest, delta.content)
-        return Aggregated.of(delta.judgement, delta.invalid, delta_digest, len(delta.content))
+        return Aggregated.of(delta.judgement, delta.invalid, delta_digest, Payload.from_bytes(delta.content))
 
     def _theta_norm(self, task: Aggregate) -> float:
         if task.state is None:

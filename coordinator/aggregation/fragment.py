@@ -5,24 +5,32 @@ The same task always gives the same bytes, whichever process does it.
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from coordinator.aggregation.rules import aggregate
+import numpy as np
+
+from coordinator.aggregation.rules import AGGREGATORS, aggregate, encoded, mean
 from coordinator.aggregation.tasks import Aggregate, Collected, Given
 from coordinator.screening.judging import Evidence, Judgement, Verdict, judge
-from coordinator.screening.measuring import Measure, measure_payload
+from coordinator.screening.measuring import Measure, Sketcher, measure_payload, sketch_chunks
 from coordinator.store.blobs import Blobs, Reader, RunNames, StoreOutage
 from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, has_digest, sha256_of
 from outerstep.common.files import aligned
+from protocol.codecs import CODECS
+from protocol.codecs.base import F32
 from protocol.digest import Buffer, digest
 from protocol.errors import OuterstepError, WireError, WireFault
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
 
 PLAUSIBLE = 2.0  # times the norm of θ
+ONE_PASS_ELEMENTS = 1 << 24  # the largest fragment that is averaged in memory
+AHEAD = 2  # contributions that are being read, or wait to be averaged
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 logger = logging.getLogger(__name__)
@@ -74,9 +82,14 @@ def aggregate_fragment(
     """
     try:
         key = sketch_key(secret, task.run, task.round, task.fragment)
-        judgement, invalid = _judged(task, blobs, key, theta_norm, measures, check)
+        whole = None if measures or contents else _one_pass(task, blobs, key, check)
+        judgement, invalid = _judged(task, blobs, key, theta_norm, whole.measures if whole else measures, check)
         factors = {worker: verdict.factor for worker, verdict in judgement.verdicts.items()}
-        return Delta(make_delta(task, blobs, factors, contents, check), judgement, invalid)
+        if whole is not None and all(factor == 1 for factor in factors.values()):
+            content = _delta_of(task, factors, whole.elements, whole.frames)
+        else:
+            content = make_delta(task, blobs, factors, contents, check)
+        return Delta(content, judgement, invalid)
     except StoreOutage:
         raise  # nothing is known about the blobs
     except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
@@ -192,6 +205,73 @@ def _plausible_norm(theta_norm: float) -> float:
     return PLAUSIBLE * theta_norm if theta_norm > 0 else math.inf
 
 
+# --- in one pass ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The measures of all contributions, by worker, and the frames of their mean if each has the factor 1."""
+
+    measures: Mapping[str, Measure]
+    elements: int
+    frames: Sequence[Buffer]
+
+
+def _one_pass(task: Aggregate, blobs: Blobs, key: bytes, check: Callable[[], object]) -> _Whole | None:
+    """Measure and average the contributions while each is read once. Most often all of them count, and then nothing has
+    to be read again. The next one is read meanwhile.
+
+    Return None if a fragment is too large to be in memory, if the rule is not the mean or the codec leaves values out,
+    or if a contribution is not what was announced.
+    """
+    codec = CODECS[task.sync.upload_codec]
+    if AGGREGATORS[task.sync.aggregation] is not mean or codec.add_weight is not None:
+        return None
+    in_order = sorted(task.contributions.items())
+    total = sum(each.tokens for _, each in in_order)
+    measures: dict[str, Measure] = {}
+    acc: F32 | None = None
+    with ThreadPoolExecutor(1, thread_name_prefix="read") as reading:
+        ahead = deque(reading.submit(_content, blobs, blob_of(task, worker)) for worker, _ in in_order[:AHEAD])
+        try:
+            for index, (worker, each) in enumerate(in_order):
+                check()
+                content = ahead.popleft().result()
+                if index + AHEAD < len(in_order):
+                    ahead.append(reading.submit(_content, blobs, blob_of(task, in_order[index + AHEAD][0])))
+                payload = Payload.from_bytes(content)
+                if digest(content) != each.digest or payload.header.elements > ONE_PASS_ELEMENTS:
+                    return None
+                if acc is None:
+                    acc = np.zeros(payload.header.elements, np.float32)
+                sketcher = Sketcher(len(acc), key)
+                weight, start = np.float32(each.tokens / total), 0
+                for chunk, n in sketch_chunks(payload, sketcher):
+                    codec.accumulate(chunk, weight, acc[start : start + n])
+                    start += n
+                measures[worker] = sketcher.measure()
+        except StoreOutage:
+            raise
+        except (OSError, WireError, ValueError, LookupError) as error:
+            logger.info("%s: round %d is averaged in two passes: %s", task.run, task.round, error)
+            return None
+        finally:
+            for read in ahead:
+                read.cancel()
+    assert acc is not None, "no fragment closes without a contribution"
+    frames = encoded(acc, task.sync.download_codec, zstd=task.sync.zstd)
+    return _Whole(measures, len(acc), frames)
+
+
+def _content(blobs: Blobs, name: str) -> memoryview:
+    """Read a whole blob. Raises OSError."""
+    with blobs.open(name, fresh=True) as reader:
+        content = aligned(reader.size)
+        if reader.read_into(content, 0) != reader.size:
+            raise OSError(f"{name} ends too early")
+    return content
+
+
 # --- averaging --------------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +320,12 @@ def make_delta(
 def _delta_of(
     collected: Collected, factors: Mapping[str, float], elements: int, frames: Sequence[Buffer]
 ) -> memoryview:
-    head = pack_header(
+    return _concatenate([head_of(collected, factors, elements, [len(frame) for frame in frames]), *frames])
+
+
+def head_of(collected: Collected, factors: Mapping[str, float], elements: int, frame_bytes: Sequence[int]) -> bytes:
+    """Return the beginning of the delta, before its frames."""
+    return pack_header(
         DeltaHeader(
             run=collected.run,
             round=collected.round,
@@ -248,21 +333,15 @@ def _delta_of(
             codec=collected.sync.download_codec,
             elements=elements,
             chunk_elements=CHUNK_ELEMENTS,
-            frame_bytes=[len(frame) for frame in frames],
+            frame_bytes=list(frame_bytes),
             base=collected.base,
-            contributors=contributors(collected, factors),
+            contributors=[
+                Contributor(worker=worker, tokens=each.tokens, factor=factors[worker])
+                for worker, each in sorted(collected.contributions.items())
+                if factors[worker] > 0
+            ],
         )
     )
-    return _concatenate([head, *frames])
-
-
-def contributors(collected: Collected, factors: Mapping[str, float]) -> list[Contributor]:
-    """Return the contributors as the delta's header lists them."""
-    return [
-        Contributor(worker=worker, tokens=each.tokens, factor=factors[worker])
-        for worker, each in sorted(collected.contributions.items())
-        if factors[worker] > 0
-    ]
 
 
 def _concatenate(parts: Iterable[Buffer]) -> memoryview:

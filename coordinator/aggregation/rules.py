@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from protocol.codecs import CODECS
-from protocol.codecs.base import F32
+from protocol.codecs.base import F32, Codec
 from protocol.digest import Buffer
-from protocol.wire import Payload, pack_frame
+from protocol.wire import CHUNK_ELEMENTS, Payload, pack_frame
 
 
 class Weighted(NamedTuple):
@@ -55,11 +55,21 @@ def aggregate(
     frames: list[Buffer] = []
     for index in range(len(weighted[0].payload.chunks)):
         check()
-        chunk = aggregator(weighted, index)
-        raw = np.empty(codec.size(len(chunk)), np.uint8)
-        codec.encode(chunk, raw)
-        frames.append(pack_frame(raw, zstd=zstd))
+        frames.append(_frame(aggregator(weighted, index), codec, zstd=zstd))
     return frames
+
+
+def encoded(values: F32, codec_name: str, *, zstd: bool) -> list[Buffer]:
+    """Return the frames of an aggregated fragment that is in memory, float32[elements], like `aggregate`."""
+    codec = CODECS[codec_name]
+    starts = range(0, len(values), CHUNK_ELEMENTS)
+    return [_frame(values[start : start + CHUNK_ELEMENTS], codec, zstd=zstd) for start in starts]
+
+
+def _frame(chunk: F32, codec: Codec, *, zstd: bool) -> Buffer:
+    raw = np.empty(codec.size(len(chunk)), np.uint8)
+    codec.encode(chunk, raw)
+    return pack_frame(raw, zstd=zstd)
 
 
 def mean(weighted: Sequence[Weighted], index: int) -> F32:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from coordinator.screening.judging import Judgement, Verdict
 from protocol.spec.sections import OuterSpec, SyncSpec
+from protocol.wire import Payload
 
 
 class _Data(BaseModel):
@@ -120,23 +121,25 @@ class Advance(_Data):
 
 
 class Aggregated(_Data):
-    """The delta, a blob of `size` bytes, and the verdicts. `invalid`: the workers whose contribution is no valid
-    payload."""
+    """The delta, a blob of `size` bytes with frames of `frame_bytes`, and the verdicts. `invalid`: the workers whose
+    contribution is no valid payload."""
 
     kind: Literal["aggregated"] = "aggregated"
     digest: bytes
     size: int
+    frame_bytes: tuple[int, ...]
     reference: float | None
     verdicts: dict[str, Verdict]
     close: tuple[tuple[str, str, float], ...]
     invalid: tuple[str, ...]
 
     @classmethod
-    def of(cls, judgement: Judgement, invalid: tuple[str, ...], digest: bytes, size: int) -> "Aggregated":
+    def of(cls, judgement: Judgement, invalid: tuple[str, ...], digest: bytes, delta: Payload) -> "Aggregated":
         close = tuple((*pair, distance) for pair, distance in judgement.close.items())
         return cls(
             digest=digest,
-            size=size,
+            size=delta.total_bytes,
+            frame_bytes=tuple(delta.header.frame_bytes),
             reference=judgement.reference,
             verdicts=judgement.verdicts,
             close=close,

@@ -12,6 +12,7 @@ equal sketches.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,19 +43,21 @@ class Measure:
 def measure_payload(payload: Payload, key: bytes) -> Measure:
     """Check a contribution and return its measure, in bounded memory. Contributions are comparable only if measured
     with the same `key`. Raises WireError unless all values are finite."""
-    return sketch_payload(payload, key).measure()
-
-
-def sketch_payload(payload: Payload, key: bytes) -> "Sketcher":
-    """Check and decode a payload chunk by chunk, into a sketch."""
-    memory = np.empty(max(payload.chunks), np.float32)
     sketcher = Sketcher(payload.header.elements, key)
+    for _ in sketch_chunks(payload, sketcher):
+        pass
+    return sketcher.measure()
+
+
+def sketch_chunks(payload: Payload, sketcher: "Sketcher") -> Iterator[tuple[U8, int]]:
+    """Check and sketch a payload chunk by chunk. Yield each chunk, as it is encoded, and its number of values."""
+    memory = np.empty(max(payload.chunks), np.float32)
     for index, n in enumerate(payload.chunks):
         chunk = payload.chunk(index)
         payload.codec.check(chunk, n, payload.limit)
         payload.codec.decode(chunk, memory[:n])
         sketcher.add(memory[:n])
-    return sketcher
+        yield chunk, n
 
 
 def unit(sketch: F32) -> F16:

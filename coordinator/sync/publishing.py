@@ -27,6 +27,7 @@ from coordinator.units.epochs import check_epochs
 from coordinator.units.ledger import merge_adjacent, unconsume_units
 from protocol.digest import digest
 from protocol.messages import FragmentState, RunState
+from protocol.wire import Payload
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ def _aggregate_here(run: LiveRun, fragment: OpenFragment, task: Aggregate) -> Ag
     delta_digest = digest(delta.content)
     run.blobs.put(run.names.delta(task.round, task.fragment, delta_digest), delta.content)
     run.context.memory.add_delta(delta_digest, delta.content)
-    return Aggregated.of(delta.judgement, delta.invalid, delta_digest, len(delta.content))
+    return Aggregated.of(delta.judgement, delta.invalid, delta_digest, Payload.from_bytes(delta.content))
 
 
 def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:

@@ -316,7 +316,7 @@ class ObjectReader:
 
     def read_into(self, memory: memoryview, at: int) -> int:
         wanted = max(0, min(len(memory), self.size - at))
-        if wanted > PART_BYTES:  # without a copy in between
+        if wanted > PART_BYTES or wanted == self.size:  # without a copy in between
             self._objects.read_into(self._path, memory[:wanted], at)
             return wanted
         with self._lock:

@@ -1,14 +1,18 @@
 """The mean of contributions where a codec sends only some of the values, and another rule in its place."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
 import numpy as np
 import pytest
 
+from coordinator.aggregation.fragment import ContributionsLost, aggregate_fragment, blob_of, make_delta
 from coordinator.aggregation.rules import AGGREGATORS, aggregate
+from coordinator.aggregation.tasks import Aggregate, Given
+from harness.stores import BytesReader, MemoryBlobs, spoil
 from protocol.codecs import CODECS
-from protocol.digest import Buffer
+from protocol.digest import Buffer, digest
 from protocol.spec.sections import SyncSpec
 from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
 
@@ -16,6 +20,10 @@ F32 = np.float32
 
 
 def contribution(values: np.ndarray, worker: str, codec: str = "sparse") -> Payload:
+    return Payload.from_bytes(payload_bytes(values, worker, codec))
+
+
+def payload_bytes(values: np.ndarray, worker: str, codec: str) -> bytes:
     frames = pack_frames(values, CODECS[codec], zstd=True)
     header = ContributionHeader(
         run="r",
@@ -35,7 +43,7 @@ def contribution(values: np.ndarray, worker: str, codec: str = "sparse") -> Payl
         carried=[],
         carried_share=1.0,
     )
-    return Payload.from_bytes(pack_header(header) + b"".join(frames))
+    return pack_header(header) + b"".join(frames)
 
 
 def decoded(frames: Sequence[Buffer], n: int) -> np.ndarray:
@@ -114,3 +122,71 @@ def test_a_factor_counts_where_one_alone_has_sent_a_value() -> None:
     whole = decoded(aggregate(payloads, "fp32", zstd=False), 64)
     half = decoded(aggregate(payloads, "fp32", zstd=False, factors=[0.5, 1.0]), 64)
     assert (half[5], half[9]) == (whole[5] / 2, whole[9])
+
+
+class OnceOnly(MemoryBlobs):
+    """Blobs that count how often each is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = Counter[str]()
+
+    def open(self, name: str, *, fresh: bool = False) -> BytesReader:
+        self.opened[name] += 1
+        return super().open(name, fresh=fresh)
+
+
+def task_of(codec: str, vectors: Sequence[np.ndarray], blobs: MemoryBlobs, rule: str = "screened") -> Aggregate:
+    """The aggregation of these vectors, whose contributions are put into the store."""
+    sync = SyncSpec.model_validate({"rounds": 2, "upload_codec": codec, "aggregation": rule})
+    task = Aggregate(
+        run="r",
+        round=0,
+        fragment=0,
+        base=bytes(32),
+        sync=sync,
+        contributions={},
+        usual=None,
+        clipped=1.25,
+        least_agreement=0.25,
+        unit_tokens=1,
+    )
+    for i, values in enumerate(vectors):
+        content = payload_bytes(values, f"w{i}", codec)
+        task.contributions[f"w{i}"] = Given(digest=digest(content), sha256=None, tokens=1 + i)
+        blobs.put(blob_of(task, f"w{i}"), content)
+    return task
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("length", [1.0, 4.0], ids=["all count", "one is shortened"])
+def test_one_pass_over_the_contributions_gives_the_bytes_of_two(codec: str, length: float) -> None:
+    n, random, blobs = (1 << 18) + 5000, np.random.default_rng(0), OnceOnly()
+    common = random.standard_normal(n)
+    vectors = [(common + random.standard_normal(n)).astype(np.float32) for _ in range(4)]
+    vectors[2] *= np.float32(length)
+    task = task_of(codec, vectors, blobs)
+    delta = aggregate_fragment(task, blobs, b"secret", lambda: 0.0)
+    factors = {worker: verdict.factor for worker, verdict in delta.judgement.verdicts.items()}
+    assert (factors["w2"] == 1) is (length == 1), factors
+    once = length == 1 and CODECS[codec].add_weight is None
+    assert set(blobs.opened.values()) == {1 if once else 2}
+    assert delta.content == make_delta(task, blobs, factors)
+
+
+@pytest.mark.parametrize("rule", ["trimmed", "median"])
+def test_rules_that_compare_values_take_two_passes(rule: str) -> None:
+    random, blobs = np.random.default_rng(0), OnceOnly()
+    task = task_of("int8", [random.standard_normal(1000).astype(np.float32) for _ in range(4)], blobs, rule)
+    delta = aggregate_fragment(task, blobs, b"secret", lambda: 0.0)
+    assert set(blobs.opened.values()) == {2}
+    assert delta.content == make_delta(task, blobs, dict.fromkeys(task.contributions, 1.0))
+
+
+def test_a_contribution_that_was_damaged_in_the_store_is_lost_in_either_pass() -> None:
+    random, blobs = np.random.default_rng(0), MemoryBlobs()
+    task = task_of("int8", [random.standard_normal(1000).astype(np.float32) for _ in range(3)], blobs)
+    spoil(blobs, blob_of(task, "w1"))
+    with pytest.raises(ContributionsLost) as lost:
+        aggregate_fragment(task, blobs, b"secret", lambda: 0.0)
+    assert lost.value.workers == ["w1"]

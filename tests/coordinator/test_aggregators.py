@@ -471,9 +471,9 @@ def of_another_size(task: Any, found: Aggregated) -> Aggregated:
 LIES: dict[Callable[[Any, Aggregated], Aggregated], str] = {
     without_a_worker: "its verdicts are not about the contributions",
     with_a_factor_of_two: "a factor is not within 0 and 1",
-    with_another_factor: "its header has another contributors",
-    without_a_blob: "0707070707070707",
-    of_another_size: "the store has",
+    with_another_factor: "its header is not of these contributions",
+    without_a_blob: "the store has nothing of that name",
+    of_another_size: "bytes of that name",
 }
 
 
