@@ -1,7 +1,8 @@
 """A real aggregator in threads of this process."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,14 +20,16 @@ STATE_BYTES = 1 << 30
 
 
 @contextmanager
-def opened(name: str, url: URL, blobs: Blobs, folder: Path, state_bytes: int = STATE_BYTES) -> Iterator[Aggregator]:
+def opened(
+    name: str, url: URL, blobs: Blobs, folder: Path, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Aggregator]:
     """An aggregator that does nothing by itself."""
     with closing(Database(url)) as database:
         secret = database.secret()
     engine = postgresql.engine_of(url, connections=3)
     try:
         ring = partial(postgresql.ring, channel=queue.RESULTS)
-        yield Aggregator(name, engine.connect, blobs, States(folder, state_bytes), secret, ring)
+        yield Aggregator(name, engine.connect, blobs, States(folder, STATE_BYTES), secret, ring, clock)
     finally:
         engine.dispose()
 

@@ -11,6 +11,7 @@ import secrets
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
@@ -42,6 +43,7 @@ RENEW_S = 2.0
 LOOK_S = 1.0  # between looks at the queue, if nobody rings
 REST_S = 2.0  # after a fault of the database or the store
 STOP_S = 5.0  # for a task in hand, when the process stops
+STALLED_S = 120.0  # without progress, until a task is left to another aggregator
 MOST_AT_ONCE = 4  # tasks
 
 logger = logging.getLogger(__name__)
@@ -66,12 +68,14 @@ class Aggregator:
         states: States,
         secret: bytes,
         ring: Callable[[Connection], object],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.id = id_
+        self.id, self._clock = id_, clock
         self._connect, self._blobs, self._states, self._secret, self._ring = connect, blobs, states, secret, ring
         self._memory = MemoryBudget()  # has the deltas that this process has just made
         self._lock = threading.Lock()
         self._held: dict[int, Claim] = {}  # by the thread that works on it
+        self._progressed: dict[int, float] = {}  # by thread: when it last began a part of its task
         self._stopping, self._awake = threading.Event(), threading.Event()
 
     # --- tasks ----------------------------------------------------------------------------------------------------
@@ -84,7 +88,7 @@ class Aggregator:
             return False
         own = threading.get_ident()
         with self._lock:
-            self._held[own] = claim
+            self._held[own], self._progressed[own] = claim, self._clock()
         try:
             self._finish(claim, partial(queue.finish, result=self._done(claim.task)))
         except Superseded:
@@ -124,17 +128,21 @@ class Aggregator:
             return state.theta_norm()
 
     def _check(self) -> None:
-        """Raise Superseded if the task of this thread is no longer this aggregator's."""
+        """Note that this thread makes progress. Raise Superseded if its task is no longer this aggregator's."""
+        own = threading.get_ident()
         with self._lock:
-            if threading.get_ident() not in self._held:
+            if own not in self._held:
                 raise Superseded
+            self._progressed[own] = self._clock()
 
     def renew(self) -> None:
-        """Report that this aggregator is alive, and renew its leases. Raises SQLAlchemyError."""
+        """Report that this aggregator is alive, and renew its leases on tasks that make progress. Raises
+        SQLAlchemyError."""
         with self._connect() as connection:
             queue.report(connection, self.id, socket.gethostname())
             with self._lock:
-                held = list(self._held.items())
+                stalled = self._clock() - STALLED_S
+                held = [(thread, each) for thread, each in self._held.items() if self._progressed[thread] > stalled]
             for thread, claim in held:
                 if not queue.renew(connection, claim):
                     with self._lock:

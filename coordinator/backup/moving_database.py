@@ -27,13 +27,22 @@ from coordinator.store.blobs import OWNER
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.opening import FileMark, objects_at
-from coordinator.store.tables import Base, CoordinatorRow, DeploymentRow, LeaderRow, RunRow, TokenRow
+from coordinator.store.tables import (
+    AggregatorRow,
+    Base,
+    CoordinatorRow,
+    DeploymentRow,
+    LeaderRow,
+    RunRow,
+    TaskRow,
+    TokenRow,
+)
 from outerstep.common.files import fsync, replace_file
 from protocol.errors import OuterstepError
 
 JOURNAL = "moving-database"
 # The rows of a single database, which are not copied: who shares it, who leads, and which bucket it has.
-_OWN = {CoordinatorRow.__tablename__, LeaderRow.__tablename__, DeploymentRow.__tablename__}
+_OWN = {row.__tablename__ for row in (CoordinatorRow, AggregatorRow, TaskRow, LeaderRow, DeploymentRow)}
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
-from coordinator.store.tables import Base, DeploymentRow
+from coordinator.store.tables import AggregatorRow, Base, DeploymentRow, TaskRow
 from protocol.errors import OuterstepError
 from protocol.messages import Cause
 
@@ -238,7 +238,7 @@ def copy(url: URL, target: Path) -> None:
             Base.metadata.create_all(copied)
             _VERSIONS.metadata.create_all(copied)
             copied.execute(_VERSIONS.insert(), [dict(row) for row in source.execute(_VERSIONS.select()).mappings()])
-            copy_rows(source, copied)
+            copy_rows(source, copied, {TaskRow.__tablename__, AggregatorRow.__tablename__})
     except DBAPIError as error:
         if isinstance(error.orig, sqlite3.Error):
             if error.orig.sqlite_errorcode == sqlite3.SQLITE_FULL:

@@ -13,14 +13,14 @@ import pytest
 from sqlalchemy import URL, Connection, make_url, text
 
 from coordinator.aggregation import delegation, queue
-from coordinator.aggregation.aggregator import Aggregator
+from coordinator.aggregation.aggregator import STALLED_S, Aggregator
 from coordinator.aggregation.queue import Claim
 from coordinator.aggregation.tasks import Advance, Advanced, Aggregate, Aggregated, Given, Origin, StateRef
 from coordinator.store import postgresql as backend
 from coordinator.store.database import Database
 from harness import stores
 from harness.aggregator import aggregator_thread, opened
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member
 from harness.postgres import PostgreSQL
 from harness.stores import MemoryBlobs
@@ -385,6 +385,34 @@ def test_the_task_of_a_dead_aggregator_is_taken_again(site: Site, expected: tupl
             play(site.running, range(1, ROUNDS), members)
             assert not queue.finish(connection, claim, RESULT)
         assert outcome(site.running) == expected
+
+
+def test_a_task_without_progress_is_left_to_another_aggregator(url: URL, tmp_path: Path) -> None:
+    """Its thread hangs in a request to the store, and the process is alive."""
+    clock, hangs, go_on = SettableClock(), threading.Event(), threading.Event()
+
+    class Hanging(MemoryBlobs):
+        def fetch(self, name: str, target: Path) -> None:
+            hangs.set()
+            go_on.wait()
+            super().fetch(name, target)
+
+    engine = backend.engine_of(url, 2)
+    with opened("x", url, Hanging(), tmp_path, clock) as aggregator, engine.connect() as connection:
+        queue.add(connection, [(step(), None)])
+        thread = threading.Thread(target=aggregator.step)
+        thread.start()
+        assert hangs.wait(30)
+        expire(connection)
+        aggregator.renew()
+        assert queue.take(connection, "y") is None, "it may be slow"
+        clock.advance(STALLED_S)
+        expire(connection)
+        aggregator.renew()
+        assert queue.take(connection, "y") is not None
+        go_on.set()
+        thread.join()
+    engine.dispose()
 
 
 @pytest.mark.nightly
