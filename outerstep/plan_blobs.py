@@ -1,4 +1,5 @@
-"""The cost of keeping a run's contributions, deltas and checkpoints in a bucket: requests, storage and egress.
+"""The cost of keeping a run's contributions, deltas and checkpoints in a bucket: requests, storage and egress; and the
+work of averaging them.
 
 Prices are list prices with their date, in prices.toml. It is assumed that the run has the default [checkpoints], and
 that its coordinator is outside the store's network, so that what it reads for the average is egress, too.
@@ -28,6 +29,12 @@ GB = 1e9
 EVERY, KEEP = (CheckpointSpec.model_fields[name].default for name in ("every_rounds", "keep"))
 READS_PER_CONTRIBUTION = 2  # its size and checksum, and its header; then its bytes, in parts
 READ_BYTES = 8 << 20  # per request of the coordinator
+# Core-seconds of an aggregator, for each contributed value and for each parameter: reading, judging and averaging int8;
+# the delta and the outer step (`python -m benchmarks.aggregators`, docs/log.md, "Aggregators").
+AVERAGE_CORE_S, STEP_CORE_S = 3.8e-9, 2.3e-9
+LEADER_CORE_S = 15e-3  # of the leader, for each contribution to a fragment
+AGGREGATOR_CORES = 4  # that one process uses
+AVERAGING_SHARE = 0.05  # of a round's inner steps, in which the deltas should be made
 LISTS_PER_CHECKPOINT = 3  # one for each kind of file, to delete what is no longer needed
 
 
@@ -79,6 +86,28 @@ class StoreCost:
     @property
     def per_round(self) -> float:
         return self.month / self.rounds
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """Core-seconds per round: of aggregators, and of the leader. `aggregators`: how many of them, with AGGREGATOR_CORES
+    each, make the deltas within AVERAGING_SHARE of the inner steps of a round."""
+
+    core_s: float
+    leader_core_s: float
+    aggregators: int
+
+
+def averaging(workload: Workload, setting: Setting) -> Averaging:
+    """Return the work of averaging a round's contributions, and of the outer step."""
+    fragments = len(fragment_sizes(workload.parameters, FRAGMENT_ELEMENTS))
+    core_s = workload.parameters * (workload.workers * AVERAGE_CORE_S + STEP_CORE_S)
+    within_s = AVERAGING_SHARE * setting.inner_steps * workload.step_s
+    return Averaging(
+        core_s,
+        workload.workers * fragments * LEADER_CORE_S,
+        max(1, math.ceil(core_s / (AGGREGATOR_CORES * within_s))),
+    )
 
 
 def read_prices(path: Path | None = None) -> PriceTable:

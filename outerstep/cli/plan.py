@@ -15,6 +15,7 @@ from outerstep.common.quantities import (
     UNKNOWN,
     bytes_text,
     count_text,
+    counted,
     duration_text,
     parse_count,
     parse_rate,
@@ -22,7 +23,15 @@ from outerstep.common.quantities import (
 )
 from outerstep.display import table
 from outerstep.plan import Setting, Workload
-from outerstep.plan_blobs import Prices, read_prices, store_cost, store_use
+from outerstep.plan_blobs import (
+    AGGREGATOR_CORES,
+    AVERAGING_SHARE,
+    Prices,
+    averaging,
+    read_prices,
+    store_cost,
+    store_use,
+)
 
 LEAST_STEP_S = 1e-6
 
@@ -46,7 +55,10 @@ def plan(
     ] = 0.9,
     blobs: Annotated[
         str | None,
-        typer.Option(metavar="STORE", help="Add the cost of keeping the run's files in a bucket: s3, r2 or gcs."),
+        typer.Option(
+            metavar="STORE",
+            help="Add the cost of keeping the run's files in a bucket, s3, r2 or gcs, and the work of averaging them.",
+        ),
     ] = None,
     prices: Annotated[
         Path | None,
@@ -90,6 +102,7 @@ def plan(
                 "prices": {"date": table_of_prices.date, **store.model_dump()},
                 "use": asdict(store_use(workload, best)),
                 "month": asdict(store_cost(workload, best, store)),
+                "averaging": asdict(averaging(workload, best)),
             }
         print_json(document)
         return
@@ -166,7 +179,7 @@ def _lines(workload: Workload, best: Setting, reason: str) -> list[str]:
 
 
 def _store_lines(workload: Workload, best: Setting, prices: Prices, date: str) -> list[str]:
-    use, cost = store_use(workload, best), store_cost(workload, best, prices)
+    use, cost, work = store_use(workload, best), store_cost(workload, best, prices), averaging(workload, best)
     return [
         f"With this setting and its files at {prices.name} (list prices of {date}):",
         f"${cost.per_round:.4f} per round: {count_text(use.writes)} writes, {count_text(use.reads)} reads and "
@@ -174,6 +187,9 @@ def _store_lines(workload: Workload, best: Setting, prices: Prices, date: str) -
         f"${cost.month:,.2f} per month of {count_text(cost.rounds)} rounds: requests ${cost.requests:,.2f}, egress "
         f"${cost.egress:,.2f}, storage of {bytes_text(use.stored_bytes)} ${cost.storage:,.2f}.",
         "The coordinator is taken to be outside of the store's network; near it, its reading is no egress.",
+        f"Averaging takes {duration_text(work.core_s)} of CPU time per round, and requests take the coordinator "
+        f"{duration_text(work.leader_core_s)}. To have the deltas within {AVERAGING_SHARE:.0%} of the time of the inner "
+        f"steps, run {counted(work.aggregators, 'aggregator')} of {AGGREGATOR_CORES} cores.",
     ]
 
 

@@ -1,6 +1,7 @@
 """What a bucket costs, against requests and bytes that were counted by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from outerstep import plan
 from outerstep.cli import app
 from outerstep.plan import Workload
-from outerstep.plan_blobs import MONTH_S, Prices, read_prices, store_cost, store_use
+from outerstep.plan_blobs import MONTH_S, Prices, averaging, read_prices, store_cost, store_use
 from protocol.errors import OuterstepError
 
 COMMAND = ["plan", "--params", "10M", "--up", "10mbit", "--down", "100mbit", "--step-time", "1.0"]
@@ -36,6 +37,21 @@ def test_a_month() -> None:
     assert cost.egress == pytest.approx(cost.rounds * use.egress_bytes / 1e9 * 0.125)
     assert cost.storage == pytest.approx(use.stored_bytes / 1e9 * 0.5)
     assert cost.per_round * cost.rounds == pytest.approx(cost.requests + cost.egress + cost.storage)
+
+
+def test_averaging_takes_as_long_as_was_measured() -> None:
+    """Workers, parameters and an aggregator's core-seconds per round: docs/log.md."""
+    for workers, parameters, measured in ((16, 25e6, 1.59), (64, 25e6, 6.17)):
+        workload = replace(WORKLOAD, workers=workers, parameters=int(parameters))
+        assert averaging(workload, SETTING).core_s == pytest.approx(measured, rel=0.15)
+
+
+def test_as_many_aggregators_as_make_the_deltas_in_a_twentieth_of_the_round() -> None:
+    few, many = (averaging(replace(WORKLOAD, workers=workers), SETTING) for workers in (4, 400_000))
+    assert few.aggregators == 1
+    within_s = many.core_s / (4 * many.aggregators)
+    assert within_s == pytest.approx(0.05 * SETTING.inner_steps * WORKLOAD.step_s, rel=0.1)
+    assert few.leader_core_s == 4 * 5 * 0.015
 
 
 def test_the_table_that_comes_with_it() -> None:
@@ -72,6 +88,8 @@ def test_the_command() -> None:
     document = json.loads(planned("--blobs", "s3", "--format", "json").stdout)["blobs"]
     assert document["prices"]["date"] == read_prices().date
     assert document["month"]["egress"] > 0
+    assert document["averaging"]["aggregators"] == 1
+    assert "Averaging takes 0.2 s of CPU time per round" in " ".join(done.output.split())
     assert "blobs" not in json.loads(planned("--format", "json").stdout)
 
 
