@@ -188,8 +188,8 @@ def _store_lines(workload: Workload, best: Setting, prices: Prices, date: str) -
         f"${cost.egress:,.2f}, storage of {bytes_text(use.stored_bytes)} ${cost.storage:,.2f}.",
         "The coordinator is taken to be outside of the store's network; near it, its reading is no egress.",
         f"Averaging takes {duration_text(work.core_s)} of CPU time per round, and requests take the coordinator "
-        f"{duration_text(work.leader_core_s)}. To have the deltas within {AVERAGING_SHARE:.0%} of the time of the inner "
-        f"steps, run {counted(work.aggregators, 'aggregator')} of {AGGREGATOR_CORES} cores.",
+        f"{duration_text(work.leader_core_s)}. To have the deltas within {AVERAGING_SHARE:.0%} of the time of the "
+        f"inner steps, run {counted(work.aggregators, 'aggregator')} of {AGGREGATOR_CORES} cores.",
     ]
 
 
