@@ -35,6 +35,8 @@ ROUNDS = 2
 CHECKPOINTS = "every_rounds = 1\nkeep = 1"
 
 PARTS = 8
+# Before a merge every second point, whose neighbours do much the same; all of them in the night.
+NIGHTLY = [pytest.param(part, marks=pytest.mark.nightly) if part % 2 else part for part in range(PARTS)]
 
 # What at least must be among the points, so that none gets lost by a change of how they are found.
 FILES = {
@@ -234,7 +236,7 @@ def test_every_operation_that_matters_is_a_point(undisturbed: Undisturbed) -> No
 
 
 @pytest.mark.covers("reliability:acknowledged-once")
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", NIGHTLY)
 def test_a_coordinator_killed_at_each_point_ends_as_the_undisturbed_one(undisturbed: Undisturbed, part: int) -> None:
     victim = undisturbed.victim
     for index, point in enumerate(sorted(undisturbed.passed)[part::PARTS]):

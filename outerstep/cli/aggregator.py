@@ -10,6 +10,7 @@ import typer
 
 from outerstep.cli.errors import UsageError, import_extra, validated
 from outerstep.cli.options import LogFileOption, check_log
+from outerstep.cli.printing import say
 from outerstep.common.connections import error_text
 
 FLAGS = {
@@ -85,7 +86,7 @@ def aggregator(
 
 
 def _print_ready(bucket: str) -> None:
-    typer.echo(f"outerstep aggregator ready, for the bucket {bucket}")
+    say(f"outerstep aggregator ready, for the bucket {bucket}")
 
 
 def _settings(given: dict[str, Any]) -> Any:

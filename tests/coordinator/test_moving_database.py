@@ -99,7 +99,7 @@ STEPS = ["_fill", "_pass_bucket_on", "_retire"]
 
 @pytest.mark.covers("reliability:moved-database")
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.nightly), "after"])
 def test_a_move_that_is_interrupted_goes_on(
     tmp_path: Path, blobs: str, database: str, monkeypatch: pytest.MonkeyPatch, step: str, when: str
 ) -> None:
