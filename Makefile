@@ -3,7 +3,7 @@
 #              killed midway, and the final model must be that of `make demo`, bit for bit
 # make test    the tests of every part, on all CPUs, in minutes: while you work
 # make check   what must hold before a change is merged, and what `.ci/run` runs in a clean clone: format, lint, types,
-#              `make test`, whole systems (marked `system`: kills at every crash point, several processes) and 100 seeds of
+#              `make test`, whole systems (marked `system`: kills at every second crash point, several processes) and 100 seeds of
 #              the simulation. `make --jobs=2 check` runs two of its parts side by side. The parts are `systems`, `kills`,
 #              `simulated`, `test`, `types` and `lint`
 # make nightly    `make check` and what takes longer (marked `nightly`): images, installations, the tutorial, the demo, planted
