@@ -101,19 +101,18 @@ def advance(run: LiveRun, fragment: int, round_: int, *, checkpoint: bool) -> Ad
 
 def _origin(run: LiveRun, fragment: int, round_: int) -> Origin | None:
     """Return how the state of `round_` is derived from the newest checkpoint before it; None if the record has no
-    checkpoint, or not all deltas after it."""
+    checkpoint, or not all deltas after it. If all are damaged, an aggregator may still have a state since then."""
     row, complete = CheckpointFragmentRow, CheckpointRow
     with run.context.database.read() as session:
-        found = session.execute(
+        saved = session.execute(
             select(row.round, row.digest, row.state_digest)
             .join(complete, (complete.run_id == row.run_id) & (complete.round == row.round))
             .where(row.run_id == run.id, row.fragment == fragment, row.round <= round_)
-            .where(row.round.not_in(list(run.outer.damaged_checkpoints)))
             .order_by(row.round.desc())
-            .limit(1)
-        ).one_or_none()
-        if found is None:
+        ).all()
+        if not saved:
             return None
+        found = next((each for each in saved if each.round not in run.outer.damaged_checkpoints), saved[0])
         deltas = session.execute(
             select(FragmentRow.round, FragmentRow.delta_digest)
             .where(FragmentRow.run_id == run.id, FragmentRow.fragment == fragment)

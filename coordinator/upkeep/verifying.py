@@ -140,6 +140,8 @@ def _checkpoint_now(run: LiveRun) -> bool:
     """Make a checkpoint of the current state, although none is due. Return False while that is not possible."""
     with run.lock:  # no fragment is stepped in the meantime
         states = list(run.outer.states)
+        if not all(run.outer.is_here(fragment) for fragment in range(len(states))):
+            return True  # aggregators have them, and write the next checkpoint that is due
         if any(each.round != run.round for each in states) or run.outer.any_job_running:
             return False
         for fragment, state in enumerate(states):

@@ -18,6 +18,7 @@ from coordinator.aggregation.queue import Claim
 from coordinator.aggregation.tasks import Advance, Advanced, Aggregate, Aggregated, Given, Origin, StateRef
 from coordinator.store import postgresql as backend
 from coordinator.store.database import Database
+from coordinator.upkeep import verifying
 from harness import stores
 from harness.aggregator import aggregator_thread, opened
 from harness.coordinator import InThread, SettableClock, coordinator_thread
@@ -594,3 +595,21 @@ def test_a_new_leader_removes_the_tasks_of_the_old_one_and_reads_no_state(
                 with site.aggregator("y"):
                     play(second, range(1, ROUNDS), members)
                 assert outcome(second) == expected
+
+
+def test_an_aggregator_that_has_the_state_replaces_a_damaged_checkpoint(
+    site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else could: no other checkpoint is left."""
+    monkeypatch.setattr("coordinator.sync.outer_state._step_here", refuse)
+    with site.aggregator():
+        members = play(site.running, range(1))
+        live = site.running.live("r")
+        for fragment in range(2):
+            stores.spoil(site.blobs, stores.the(live, "checkpoints", 0, fragment))
+        assert verifying.verify(live), "again and again it would read the whole store"
+        assert list(live.outer.damaged_checkpoints) == [0]
+        play(site.running, range(1, ROUNDS), members)
+        assert outcome(site.running) == expected
+        assert verifying.verify(live)
+        assert list(live.outer.damaged_checkpoints) == []
