@@ -16,27 +16,24 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from sqlalchemy import URL, Connection, Engine, select
+from sqlalchemy import URL, Connection, Engine
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from coordinator.aggregation import queue
-from coordinator.aggregation.fragment import aggregate_fragment
+from coordinator.aggregation.fragment import aggregate_fragment, store_delta
 from coordinator.aggregation.queue import RESULTS, Claim
 from coordinator.aggregation.state_file import StateReader
 from coordinator.aggregation.states import States
 from coordinator.aggregation.tasks import Advanced, Aggregate, Aggregated, Task
 from coordinator.store import postgresql
-from coordinator.store.blobs import OWNER, Blobs, OwnedBucket, RunNames, StoreOutage
+from coordinator.store.blobs import Blobs, OwnedBucket, RunNames, StoreOutage
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import check_schema
 from coordinator.store.opening import objects_at
 from coordinator.store.payloads import MemoryBudget
-from coordinator.store.tables import DeploymentRow
-from protocol.digest import digest
+from coordinator.store.postgresql import Deployment
 from protocol.errors import OuterstepError
-from protocol.wire import Payload
 
 STATES = "states"  # in the data directory
 RENEW_S = 2.0
@@ -56,8 +53,8 @@ class Superseded(Exception):
 class Aggregator:
     """Does tasks, on several threads, until it is stopped.
 
-    `connect` returns a connection in which every statement commits by itself. `secret`: the deployment's. `ring` tells
-    the leader that a task is done.
+    `connect` opens a connection to the database in autocommit mode. `secret` is the deployment's. `ring` notifies the
+    leader that a task is done.
     """
 
     def __init__(
@@ -115,10 +112,7 @@ class Aggregator:
         if not isinstance(task, Aggregate):
             return self._states.advance(task, self._blobs, self._memory, self._check)
         delta = aggregate_fragment(task, self._blobs, self._secret, partial(self._theta_norm, task), check=self._check)
-        delta_digest = digest(delta.content)
-        self._blobs.put(RunNames(task.run).delta(task.round, task.fragment, delta_digest), delta.content)
-        self._memory.add_delta(delta_digest, delta.content)
-        return Aggregated.of(delta.judgement, delta.invalid, delta_digest, Payload.from_bytes(delta.content))
+        return store_delta(task, delta, self._blobs, self._memory)
 
     def _theta_norm(self, task: Aggregate) -> float:
         if task.state is None:
@@ -201,21 +195,21 @@ def serve(
         engine = postgresql.engine_of(named, connections=count + 1)
         opened.callback(engine.dispose)
         deployment = _deployment(engine)
-        place = bucket or deployment.url
-        data = opened.enter_context(closing(DataDirectory(data_dir)))
+        assert deployment.bucket is not None
+        owner, place = deployment.bucket
+        data = opened.enter_context(closing(DataDirectory(data_dir, "aggregator or coordinator")))
         states = data.root / STATES
         shutil.rmtree(states, ignore_errors=True)
         aggregator = Aggregator(
             id_,
             engine.connect,
-            _opened(deployment.owner, place, data),
+            _opened(owner, bucket or place, data),
             States(states, shutil.disk_usage(data.root).free // 2),
             deployment.secret,
             partial(postgresql.ring, channel=RESULTS),
         )
-        aggregator.renew()
-        ready(place)
-        check = partial(_check_bucket, engine, deployment, any_url=bucket is not None)
+        ready(bucket or place)
+        check = partial(_check_bucket, engine, owner, place if bucket is None else None)
         _run(aggregator, named, count, stopping, check)
 
 
@@ -228,7 +222,7 @@ def _run(aggregator: Aggregator, url: URL, count: int, stopping: threading.Event
     fault = ""
     with closing(postgresql.Bell(url, queue.TASKS, aggregator.wake)):
         try:
-            while not stopping.wait(RENEW_S):
+            while not stopping.is_set():
                 try:
                     aggregator.renew()
                     check()
@@ -237,54 +231,42 @@ def _run(aggregator: Aggregator, url: URL, count: int, stopping: threading.Event
                     if fault != postgresql.first_line(error):
                         fault = postgresql.first_line(error)
                         logger.warning("the database cannot be asked: %s", fault)
+                stopping.wait(RENEW_S)
         finally:
             aggregator.stop()
             for thread in threads:
                 thread.join(STOP_S)
 
 
-class _Deployment(NamedTuple):
-    """What the coordinators of a database have in common: their secret, and their bucket's owner and URL."""
-
-    secret: bytes
-    owner: str
-    url: str
-
-
-def _deployment(engine: Engine) -> _Deployment:
+def _deployment(engine: Engine) -> Deployment:
     """Raises OuterstepError if the database cannot be used, or if the coordinators have no bucket yet."""
     try:
         check_schema(engine)
-        return _read(engine)
+        with engine.connect() as connection:
+            found = postgresql.deployment(connection)
     except DBAPIError as error:
         raise OuterstepError(f"the database {engine.url!r}: {postgresql.first_line(error)}") from error
-
-
-def _read(engine: Engine) -> _Deployment:
-    row = DeploymentRow
-    with engine.connect() as connection:
-        secret, owner, url = connection.execute(select(row.secret, row.bucket_owner, row.bucket_url)).one()
-    if owner is None or url is None:
+    if found.bucket is None:
         raise OuterstepError("the coordinators of this database have no bucket: start one first, with --blobs URL")
-    return _Deployment(secret, owner, url)
+    return found
 
 
-def _check_bucket(engine: Engine, before: _Deployment, *, any_url: bool) -> None:
-    """Raise OuterstepError if the blobs are in another bucket than before. `any_url`: only its owner counts."""
-    now = _read(engine)
-    if now.owner != before.owner or not (any_url or now.url == before.url):
-        raise OuterstepError(f"the blobs are in another bucket now, {now.url}: start the aggregator again")
+def _check_bucket(engine: Engine, owner: str, url: str | None) -> None:
+    """Raise OuterstepError if the blobs are in the bucket of another owner now, or at another URL; None: at any."""
+    with engine.connect() as connection:
+        now = postgresql.deployment(connection).bucket
+    if now is None or now[0] != owner or url not in (None, now[1]):
+        raise OuterstepError("the blobs are in another bucket now: start the aggregator again")
 
 
 def _opened(owner: str, url: str, data: DataDirectory) -> Blobs:
     """Open the bucket at `url`. Raises OuterstepError unless it is that of `owner`."""
-    objects = objects_at(url)
+    bucket = OwnedBucket(objects_at(url), owner, leads=_never)
     from coordinator.store.object_blobs import ObjectBlobs
 
-    found = objects.get(OWNER)
-    if found is None or found[0] != owner.encode():
-        raise OuterstepError(f"the bucket {objects} does not belong to the coordinators of this database")
-    return ObjectBlobs(OwnedBucket(objects, owner, leads=_never), data)
+    if not bucket.is_owned():
+        raise OuterstepError(f"the bucket {bucket.objects} does not belong to the coordinators of this database")
+    return ObjectBlobs(bucket, data)
 
 
 def _never() -> bool:

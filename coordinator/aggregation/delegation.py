@@ -38,7 +38,8 @@ class Delegation:
 
     aggregators  those that were seen lately
     waiting      the number of tasks that nobody works on
-    outcomes     counts of tasks since this process began to lead: done, failed, withdrawn
+    outcomes     counts of tasks since this process began to lead: done, failed, withdrawn; and of those that were done,
+                 refused
     """
 
     def __init__(self, database: Database) -> None:
@@ -104,6 +105,11 @@ class Delegation:
         self._wake.set()
         return asked.future.result()
 
+    def refuse(self, task: Task, why: str) -> None:
+        """Record that a result is wrong, so that the leader does the task itself."""
+        self.outcomes["refused"] += 1
+        logger.warning("an aggregator's result is refused (%s of the run %s): %s", task.kind, task.run, why)
+
     # --- the thread -----------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
@@ -112,7 +118,7 @@ class Delegation:
             self._wake.clear()
             try:
                 self.step()
-            except Exception as error:  # noqa: BLE001 - whoever waits reports it
+            except Exception as error:  # noqa: BLE001 - reported by the callers of `ask`
                 logger.debug("the queue cannot be used: %s", error)
                 self._fail(error)
 

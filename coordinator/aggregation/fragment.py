@@ -16,14 +16,13 @@ from typing import Any
 import numpy as np
 
 from coordinator.aggregation.rules import AGGREGATORS, aggregate, encoded, mean
-from coordinator.aggregation.tasks import Aggregate, Collected, Given
+from coordinator.aggregation.tasks import Aggregate, Aggregated, Collected, Given
 from coordinator.screening.judging import Evidence, Judgement, Verdict, judge
 from coordinator.screening.measuring import Measure, Sketcher, measure_payload, sketch_chunks
 from coordinator.store.blobs import Blobs, Reader, RunNames, StoreOutage
-from coordinator.store.payloads import HashedPayload, ReadBuffer, StoredPayload, has_digest, sha256_of
+from coordinator.store.payloads import HashedPayload, MemoryBudget, ReadBuffer, StoredPayload, has_digest, sha256_of
 from outerstep.common.files import aligned
 from protocol.codecs import CODECS
-from protocol.codecs.base import F32
 from protocol.digest import Buffer, digest
 from protocol.errors import OuterstepError, WireError, WireFault
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
@@ -86,7 +85,7 @@ def aggregate_fragment(
         judgement, invalid = _judged(task, blobs, key, theta_norm, whole.measures if whole else measures, check)
         factors = {worker: verdict.factor for worker, verdict in judgement.verdicts.items()}
         if whole is not None and all(factor == 1 for factor in factors.values()):
-            content = _delta_of(task, factors, whole.elements, whole.frames)
+            content = _delta_of(task, factors, whole.frames)
         else:
             content = make_delta(task, blobs, factors, contents, check)
         return Delta(content, judgement, invalid)
@@ -96,6 +95,14 @@ def aggregate_fragment(
         if lost := lost_contributions(task, blobs):
             raise ContributionsLost(lost) from None
         raise
+
+
+def store_delta(task: Aggregate, delta: Delta, blobs: Blobs, memory: MemoryBudget) -> Aggregated:
+    """Make the delta durable, and keep it in memory while there is room. Return the task's result. Raises OSError."""
+    found = digest(delta.content)
+    blobs.put(RunNames(task.run).delta(task.round, task.fragment, found), delta.content)
+    memory.add_delta(found, delta.content)
+    return Aggregated.of(delta.judgement, delta.invalid, found, Payload.from_bytes(delta.content))
 
 
 def blob_of(collected: Collected, worker: str) -> str:
@@ -213,7 +220,6 @@ class _Whole:
     """The measures of all contributions, by worker, and the frames of their mean if each has the factor 1."""
 
     measures: Mapping[str, Measure]
-    elements: int
     frames: Sequence[Buffer]
 
 
@@ -221,16 +227,17 @@ def _one_pass(task: Aggregate, blobs: Blobs, key: bytes, check: Callable[[], obj
     """Measure and average the contributions while each is read once. Most often all of them count, and then nothing has
     to be read again. The next one is read meanwhile.
 
-    Return None if a fragment is too large to be in memory, if the rule is not the mean or the codec leaves values out,
-    or if a contribution is not what was announced.
+    Return None if the fragment is too large to be in memory, if the rule is not the mean, if the codec leaves values
+    out, or if a contribution is not what was announced.
     """
     codec = CODECS[task.sync.upload_codec]
-    if AGGREGATORS[task.sync.aggregation] is not mean or codec.add_weight is not None:
+    is_mean = AGGREGATORS[task.sync.aggregation] is mean and codec.add_weight is None
+    if not is_mean or task.elements > ONE_PASS_ELEMENTS:
         return None
     in_order = sorted(task.contributions.items())
     total = sum(each.tokens for _, each in in_order)
     measures: dict[str, Measure] = {}
-    acc: F32 | None = None
+    acc = np.zeros(task.elements, np.float32)
     with ThreadPoolExecutor(1, thread_name_prefix="read") as reading:
         ahead = deque(reading.submit(_content, blobs, blob_of(task, worker)) for worker, _ in in_order[:AHEAD])
         try:
@@ -239,11 +246,9 @@ def _one_pass(task: Aggregate, blobs: Blobs, key: bytes, check: Callable[[], obj
                 content = ahead.popleft().result()
                 if index + AHEAD < len(in_order):
                     ahead.append(reading.submit(_content, blobs, blob_of(task, in_order[index + AHEAD][0])))
-                payload = Payload.from_bytes(content)
-                if digest(content) != each.digest or payload.header.elements > ONE_PASS_ELEMENTS:
+                if digest(content) != each.digest:
                     return None
-                if acc is None:
-                    acc = np.zeros(payload.header.elements, np.float32)
+                payload = Payload.from_bytes(content)
                 sketcher = Sketcher(len(acc), key)
                 weight, start = np.float32(each.tokens / total), 0
                 for chunk, n in sketch_chunks(payload, sketcher):
@@ -258,9 +263,7 @@ def _one_pass(task: Aggregate, blobs: Blobs, key: bytes, check: Callable[[], obj
         finally:
             for read in ahead:
                 read.cancel()
-    assert acc is not None, "no fragment closes without a contribution"
-    frames = encoded(acc, task.sync.download_codec, zstd=task.sync.zstd)
-    return _Whole(measures, len(acc), frames)
+    return _Whole(measures, encoded(acc, task.sync.download_codec, zstd=task.sync.zstd))
 
 
 def _content(blobs: Blobs, name: str) -> memoryview:
@@ -314,16 +317,14 @@ def make_delta(
         given = collected.contributions
         if lost := [worker for worker, each in stored.items() if not each.is_intact(given[worker].digest)]:
             raise ContributionsLost(lost)
-    return _delta_of(collected, factors, payloads[0][0].header.elements, frames)
+    return _delta_of(collected, factors, frames)
 
 
-def _delta_of(
-    collected: Collected, factors: Mapping[str, float], elements: int, frames: Sequence[Buffer]
-) -> memoryview:
-    return _concatenate([head_of(collected, factors, elements, [len(frame) for frame in frames]), *frames])
+def _delta_of(collected: Collected, factors: Mapping[str, float], frames: Sequence[Buffer]) -> memoryview:
+    return _concatenate([head_of(collected, factors, [len(frame) for frame in frames]), *frames])
 
 
-def head_of(collected: Collected, factors: Mapping[str, float], elements: int, frame_bytes: Sequence[int]) -> bytes:
+def head_of(collected: Collected, factors: Mapping[str, float], frame_bytes: Sequence[int]) -> bytes:
     """Return the beginning of the delta, before its frames."""
     return pack_header(
         DeltaHeader(
@@ -331,7 +332,7 @@ def head_of(collected: Collected, factors: Mapping[str, float], elements: int, f
             round=collected.round,
             fragment=collected.fragment,
             codec=collected.sync.download_codec,
-            elements=elements,
+            elements=collected.elements,
             chunk_elements=CHUNK_ELEMENTS,
             frame_bytes=list(frame_bytes),
             base=collected.base,

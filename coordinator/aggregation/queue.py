@@ -1,7 +1,7 @@
 """The queue of tasks, a table in the database: the leader adds them, aggregators take them and write the results.
 
-An aggregator that takes a task holds a lease on it, by the database's clock, and has a new fencing token. Whoever has
-an older one can write no result. A task whose lease expires is taken again.
+Taking a task gives an aggregator a lease, which expires by the database's clock, and a new fencing token. A result with
+an older token is rejected. A task whose lease has expired is taken again.
 """
 
 from collections.abc import Collection, Sequence

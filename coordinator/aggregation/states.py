@@ -92,7 +92,10 @@ class States:
                         f"{state.digest.hex()}, the run's is {task.known.digest.hex()}"
                     )
                 kept.state = state
-            checkpoint = self._stored(task, state, source.blobs) if task.checkpoint else None
+            checkpoint = None
+            if task.checkpoint:
+                path = self._path(task, state.round)
+                checkpoint = store_state(source.blobs, task.run, state.round, task.fragment, path)
         except BaseException:
             kept.state = None  # a file may be half written
             raise
@@ -156,14 +159,6 @@ class States:
             raise StateLost(f"{name}: {error}") from error
         return StateRef(round=state.round + 1, digest=after)
 
-    def _stored(self, task: Advance, state: StateRef, blobs: Blobs) -> Blob:
-        """Put the state into the store, as the fragment of a checkpoint."""
-        path = self._path(task, state.round)
-        with FileReader(path) as reader:
-            blob = Blob(digest=digest_of(reader), size=reader.size)
-        blobs.put(RunNames(task.run).checkpoint(state.round, task.fragment, blob.digest), path)
-        return blob
-
     def _path(self, task: Advance, round_: int) -> Path:
         return self._paths((task.run, task.fragment))[round_ % 2]
 
@@ -182,3 +177,11 @@ def _leads_on(state: StateRef | None, task: Advance) -> bool:
         task.known,
         task.origin.checkpoint,
     )
+
+
+def store_state(blobs: Blobs, run: str, round_: int, fragment: int, path: Path) -> Blob:
+    """Make the state file `path` a durable fragment of the checkpoint of `round_`. Raises OSError."""
+    with FileReader(path) as reader:
+        blob = Blob(digest=digest_of(reader), size=reader.size)
+    blobs.put(RunNames(run).checkpoint(round_, fragment, blob.digest), path)
+    return blob

@@ -67,12 +67,13 @@ class Given(_Data):
 
 
 class Collected(_Data):
-    """The contributions to a closed fragment, by worker, and what their mean's bytes depend on. `base`: the digest of
-    the fragment's state."""
+    """The contributions to a closed fragment of `elements` values, by worker, and what their mean's bytes depend on.
+    `base`: the digest of the fragment's state."""
 
     run: str
     round: int
     fragment: int
+    elements: int
     base: bytes
     sync: SyncSpec
     contributions: dict[str, Given]

@@ -137,7 +137,7 @@ OF_THE_SERVER = (
         "aggregation_tasks_total",
         "tasks",
         "deltas and outer steps since it began to lead, by outcome: `done` by an aggregator, or left to the leader "
-        "because the aggregator `failed` or the task was `withdrawn`",
+        "because the aggregator `failed`, the task was `withdrawn`, or the result was `refused` after it was done",
         "outcome",
     ),
     _of_the_server("notifications_pending", "notifications", "notifications that the webhook has not accepted yet"),

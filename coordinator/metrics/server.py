@@ -111,7 +111,7 @@ class _ServerCollector(Collector):
         if (delegation := self._service.delegation) is not None:
             yield f"{PREFIX}aggregators", (), len(delegation.available)
             yield f"{PREFIX}aggregation_tasks_waiting", (), delegation.waiting
-            for outcome in ("done", "failed", "withdrawn"):
+            for outcome in ("done", "failed", "withdrawn", "refused"):
                 yield f"{PREFIX}aggregation_tasks_total", (outcome,), delegation.outcomes[outcome]
         sender = self._service.sender
         yield f"{PREFIX}notifications_pending", (), 0 if sender is None else len(sender.outbox.pending)

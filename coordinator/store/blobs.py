@@ -120,15 +120,20 @@ class OwnedBucket:
     def taken(cls, objects: "Objects", owner: str, leads: Callable[[], bool] | None = None) -> Self | None:
         """Make `owner` the bucket's owner. Return None if it has another one. May raise OuterstepError."""
         objects.create_from(OWNER, owner.encode())
-        found = objects.get(OWNER)
-        return cls(objects, owner, leads) if found is not None and found[0] == owner.encode() else None
+        bucket = cls(objects, owner, leads)
+        return bucket if bucket.is_owned() else None
+
+    def is_owned(self) -> bool:
+        """Return True if the bucket still has this owner. May raise OuterstepError."""
+        found = self.objects.get(OWNER)
+        return found is not None and found[0] == self.owner.encode()
 
     def check(self) -> None:
         """Raise StoreOutage unless the bucket still has this owner, and this coordinator leads. Called before objects
         are deleted."""
         with self.outages():
-            found = self.objects.get(OWNER)
-        if found is None or found[0] != self.owner.encode():
+            owned = self.is_owned()
+        if not owned:
             raise StoreOutage(
                 f"the bucket {self.objects} belongs to another coordinator: it was restored elsewhere. Stop this one"
             )

@@ -24,16 +24,14 @@ RESERVED_BYTES, RESERVED_SHARE = 256 << 20, 0.01  # whichever is less
 
 
 class DataDirectory:
-    """The data directory of one coordinator. Raises OuterstepError if another coordinator uses it."""
+    """The data directory of one process. Raises OuterstepError if another one of the same `kind` uses it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, kind: str = "coordinator") -> None:
         if not root.is_dir():
             root.mkdir(parents=True)
             fsync(root.parent)
         self.root = root
-        self._lock = open_locked(
-            root / "lock", f"{root} is in use by another coordinator; stop it or choose another --data"
-        )
+        self._lock = open_locked(root / "lock", f"{root} is in use by another {kind}; stop it or choose another --data")
         self._scratch = root / "incoming"
         self._numbers = itertools.count()
         self.empty_scratch()

@@ -16,7 +16,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, make_url, select
+from sqlalchemy import URL, Connection, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
@@ -25,7 +25,7 @@ import migrations
 from coordinator.store import postgresql, sqlite
 from coordinator.store.blobs import StoreOutage
 from coordinator.store.data_directory import RESTORED
-from coordinator.store.tables import Base, DeploymentRow
+from coordinator.store.tables import Base
 from protocol import __version__
 from protocol.errors import OuterstepError, Problem
 from protocol.messages import Cause
@@ -203,7 +203,7 @@ class Database:
     def secret(self) -> bytes:
         """Return the secret that all coordinators of this database have."""
         with self.read() as session:
-            return session.scalars(select(DeploymentRow.secret)).one()
+            return postgresql.deployment(session.connection()).secret
 
     def probe(self) -> None:
         """Begin and end a write transaction without changes. Raises DBAPIError if it cannot begin."""

@@ -75,8 +75,7 @@ class RowMark:
 
     def read(self) -> tuple[str, str] | None:
         with self.database.read() as session:
-            row = session.scalars(select(DeploymentRow)).one()
-            return None if row.bucket_owner is None or row.bucket_url is None else (row.bucket_owner, row.bucket_url)
+            return postgresql.deployment(session.connection()).bucket
 
     def write(self, own: str, url: str) -> None:
         self._set(own, url)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     URL,
@@ -109,8 +109,8 @@ def engine_of(url: URL, connections: int = 1) -> Engine:
 
 
 class Bell:
-    """Calls `rung` when another process of the same database rings (LISTEN and NOTIFY). Only a wake-up, which may be
-    missed: whoever waits also looks by itself from time to time. Close it at the end."""
+    """Calls `rung` when another process of the same database rings (LISTEN and NOTIFY). A ring may be missed, so
+    listeners must also poll. Close it at the end."""
 
     def __init__(self, url: URL, channel: str, rung: Callable[[], object]) -> None:
         self._engine, self._channel, self._rung = engine_of(url), channel, rung
@@ -217,12 +217,25 @@ def size_bytes(url: URL) -> int:
         raise OSError(str(error)) from error
 
 
+class Deployment(NamedTuple):
+    """What the coordinators of a database have in common (`DeploymentRow`): their secret, and the owner and URL of
+    their bucket; None if they have none yet."""
+
+    secret: bytes
+    bucket: tuple[str, str] | None
+
+
+def deployment(connection: Connection) -> Deployment:
+    row = DeploymentRow
+    secret, owner, url = connection.execute(select(row.secret, row.bucket_owner, row.bucket_url)).one()
+    return Deployment(secret, None if owner is None or url is None else (owner, url))
+
+
 def bucket_of(url: URL) -> tuple[str, str] | None:
     """Return the id and the URL of the bucket that has the blobs; None if no coordinator has used the database. Raises
     OuterstepError if it cannot be read."""
     with _opened(url) as engine, engine.connect() as connection:
-        owner, bucket = connection.execute(select(DeploymentRow.bucket_owner, DeploymentRow.bucket_url)).one()
-        return None if owner is None or bucket is None else (owner, bucket)
+        return deployment(connection).bucket
 
 
 def copy(url: URL, target: Path) -> None:

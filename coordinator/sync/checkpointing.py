@@ -8,11 +8,11 @@ from pathlib import Path
 
 from sqlalchemy import select
 
+from coordinator.aggregation.states import store_state
 from coordinator.aggregation.tasks import Blob
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.outer import State
-from coordinator.store.blobs import FileReader
-from coordinator.store.payloads import digest_of, fault_in
+from coordinator.store.payloads import fault_in
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow
 from protocol.digest import model_digest
 from protocol.fragments import Layout
@@ -41,10 +41,7 @@ def is_due_at_rest(run: LiveRun, fragment: int) -> bool:
 def write_blob(run: LiveRun, round_: int, fragment: int, state: Path) -> Blob:
     """Put one fragment of a checkpoint into the store, durably. `state`: the path of its state file."""
     with run.traced("checkpoint", max(round_ - 1, 0), fragment):  # traced with the round that led to the state
-        with FileReader(state) as reader:
-            blob = Blob(digest=digest_of(reader), size=reader.size)
-        run.blobs.put(run.names.checkpoint(round_, fragment, blob.digest), state)
-    return blob
+        return store_state(run.blobs, run.name, round_, fragment, state)
 
 
 def record_fragment(run: LiveRun, fragment: int, state: State, blob: Blob) -> CheckpointFragmentRow:

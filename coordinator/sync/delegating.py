@@ -1,7 +1,5 @@
-"""What is left to aggregators: the leader describes the work on a fragment, and checks what it is told against its own
-record. Functions return None if this process must do the work itself."""
-
-import logging
+"""Work that the leader delegates to aggregators: it describes the work on a fragment, and checks each result against
+its own record. `aggregate` and `advance` return None if this process must do the work itself."""
 
 from sqlalchemy import select
 
@@ -9,8 +7,6 @@ from coordinator.aggregation.fragment import head_of
 from coordinator.aggregation.tasks import Advance, Advanced, Aggregate, Aggregated, Origin, StateRef
 from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow
-
-logger = logging.getLogger(__name__)
 
 
 def is_possible(run: LiveRun) -> bool:
@@ -20,26 +16,27 @@ def is_possible(run: LiveRun) -> bool:
 
 def aggregate(run: LiveRun, task: Aggregate) -> Aggregated | None:
     """Let an aggregator do the task. May raise like `Delegation.ask`."""
-    if run.context.delegation is None or (task.bounded and task.state is None):
+    delegation = run.context.delegation
+    if delegation is None or (task.bounded and task.state is None):
         return None
-    found = run.context.delegation.ask(task)
-    if not isinstance(found, Aggregated):
+    found = delegation.ask(task)
+    if found is None:
         return None
-    if wrong := _wrong_delta(run, task, found):
-        logger.warning("%s: an aggregator's delta of round %d is refused: %s", run.name, task.round, wrong)
+    wrong = _wrong_delta(run, task, found) if isinstance(found, Aggregated) else "it is no delta"
+    if wrong or not isinstance(found, Aggregated):
+        delegation.refuse(task, wrong)
         return None
     return found
 
 
 def _wrong_delta(run: LiveRun, task: Aggregate, found: Aggregated) -> str:
-    """Return what is wrong with a delta and its verdicts, as far as the header tells; empty if nothing is."""
+    """Return what is wrong with the verdicts or with the delta's header; empty if nothing is."""
     factors = {worker: verdict.factor for worker, verdict in found.verdicts.items()}
     if factors.keys() != task.contributions.keys():
         return "its verdicts are not about the contributions"
     if not all(0 <= factor <= 1 for factor in factors.values()) or not any(factors.values()):
         return "a factor is not within 0 and 1, or all are 0"
-    assert run.model is not None, "a round has a layout"
-    head = head_of(task, factors, run.model.layout.elements[task.fragment], found.frame_bytes)
+    head = head_of(task, factors, found.frame_bytes)
     name = run.names.delta(task.round, task.fragment, found.digest)
     size = run.blobs.stat(name)
     if size != found.size or size != len(head) + sum(found.frame_bytes):
@@ -71,7 +68,8 @@ def checkpoint_blob(run: LiveRun, round_: int, fragment: int) -> bytes | None:
 def advance(run: LiveRun, fragment: int, round_: int, *, checkpoint: bool) -> Advanced | None:
     """Let an aggregator derive the fragment's state of `round_`, and put it into the store if `checkpoint`. May raise
     like `Delegation.ask`."""
-    if run.context.delegation is None or not run.context.delegation.is_possible or run.model is None:
+    delegation = run.context.delegation
+    if delegation is None or not delegation.is_possible or run.model is None:
         return None
     origin = _origin(run, fragment, round_)
     known = run.outer.states[fragment]
@@ -86,17 +84,27 @@ def advance(run: LiveRun, fragment: int, round_: int, *, checkpoint: bool) -> Ad
         known=StateRef(round=known.round, digest=known.digest),
         checkpoint=checkpoint,
     )
-    found = run.context.delegation.ask(task)
-    if not isinstance(found, Advanced) or (found.checkpoint is None) == checkpoint:
+    found = delegation.ask(task)
+    if found is None:
         return None
-    if known.round == round_ and found.digest != known.digest:
+    wrong = _wrong_state(run, task, found) if isinstance(found, Advanced) else "it is no state"
+    if wrong or not isinstance(found, Advanced):
+        delegation.refuse(task, wrong)
         return None
-    if found.checkpoint is not None:
-        stored = run.blobs.stat(run.names.checkpoint(round_, fragment, found.checkpoint.digest))
-        if stored != found.checkpoint.size:
-            logger.warning("%s: the store has no such fragment of checkpoint %d: made here", run.name, round_)
-            return None
     return found
+
+
+def _wrong_state(run: LiveRun, task: Advance, found: Advanced) -> str:
+    """Return what is wrong with a state; empty if nothing is."""
+    if task.known.round == task.round and found.digest != task.known.digest:
+        return "its digest is not the recorded one"
+    if (found.checkpoint is None) == task.checkpoint:
+        return "it has a checkpoint that was not asked for, or none"
+    if found.checkpoint is not None:
+        size = run.blobs.stat(run.names.checkpoint(task.round, task.fragment, found.checkpoint.digest))
+        if size != found.checkpoint.size:
+            return f"the store has {'nothing' if size is None else f'{size} bytes'} of its checkpoint"
+    return ""
 
 
 def _origin(run: LiveRun, fragment: int, round_: int) -> Origin | None:

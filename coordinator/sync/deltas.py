@@ -65,8 +65,15 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
 def _rebuild(run: LiveRun, given: Mapping[str, Given], row: FragmentRow) -> bool:
     expected = row.delta_digest
     assert expected is not None
+    assert run.model is not None, "a round has a layout"
     collected = Collected(
-        run=run.name, round=row.round, fragment=row.fragment, base=b"", sync=run.spec.sync, contributions=dict(given)
+        run=run.name,
+        round=row.round,
+        fragment=row.fragment,
+        elements=run.model.layout.elements[row.fragment],
+        base=b"",
+        sync=run.spec.sync,
+        contributions=dict(given),
     )
     if not given or lost_contributions(collected, run.blobs):
         return False

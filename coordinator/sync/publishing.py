@@ -11,7 +11,7 @@ from functools import partial
 
 from sqlalchemy import select
 
-from coordinator.aggregation.fragment import ContributionsLost, NoneValid, aggregate_fragment
+from coordinator.aggregation.fragment import ContributionsLost, NoneValid, aggregate_fragment, store_delta
 from coordinator.aggregation.tasks import Aggregate, Aggregated, Given
 from coordinator.run.decide import advance
 from coordinator.run.live_run import Change, LiveRun
@@ -25,9 +25,7 @@ from coordinator.trust.equal_work import report_similar_work
 from coordinator.trust.verdicts import conclude_round, report_verdicts, screening
 from coordinator.units.epochs import check_epochs
 from coordinator.units.ledger import merge_adjacent, unconsume_units
-from protocol.digest import digest
 from protocol.messages import FragmentState, RunState
-from protocol.wire import Payload
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +88,7 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     """Aggregate fragment `index` into a durable delta and publish it. If the disk has lost contributions, collect them
     again instead."""
     fragment = opening.fragments[index]
-    with run.lock:
-        task = _task(run, opening, index)
+    task = _task(run, opening, index)
     with run.traced("aggregate", opening.number, index):
         found = delegating.aggregate(run, task)
     try:
@@ -117,30 +114,30 @@ def _aggregate_here(run: LiveRun, fragment: OpenFragment, task: Aggregate) -> Ag
         contents = dict(fragment.contents)
     theta_norm = partial(outer_state.theta_norm, run, task.fragment, task.round)
     delta = aggregate_fragment(task, run.blobs, run.context.secret, theta_norm, measures=measures, contents=contents)
-    delta_digest = digest(delta.content)
-    run.blobs.put(run.names.delta(task.round, task.fragment, delta_digest), delta.content)
-    run.context.memory.add_delta(delta_digest, delta.content)
-    return Aggregated.of(delta.judgement, delta.invalid, delta_digest, Payload.from_bytes(delta.content))
+    return store_delta(task, delta, run.blobs, run.context.memory)
 
 
 def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
     """Describe the aggregation of a closed fragment."""
+    assert run.model is not None, "a round has a layout"
     fragment, judged = opening.fragments[index], screening(run, opening.number, index)
+    state = delegating.checkpoint_blob(run, opening.number, index) if judged.bounded else None
+    with run.lock:
+        base, weights, contributed = run.outer.states[index].digest, fragment.weights, dict(fragment.contributed)
     return Aggregate(
         run=run.name,
         round=opening.number,
         fragment=index,
-        base=run.outer.states[index].digest,
+        elements=run.model.layout.elements[index],
+        base=base,
         sync=run.spec.sync,
         contributions={
-            worker: Given(
-                digest=each.digest, sha256=each.sha256, tokens=fragment.weights[worker], lateness=each.lateness
-            )
-            for worker, each in fragment.contributed.items()
+            worker: Given(digest=each.digest, sha256=each.sha256, tokens=weights[worker], lateness=each.lateness)
+            for worker, each in contributed.items()
         },
         unit_tokens=run.spec.unit_tokens,
         **judged._asdict(),
-        state=delegating.checkpoint_blob(run, opening.number, index) if judged.bounded else None,
+        state=state,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outerstep.cli.coordinator import database_url_of
 from outerstep.cli.errors import UsageError, import_extra, validated
 from outerstep.cli.options import LogFileOption, check_log
 from outerstep.cli.printing import say
@@ -97,12 +98,9 @@ def _settings(given: dict[str, Any]) -> Any:
 
 
 def _database_url(settings: Any) -> Any:
-    """Return the URL of the database. Raises UsageError if it is none of a PostgreSQL database."""
+    """Return the URL of the database. Raises UsageError if it is not one of PostgreSQL."""
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep aggregator")
-    try:
-        url = database.url_of(settings.database, settings.data_dir)
-    except ValueError as error:  # without its value, which may contain a password
-        raise UsageError(f"--database, or its variable: {error}") from error
+    url = database_url_of(settings)
     if not database.is_shared(url):
         raise UsageError("--database: aggregators need PostgreSQL; a coordinator with SQLite averages by itself")
     return url

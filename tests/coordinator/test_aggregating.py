@@ -143,6 +143,7 @@ def task_of(codec: str, vectors: Sequence[np.ndarray], blobs: MemoryBlobs, rule:
         run="r",
         round=0,
         fragment=0,
+        elements=len(vectors[0]),
         base=bytes(32),
         sync=sync,
         contributions={},

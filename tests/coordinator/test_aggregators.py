@@ -3,7 +3,7 @@ are those of a coordinator that does everything itself."""
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from coordinator.aggregation.aggregator import STALLED_S, Aggregator
 from coordinator.aggregation.queue import Claim
 from coordinator.aggregation.tasks import Advance, Advanced, Aggregate, Aggregated, Given, Origin, StateRef
 from coordinator.store import postgresql as backend
+from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
 from coordinator.upkeep import verifying
 from harness import stores
@@ -26,6 +27,7 @@ from harness.member import Member
 from harness.postgres import PostgreSQL
 from harness.stores import MemoryBlobs
 from protocol import __version__
+from protocol.errors import OuterstepError
 from protocol.spec.sections import OuterSpec, SyncSpec
 from tests.coordinator.crew import crew, events, info, play_round
 from tests.support.waiting import wait_until
@@ -58,7 +60,9 @@ def average(round_: int = 0, **fields: Any) -> Aggregate:
     given = {"a": Given(digest=b"\1" * 32, sha256=None, tokens=8)}
     settings: dict[str, Any] = {"usual": None, "clipped": 1.25, "least_agreement": 0.25, "unit_tokens": 8, **fields}
     sync = SyncSpec(rounds=2)
-    return Aggregate(run="r", round=round_, fragment=0, base=b"\2" * 32, sync=sync, contributions=given, **settings)
+    return Aggregate(
+        run="r", round=round_, fragment=0, elements=5, base=b"\2" * 32, sync=sync, contributions=given, **settings
+    )
 
 
 def step(round_: int = 1) -> Advance:
@@ -522,6 +526,33 @@ def test_a_wrong_result_is_refused_and_the_leader_does_it(
         assert outcome(site.running) == expected
     for why in LIES.values():
         assert why in caplog.text
+    assert site.delegation.outcomes["refused"] == len(LIES)
+
+
+def test_a_wrong_state_is_refused_and_the_leader_does_it(
+    site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was refused without a word."""
+    finish = queue.finish
+
+    def without_its_checkpoint(connection: Connection, claim: Claim, result: Any) -> bool:
+        changed = result.model_copy(update={"checkpoint": None}) if isinstance(result, Advanced) else result
+        return finish(connection, claim, changed)
+
+    monkeypatch.setattr(queue, "finish", without_its_checkpoint)
+    with site.aggregator():
+        play(site.running)
+        assert outcome(site.running) == expected
+    assert "it has a checkpoint that was not asked for, or none" in caplog.text
+    assert site.delegation.outcomes["refused"] == 2 * 2, "fragments of checkpoints 2 and 3"
+
+
+def test_two_aggregators_need_two_directories(tmp_path: Path) -> None:
+    """The message named another coordinator."""
+    with closing(DataDirectory(tmp_path / "x")):
+        why = "is in use by another aggregator or coordinator; stop it or choose another --data"
+        with pytest.raises(OuterstepError, match=why):
+            DataDirectory(tmp_path / "x", "aggregator or coordinator")
 
 
 @pytest.mark.nightly
