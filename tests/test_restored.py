@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from harness.coordinator import CoordinatorProcess
-from protocol.messages import Scope
 from tests.support.backing_up import back_up, restored
-from tests.support.disturbing import get, hold_back
+from tests.support.disturbing import NAMES, get, hold_back, start_workers
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.workers import ForkedWorker
 
 pytestmark = pytest.mark.system
 
-NAMES = ["w0", "w1", "w2"]
 ROUNDS = 8
 UNIT_TOKENS = 4 * 32
 
@@ -52,11 +50,7 @@ def test_every_replica_ends_with_the_state_of_the_restored_coordinator(tmp_path:
     new.port = lost.port
     workers: list[ForkedWorker] = []
     try:
-        running.create_run(spec)
-        token = running.token(Scope.WORKER)
-        workers = [ForkedWorker(running.url, "killed", name, token, tmp_path / name) for name in NAMES]
-        for worker in workers:
-            worker.start()
+        workers = start_workers(running, spec, tmp_path)
         held = hold_back(running, workers[1], from_round=1)  # so that it is known of which round the backup is
         made = back_up(tmp_path / "data", place)
         assert (made.manifest.runs[0].round, made.manifest.lost) == (held, [])

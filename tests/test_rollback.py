@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from harness.coordinator import CoordinatorProcess
-from protocol.messages import Scope
-from tests.support.disturbing import get, hold_back
+from tests.support.disturbing import NAMES, get, hold_back, start_workers
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.waiting import wait_until
@@ -17,7 +16,6 @@ from tests.support.workers import ForkedWorker
 
 pytestmark = pytest.mark.system
 
-NAMES = ["w0", "w1", "w2"]
 ROUNDS = 8
 UNIT_TOKENS = 4 * 32
 
@@ -42,11 +40,7 @@ def test_every_replica_follows(tmp_path: Path, overlap: int) -> None:
     running = coordinator.start()
     workers: list[ForkedWorker] = []
     try:
-        running.create_run(spec)
-        token = running.token(Scope.WORKER)
-        workers = [ForkedWorker(running.url, "killed", name, token, tmp_path / name) for name in NAMES]
-        for worker in workers:
-            worker.start()
+        workers = start_workers(running, spec, tmp_path)
         hold_back(running, workers[1], from_round=4)  # so that the run cannot end before it goes back
         order = {"to": 2, "from_round": 4}
 

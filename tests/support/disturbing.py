@@ -62,6 +62,16 @@ def hold_back(running: Running, worker: ForkedWorker, from_round: int) -> int:
     return int(get(running, "/v1/runs/killed")["round"])
 
 
+def start_workers(running: Running, spec: str, folder: Path) -> list[ForkedWorker]:
+    """Create the run "killed", and start a worker for each of NAMES, with its state and log in `folder`."""
+    running.create_run(spec)
+    token = running.token(Scope.WORKER)
+    workers = [ForkedWorker(running.url, "killed", name, token, folder / name) for name in NAMES]
+    for worker in workers:
+        worker.start()
+    return workers
+
+
 def train_disturbed(
     tmp_path: Path,
     coordinator: Coordinators,
@@ -75,11 +85,7 @@ def train_disturbed(
     running = coordinator.start()
     workers: list[ForkedWorker] = []
     try:
-        running.create_run(spec)
-        token = running.token(Scope.WORKER)
-        workers = [ForkedWorker(running.url, "killed", name, token, tmp_path / name) for name in NAMES]
-        for worker in workers:
-            worker.start()
+        workers = start_workers(running, spec, tmp_path)
         held = hold_back(running, workers[1], from_round=1)
         before = get(running, f"/v1/runs/killed/rounds/{held}")["fragments"]
         disturb(coordinator, workers[1])
