@@ -1,8 +1,8 @@
 """The lease of the leader: one row of the table `leader`. Its expiry is compared with the database's clock alone."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Event
 from typing import Any
 
 from sqlalchemy import Connection, Double, delete, insert, select, text, update
@@ -133,7 +133,7 @@ class Fence:
         is called once `lost` is set, and `rejected` for each write that fails because of that."""
         self.token, self.holder = token, holder
         self._is_valid, self._on_lost, self.rejected = is_valid, on_lost, rejected
-        self.lost = Event()
+        self.lost = threading.Event()
 
     def holds(self) -> bool:
         """Return True while this coordinator leads for sure."""

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.aggregation.state_file import MaxMagnitude, StateReader, stepped, write_state
@@ -23,13 +23,13 @@ class StateLost(OuterstepError):
     """The state cannot be derived: a checkpoint or a delta is damaged, or they lead to another state than recorded."""
 
 
-@dataclass
 class _Kept:
     """The newest state of a fragment that is in a file. `state` is None if there is none."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    state: StateRef | None = None
-    bytes: int = 0
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.state: StateRef | None = None
+        self.bytes = 0
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ from coordinator.store.identity import Actor, Identity
 from coordinator.workers import assigning, leases, membership
 from protocol.errors import Problem
 from protocol.messages import JoinRequest, Metrics, RunState, Scope, WorkerChange
+from tests.simulation.cluster import Cluster
 from tests.simulation.network import Weather
 from tests.simulation.violation import Violation, demand
 from tests.simulation.worker_node import Toy, WorkerNode
+from tests.simulation.world.database import DatabaseNode
 from worker.state.parameters import tensor_specs
 
 if TYPE_CHECKING:
@@ -33,7 +35,12 @@ class Faults:
         rng, sleep = self._rng, self._sim.scheduler.sleep
         start = self._sim.scheduler.now
         every_s = rng.choice([3.0, 8.0, 20.0])
-        self._sim.node.crash_chance = rng.choice([0.0, 0.002, 0.01])
+        crash_chance = rng.choice([0.0, 0.002, 0.01])
+        for machine in self._sim.node.machines:
+            machine.crash_chance = crash_chance
+        if isinstance(self._sim.node, Cluster):
+            for aggregator in self._sim.node.aggregators:
+                aggregator.crash_chance = rng.choice([0.0, 0.02, 0.06])
         for worker in self._sim.workers.values():
             worker.crash_chance = rng.choice([0.0, 0.01, 0.03])
         kinds = [
@@ -54,6 +61,15 @@ class Faults:
         if self._sim.store is not None:
             kinds += [self._store_down, self._store_slow]
             self._sim.store.late, self._sim.store.truncates = rng.random() < 0.5, rng.random() < 0.3
+        if self._database is not None:
+            kinds += [
+                self._database_down,
+                self._database_slow,
+                self._lose_replies,
+                self._cut_off_from_the_database,
+                self._cut_off_from_the_store,
+                self._stop_machine,
+            ]
         chosen = rng.sample(kinds, rng.randint(2, len(kinds)))
         while self._sim.ledger.round < self._sim.rounds - calm_rounds and self._sim.scheduler.now - start < FAULTS_S:
             sleep(rng.expovariate(1 / every_s))
@@ -65,9 +81,10 @@ class Faults:
 
     def end(self) -> None:
         """No more faults: from here on the run must come to its end."""
-        node = self._sim.node
-        node.crash_chance, node.crash_next = 0.0, None
-        node.full_until = node.slow_until = 0.0
+        for machine in self._sim.node.machines:
+            machine.calm()
+        if self._database is not None:
+            self._database.down_until = self._database.slow_until = self._database.loses = 0.0
         if self._sim.store is not None:
             self._sim.store.down_until = self._sim.store.slow_until = 0.0
             self._sim.store.late = self._sim.store.truncates = False
@@ -93,14 +110,20 @@ class Faults:
         )
         return True
 
+    @property
+    def _database(self) -> DatabaseNode | None:
+        return self._sim.node.database
+
     def _kill_coordinator(self) -> bool:
         if not self._sim.node.up:
             return False
-        power = self._rng.random() < 0.5
+        machine, power = self._sim.node.any_machine(), self._rng.random() < 0.5
         if self._rng.random() < 0.6:
-            self._sim.node.crash_next = power
+            machine.crash_next = power
+        elif machine.group.dead:
+            return False
         else:
-            self._sim.node.crash(power=power)
+            machine.crash(power=power)
         return True
 
     def _kill_worker(self) -> bool:
@@ -137,14 +160,14 @@ class Faults:
         return True
 
     def _freeze_coordinator(self) -> bool:
-        self._sim.node.group.frozen_until = self._sim.scheduler.now + self._rng.choice([2.0, 15.0])
+        self._sim.node.any_machine().group.frozen_until = self._sim.scheduler.now + self._rng.choice([2.0, 15.0])
         return True
 
     def _operate(self, act: Callable[[], object]) -> bool:
         """Do something as the operator, in the coordinator's process; back when it is done, or that process is dead."""
         if not self._sim.node.up:
             return False
-        task = self._sim.scheduler.spawn(act, "the operator", self._sim.node.group)
+        task = self._sim.scheduler.spawn(self._sim.node.ordered(act), "the operator", self._sim.node.group)
         while not task.done:
             self._sim.scheduler.sleep(0.1)
         return True
@@ -186,11 +209,11 @@ class Faults:
         return self._operate(evict)
 
     def _fill_disk(self) -> bool:
-        self._sim.node.full_until = self._sim.scheduler.now + self._rng.uniform(1, 15)
+        self._sim.node.any_machine().full_until = self._sim.scheduler.now + self._rng.uniform(1, 15)
         return True
 
     def _slow_disk(self) -> bool:
-        self._sim.node.slow_until = self._sim.scheduler.now + self._rng.uniform(1, 30)
+        self._sim.node.any_machine().slow_until = self._sim.scheduler.now + self._rng.uniform(1, 30)
         return True
 
     def _store_down(self) -> bool:
@@ -201,6 +224,41 @@ class Faults:
     def _store_slow(self) -> bool:
         assert self._sim.store is not None
         self._sim.store.slow_until = self._sim.scheduler.now + self._rng.uniform(1, 30)
+        return True
+
+    def _database_down(self) -> bool:
+        assert self._database is not None
+        self._database.down_until = self._sim.scheduler.now + self._rng.choice([0.5, 8.0, 40.0])
+        return True
+
+    def _database_slow(self) -> bool:
+        assert self._database is not None
+        self._database.slow_until = self._sim.scheduler.now + self._rng.uniform(1, 30)
+        return True
+
+    def _lose_replies(self) -> bool:
+        """Commits of everybody, from now on."""
+        assert self._database is not None
+        self._database.loses = self._rng.choice([0.0, 0.02, 0.1])
+        return True
+
+    def _cut_off_from_the_database(self) -> bool:
+        return self._cut_off("database")
+
+    def _cut_off_from_the_store(self) -> bool:
+        return self._cut_off("store")
+
+    def _cut_off(self, other: str) -> bool:
+        machine = self._sim.node.any_machine()
+        machine.cut_until[other] = self._sim.scheduler.now + self._rng.choice([1.0, 8.0, 40.0])
+        return True
+
+    def _stop_machine(self) -> bool:
+        """SIGTERM to a coordinator or an aggregator."""
+        machine = self._sim.node.any_machine()
+        if machine.group.dead:
+            return False
+        machine.stop()
         return True
 
     def _impostor(self) -> bool:
@@ -217,6 +275,8 @@ class Faults:
                 try:
                     membership.join(run, name, request, holder, Actor(), lambda token: True)
                 except Problem as problem:
+                    if problem.slug == "superseded":
+                        raise
                     demand(problem.slug == "worker-name-taken", "I7", f"the impostor was told {problem}")
                 else:
                     raise Violation(f"I7: a second {name} was let in while the first was alive")

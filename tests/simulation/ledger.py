@@ -3,7 +3,7 @@
 I1  a published delta never changes
 I2  every acknowledged contribution is in exactly one delta, and the delta is their weighted mean in worker-id order
 I3  every replica equals the coordinator's state of the same round, bit for bit (and both equal a third, kept here)
-I4  restarting the coordinator changes nothing
+I4  restarting the coordinator changes nothing, nor does a takeover
 I5  while enough workers are alive and connected, rounds go on closing
 I6  every unit is consumed exactly once, by work that was really trained on it, once in every fragment
 I7  only the newest member token of a live lease is good for anything
@@ -36,10 +36,12 @@ from protocol.digest import parse_content_digest
 from protocol.spec.run import UNITS_PER_WORKER
 from protocol.spec.sections import OuterSpec, SyncSpec
 from protocol.wire import Payload
-from tests.simulation.coordinator_node import Answer, CoordinatorNode
+from tests.simulation.cluster import Cluster
+from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.error_feedback import ErrorFeedback
 from tests.simulation.violation import demand
 from tests.simulation.worker_node import ELEMENTS, WorkerNode
+from tests.simulation.world.store import Answer
 
 NAMES = RunNames("sim")
 Key = tuple[int, int]  # round, fragment
@@ -58,7 +60,7 @@ class Kept:
 class Ledger:
     """What was seen so far. It outlives every process."""
 
-    node: CoordinatorNode
+    node: CoordinatorNode | Cluster
     workers: dict[str, WorkerNode]
     outer: OuterSpec
     sync: SyncSpec
@@ -443,8 +445,9 @@ class Ledger:
         """What the process knows as it dies, where it is not in the middle of changing it."""
         self._before = _view(self.node.run) if self.node.up and self.node.run.lock.free() else None  # type: ignore[attr-defined]
 
-    def restarted(self) -> None:
-        """Everything that was acknowledged or published is still there, as it was; and so is what the old process knew."""
+    def restarted(self, run: LiveRun, *, directly: bool) -> None:
+        """Everything that was acknowledged or published is still there, as it was; and so is what the old process knew,
+        if no other one has led since."""
         self.close()
         rows = {
             (row["round"], row["fragment"], row["worker"]): row["digest"]
@@ -456,7 +459,6 @@ class Ledger:
             (row["round"], row["fragment"]): row["delta_digest"]
             for row in self._all("SELECT round, fragment, delta_digest FROM fragments WHERE delta_digest IS NOT NULL")
         }
-        run = self.node.run
         kept_from = min(map(round_of, self.node.names(NAMES.kind("deltas"))), default=0)
         for key, digest in self.deltas.items():
             demand(published.get(key) == digest, "I1", f"delta {key} changed in a restart")
@@ -472,7 +474,7 @@ class Ledger:
                 name = NAMES.checkpoint(row["round"], row["fragment"], row["digest"])
                 payload = self._payload(name, "I4", row["digest"])
                 demand(payload.header.kind == "state", "I4", "a checkpoint is no checkpoint after a restart")
-        if self._before is not None:
+        if self._before is not None and directly:
             after = _view(run)
             for what, before in self._before.items():
                 demand(

@@ -13,10 +13,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from sqlalchemy import select
+from sqlalchemy import Connection, select, update
 from sqlalchemy.orm import Session
 
-from coordinator.aggregation.tasks import Blob
+from coordinator import lease
+from coordinator.aggregation import aggregator, queue
+from coordinator.aggregation.fragment import Delta
+from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob
+from coordinator.lease import Fence, Leader
 from coordinator.rounds import closing, opening
 from coordinator.run import schedule
 from coordinator.run.live_run import LiveRun
@@ -24,13 +28,16 @@ from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
 from coordinator.run.outer import State
 from coordinator.screening import judging
-from coordinator.store.blobs import DirectAccess, Kind
+from coordinator.store import database
+from coordinator.store.blobs import Blobs, DirectAccess, Kind, RunNames
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.tables import CheckpointFragmentRow, UnitRangeRow, WorkerRow
+from coordinator.store.payloads import MemoryBudget
+from coordinator.store.tables import CheckpointFragmentRow, LeaderRow, UnitRangeRow, WorkerRow
 from coordinator.sync import (
     admission,
     checkpointing,
     contributing,
+    delegating,
     deltas,
     direct_uploads,
     outer_state,
@@ -42,10 +49,13 @@ from coordinator.units import pools
 from coordinator.workers import assigning, leases
 from outerstep.common import files
 from outerstep.common.ranges import Range
-from protocol.digest import Buffer
+from protocol.digest import Buffer, digest
 from protocol.errors import Problem
 from protocol.messages import DirectUpload, FragmentState, Metrics
-from tests.simulation.store import StoredObject, StoreNode
+from protocol.wire import Payload
+from tests.simulation.cluster import SharedCoordinator
+from tests.simulation.world.database import EPOCH, DatabaseNode, shared_engines
+from tests.simulation.world.store import StoredObject, StoreNode
 from worker.rounds import round as round_
 from worker.rounds import rounds
 from worker.rounds.exchange import Exchange
@@ -324,6 +334,69 @@ def _deletes_before_the_checkpoint_is_complete() -> list[Replacement]:
     return [(checkpointing, "record_fragment", record_fragment)]
 
 
+# --- several coordinators, and aggregators ----------------------------------------------------------------------------
+
+
+def _writes_whoever_leads() -> list[Replacement]:
+    return [(Fence, "check", _nothing)]
+
+
+def _two_lead_with_one_token() -> list[Replacement]:
+    def take(connection: Connection, holder: str, address: str) -> int:
+        expires_at = lease.database_clock() + lease.LEASE_S
+        connection.execute(update(LeaderRow).values(holder=holder, address=address, expires_at=expires_at))
+        token: int = connection.execute(select(LeaderRow.token)).scalar_one()
+        return token
+
+    return [(lease, "take", take), (Leader, "is_vacant", True)]
+
+
+def _reads_the_token_before_the_transaction() -> list[Replacement]:
+    real = DatabaseNode.request
+
+    def request(self: DatabaseNode) -> None:
+        coordinator = self.machine_of(self.scheduler.current.group)
+        terms = coordinator.terms if isinstance(coordinator, SharedCoordinator) else None
+        if terms is not None and terms.election.fence is not None and not self.scheduler.current.group.indivisible:
+            with shared_engines(self.url)[0].connect() as connection:
+                newest = connection.execute(select(LeaderRow.token)).scalar_one()
+            if newest != terms.election.fence.token:
+                terms.election.fence.end()
+        real(self)
+
+    def check(self: Fence, session: Session) -> None:
+        if self.lost.is_set():
+            raise lease.superseded()
+
+    return [(DatabaseNode, "request", request), (Fence, "check", check)]
+
+
+def _reports_a_delta_before_it_is_stored() -> list[Replacement]:
+    def store_delta(task: Aggregate, delta: Delta, blobs: Blobs, memory: MemoryBudget) -> Aggregated:
+        found = digest(delta.content)
+        name = RunNames(task.run).delta(task.round, task.fragment, found)
+        vars(aggregator)["threading"].Thread(target=blobs.put, args=(name, delta.content)).start()
+        memory.add_delta(found, delta.content)
+        return Aggregated.of(delta.judgement, delta.invalid, found, Payload.from_bytes(delta.content))
+
+    return [(aggregator, "store_delta", store_delta), (delegating, "_wrong_delta", lambda *_: "")]
+
+
+def _leases_by_the_local_clock() -> list[Replacement]:
+    def clock(self: DatabaseNode) -> float:
+        return EPOCH + self.scheduler.now + self.scheduler.current.group.skew_s
+
+    return [(DatabaseNode, "clock", clock)]
+
+
+def _tasks_without_a_lease() -> list[Replacement]:
+    return [(queue, "LEASE_S", math.inf)]
+
+
+def _leads_on_after_a_lost_reply() -> list[Replacement]:
+    return [(database, "fault_of", _nothing)]
+
+
 # An honest worker ends for good: here, as its contribution weighs more than the units that it still holds.
 REFUSED = "unexpected: AssertionError: I5"
 
@@ -357,6 +430,13 @@ MUTANTS = [
     Mutant("writes a contribution's row before its blob", ("I2",), 0, _writes_the_row_before_the_blob),
     Mutant("signs uploads of any bytes", ("I2",), 98, _signs_uploads_of_any_bytes),
     Mutant("commits what a worker has uploaded without a checksum", ("I2",), 8, _commits_without_a_checksum),
+    Mutant("writes whoever leads", ("I",), 0, _writes_whoever_leads),
+    Mutant("lets two lead with one token", ("I",), 0, _two_lead_with_one_token),
+    Mutant("reads the token before its transaction", ("I",), 0, _reads_the_token_before_the_transaction),
+    Mutant("reports a delta before it is stored", ("I1",), 0, _reports_a_delta_before_it_is_stored),
+    Mutant("compares leases by the local clock", ("I5",), 0, _leases_by_the_local_clock),
+    Mutant("takes tasks without a lease", ("I5",), 0, _tasks_without_a_lease),
+    Mutant("leads on after the reply of a commit was lost", ("I",), 0, _leads_on_after_a_lost_reply),
     Mutant(
         "deletes before the checkpoint is complete",
         ("I2", "I4", "unexpected"),

@@ -13,10 +13,11 @@ from typing import Protocol
 
 import httpx
 
-from tests.simulation.coordinator_node import Answer, CoordinatorNode
-from tests.simulation.primitives import Event
-from tests.simulation.scheduler import Scheduler
-from tests.simulation.store import HOST
+from tests.simulation.cluster import Cluster
+from tests.simulation.coordinator_node import CoordinatorNode
+from tests.simulation.world.primitives import Event
+from tests.simulation.world.scheduler import Group, Scheduler
+from tests.simulation.world.store import HOST, Answer, Headers
 
 CONNECT_S = 10.0
 
@@ -34,6 +35,18 @@ class Weather:
     delay_s: float = 0.05
 
 
+class Server(Protocol):
+    """A process that answers requests while it is up."""
+
+    @property
+    def up(self) -> bool: ...
+
+    @property
+    def group(self) -> Group: ...
+
+    def answer(self, method: str, target: str, headers: Headers, body: bytes) -> Answer: ...
+
+
 class Observer(Protocol):
     """Sees every request as the coordinator begins with it, and every answer as it is given."""
 
@@ -49,7 +62,7 @@ class Line(httpx.BaseTransport):
         self,
         scheduler: Scheduler,
         rng: random.Random,
-        node: CoordinatorNode,
+        node: CoordinatorNode | Cluster,
         weather: Callable[[], Weather],
         observer: "Observer",
     ) -> None:
@@ -70,10 +83,11 @@ class Line(httpx.BaseTransport):
             return httpx.Response(502, text="<html>Bad Gateway</html>", request=request)
         if self._happens(weather.lost, "lost") or self._cut():
             self._lose(request)
-        if not self._node.up:
+        server = self._node.door()
+        if not server.up:
             raise httpx.ConnectError("connection refused", request=request)
         if body and self._happens(weather.cut, "cut upload"):
-            self._serve(request, body[: self._rng.randrange(len(body))])
+            self._serve(server, request, body[: self._rng.randrange(len(body))])
             raise httpx.WriteError("broken pipe", request=request)
         # Messages have no digest of their own: who damages them is for TCP and TLS to find.
         has_digest = "content-digest" in request.headers
@@ -81,8 +95,8 @@ class Line(httpx.BaseTransport):
             place = self._rng.randrange(len(body))
             body = body[:place] + bytes([body[place] ^ 1]) + body[place + 1 :]
         if self._happens(weather.twice, "twice"):
-            self._serve(request, body, delay_s=self._rng.expovariate(1 / 5.0))
-        answer = self._await(request, self._serve(request, body))
+            self._serve(server, request, body, delay_s=self._rng.expovariate(1 / 5.0))
+        answer = self._await(request, self._serve(server, request, body))
         self._travel(weather)
         if self._happens(weather.answer_lost, "answer lost") or self._cut():
             self._lose(request)
@@ -108,26 +122,26 @@ class Line(httpx.BaseTransport):
             self._lose(request)
         return self._response(request, answer, weather)
 
-    def _serve(self, request: httpx.Request, body: bytes, delay_s: float = 0.0) -> "_Exchange":
-        """A task of the coordinator's process that answers the request."""
-        exchange = _Exchange(Event(self._scheduler))
+    def _serve(self, server: "Server", request: httpx.Request, body: bytes, delay_s: float = 0.0) -> "_Exchange":
+        """A task of the server's process that answers the request."""
+        exchange = _Exchange(Event(self._scheduler), server.group)
         headers = [(name.lower().encode(), value.encode()) for name, value in request.headers.items()]
-        target, node, group = request.url.raw_path.decode(), self._node, self._node.group
+        target = request.url.raw_path.decode()
 
         def act() -> None:
-            if node.up:
+            if server.up:
                 good = self._observer.arrived(request)
-                exchange.answer = node.answer(request.method, target, headers, body)
+                exchange.answer = server.answer(request.method, target, headers, body)
                 self._observer.served(request, body, exchange.answer, good)
             exchange.ended.set()
 
-        self._scheduler.spawn(act, f"{request.method} {target}", group, delay_s)
+        self._scheduler.spawn(act, f"{request.method} {target}", exchange.group, delay_s)
         return exchange
 
     def _await(self, request: httpx.Request, exchange: "_Exchange") -> Answer:
-        group, until = self._node.group, self._scheduler.now + _silence_s(request)
+        until = self._scheduler.now + _silence_s(request)
         while not exchange.ended.wait(min(1.0, until - self._scheduler.now)):
-            if group.dead:
+            if exchange.group.dead:
                 raise httpx.ReadError("connection reset", request=request)
             if self._scheduler.now >= until:
                 raise httpx.ReadTimeout("silence", request=request)
@@ -178,6 +192,7 @@ def _silence_s(request: httpx.Request) -> float:
 @dataclass
 class _Exchange:
     ended: Event
+    group: Group
     answer: Answer | None = None
 
 

@@ -16,20 +16,24 @@ import torch
 from blake3 import blake3
 
 from coordinator.rounds.opening import status
+from coordinator.service import Coordinator
 from coordinator.store.database import Database
 from coordinator.store.identity import Actor
+from protocol.errors import Problem
 from protocol.messages import DataSummary, Scope, TokenRequest
 from protocol.spec.run import parse_spec
+from tests.simulation.cluster import Cluster
 from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits
 from tests.simulation.faults import Faults
 from tests.simulation.hostile import Hostile
 from tests.simulation.ledger import Ledger
 from tests.simulation.network import Line, Weather
-from tests.simulation.patched import simulated
-from tests.simulation.scheduler import Group, Scheduler
-from tests.simulation.store import StoreNode
 from tests.simulation.violation import Violation, demand
 from tests.simulation.worker_node import WorkerNode
+from tests.simulation.world.machine import Machine
+from tests.simulation.world.patched import simulated
+from tests.simulation.world.scheduler import Group, Scheduler
+from tests.simulation.world.store import StoreNode
 from worker.line import line
 
 CALM_ROUNDS = 4
@@ -82,6 +86,11 @@ def _is_hostile(seed: int) -> bool:
 def _has_a_store(seed: int) -> bool:
     """A quarter of the seeds keep blobs in an object store, which workers reach themselves."""
     return random.Random(f"{seed} store").randrange(4) == 0
+
+
+def _is_shared(seed: int) -> bool:
+    """A quarter of the seeds have several coordinators, with one database and one store, and perhaps aggregators."""
+    return random.Random(f"{seed} shared 27").randrange(4) == 0
 
 
 def _data(rng: random.Random) -> str:
@@ -149,8 +158,10 @@ class Simulation:
             every_rounds=rng.randint(1, 3),
             keep=rng.randint(1, 2),
         )
-        self.store = StoreNode(self.scheduler, random.Random(f"{seed} the store")) if _has_a_store(seed) else None
-        self.node = CoordinatorNode(self.scheduler, random.Random(f"{seed} coordinator"), root, self.store)
+        self.shared = _is_shared(seed)
+        has_a_store = self.shared or _has_a_store(seed)
+        self.store = StoreNode(self.scheduler, random.Random(f"{seed} the store")) if has_a_store else None
+        self.node = self._coordinators()
         self.weather = Weather()
         self.workers: dict[str, WorkerNode] = {}
         spec = parse_spec(self.spec)
@@ -171,6 +182,12 @@ class Simulation:
         self.progressed_at = self.scheduler.now
         self.last_round = 0
         self.trace = blake3()
+
+    def _coordinators(self) -> CoordinatorNode | Cluster:
+        rng = random.Random(f"{self.seed} coordinator")
+        if not self.shared or self.store is None:
+            return CoordinatorNode(self.scheduler, rng, self.root, self.store)
+        return Cluster(self.scheduler, rng, self.seed, self.root, self.store, aggregators=rng.randint(0, 2))
 
     def add_worker(self, name: str) -> None:
         rng = random.Random(f"{self.seed} {name}")
@@ -202,7 +219,7 @@ class Simulation:
         self.scheduler.spawn(self._begin, "begin", self.fate)
         real = Database.write
         with (
-            simulated(self.scheduler, random.Random(f"{self.seed} secrets"), self._fsync),
+            simulated(self.scheduler, random.Random(f"{self.seed} secrets"), self._fsync, self.node.database),
             crash_at_commits(self.node, real),
             parts_of(random.Random(f"{self.seed} parts").choice(PART_BYTES)),
         ):
@@ -213,19 +230,12 @@ class Simulation:
         demand(self.calm and self.ledger.finished, "I5", "the run did not finish")
 
     def _begin(self) -> None:
-        sleep = self.scheduler.sleep
-        while not self.node.up:
-            sleep(0.1)
-        assert self.node.service is not None
-        group, self.scheduler.current.group = self.scheduler.current.group, self.node.group
-        self.node.service.create_run(self.spec, Actor())
-        for hostile in self.hostiles:
-            self.hostile_token = self.node.service.new_token(TokenRequest(scope=Scope.WORKER, names=1), Actor()).token
-            self.scheduler.spawn(hostile.live, hostile.name)
-        self.scheduler.current.group = group
+        while not self._create_run():
+            self.scheduler.sleep(0.1)
         for worker in self.workers.values():
             self.scheduler.spawn(partial(self.supervise, worker), f"supervisor of {worker.name}")
-        self.scheduler.spawn(self._supervise_coordinator, "supervisor of the coordinator")
+        for machine in self.node.machines:
+            self.scheduler.spawn(partial(self._supervise_machine, machine), f"supervisor of {machine.name}")
         together = random.Random(f"{self.seed} together")
         if not together.randrange(8):
             self.scheduler.spawn(self.faults.stop_everybody, "stop everybody", delay_s=together.uniform(10, 60))
@@ -237,6 +247,26 @@ class Simulation:
         self.faults.end()
         self.calm = True
 
+    def _create_run(self) -> bool:
+        """Whether that is done, by the process that leads."""
+        service, task = self.node.service, self.scheduler.current
+        if service is None:
+            return False
+        group, task.group = task.group, self.node.group
+        try:
+            service.create_run(self.spec, Actor())
+            for hostile in self.hostiles:
+                request = TokenRequest(scope=Scope.WORKER, names=1)
+                self.hostile_token = service.new_token(request, Actor()).token
+                self.scheduler.spawn(hostile.live, hostile.name, group)
+        except Problem as problem:
+            if problem.slug != "superseded":
+                raise
+            return False
+        finally:
+            task.group = group
+        return True
+
     def supervise(self, worker: WorkerNode) -> None:
         """Starts the worker again whenever it ended before the run did; after a while."""
         self.scheduler.sleep(worker.rng.uniform(0, 5))
@@ -247,14 +277,15 @@ class Simulation:
                 worker.start()
             self.scheduler.sleep(0.5)
 
-    def _supervise_coordinator(self) -> None:
+    def _supervise_machine(self, machine: Machine) -> None:
         while not (self.calm and self.ledger.finished and all(w.finished for w in self.workers.values())):
-            if self.node.group.dead:
+            if machine.group.dead and not self.node.is_gone(machine):
                 self.disturbed_at = self.scheduler.now
-                self.scheduler.sleep(0.2 if self.calm else self.node.rng.choice([0.2, 4.0, 40.0]))
-                self.node.start()
+                self.scheduler.sleep(0.2 if self.calm else machine.rng.choice([0.2, 4.0, 40.0]))
+                machine.start()
             self.scheduler.sleep(0.2)
-        self.node.crash(power=False)  # the end: nothing may be left that runs
+        if not machine.group.dead:
+            machine.crash(power=False)  # the end: nothing may be left that runs
 
     def _after_step(self) -> None:
         now = self.scheduler.now
@@ -280,19 +311,20 @@ class Simulation:
         reasons = [] if run is None or run.open is None else [each.reason for each in run.open.fragments]
         return f"{run and status(run)} {reasons} {states}"
 
-    def _started(self) -> None:
-        assert self.node.service is not None
-        if self.node.service.runs():
-            self.ledger.restarted()
+    def _started(self, service: Coordinator, directly: bool) -> None:
+        if service.runs():
+            self.ledger.restarted(service.run("sim"), directly=directly)
 
     def _fsync(self, descriptor: int) -> None:
         group = self.scheduler.current.group
-        owner = next((worker for worker in self.workers.values() if worker.group is group), self.node)
+        owners: list[Machine | WorkerNode] = [*self.workers.values(), *self.node.machines]
+        owner = next((each for each in owners if each.group is group), self.node.machines[0])
         owner.fsync(descriptor)
 
     def _end(self) -> None:
         self.ledger.close()
-        self.node.disk.close()
+        for machine in self.node.machines:
+            machine.disk.close()
         for worker in self.workers.values():
             worker.disk.close()
 
@@ -345,6 +377,11 @@ def simulate(seed: int, base: Path | None = None) -> Report:
     report.rounds, report.steps = simulation.ledger.round, simulation.scheduler.steps
     report.checks, report.virtual_s = simulation.ledger.checks, simulation.scheduler.now - 1000.0
     report.faults = dict(simulation.faults.counts)
+    if isinstance(simulation.node, Cluster):
+        report.faults["terms"] = simulation.node.terms
+        report.faults["coordinator gone for good"] = int(simulation.node.gone is not None)
+        report.faults |= simulation.node.database.faults
+        report.faults |= simulation.node.tasks_done
     if simulation.store is not None:
         report.faults["direct uploads"] = simulation.store.uploads
     for what, count in simulation.node.crashes.items():

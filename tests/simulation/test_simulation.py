@@ -54,6 +54,8 @@ EVERY_FAULT = (
     *("partition", "fill_disk", "slow_disk", "impostor"),
     *("hostile contributed scaled", "hostile contributed flipped", "hostile contributed zeros"),
     *("hostile contributed noise", "hostile held units back", "hostile was refused"),
+    *("database_down", "commit lost", "reply of a commit lost", "statement lost", "stop_machine", "tasks done"),
+    *("cut_off_from_the_database", "cut_off_from_the_store", "coordinator gone for good", "terms"),
 )
 
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from protocol.errors import Problem, Remedy
 from protocol.messages import DataSummary, EvaluationReport
-from tests.simulation.disk import Disk
 from tests.simulation.network import Line
-from tests.simulation.scheduler import Group, Killed, Scheduler
+from tests.simulation.world.disk import Disk
+from tests.simulation.world.scheduler import Group, Killed, Scheduler
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
 from worker.link.client import TIMEOUT, Client

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,11 +30,12 @@ from sqlalchemy import URL, Engine
 import coordinator
 import outerstep.common
 import worker
-from coordinator.store import database, sqlite
-from tests.simulation import primitives
-from tests.simulation.scheduler import Scheduler
-
-EPOCH = 1_700_000_000.0
+from coordinator.store import database as database_module
+from coordinator.store import postgresql, sqlite
+from tests.simulation.world import primitives
+from tests.simulation.world.database import EPOCH, DatabaseNode, shared_engines
+from tests.simulation.world.primitives import Like
+from tests.simulation.world.scheduler import Scheduler
 
 
 def load_all() -> list[ModuleType]:
@@ -47,17 +48,6 @@ def load_all() -> list[ModuleType]:
         for name, module in list(sys.modules.items())
         if name.startswith(("coordinator", "worker", "outerstep.common")) and module is not None
     ]
-
-
-class Like:
-    """A module, but for some names."""
-
-    def __init__(self, module: ModuleType, **names: Any) -> None:
-        self.__dict__.update(names)
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 class _File:
@@ -87,8 +77,14 @@ def engines(url: URL) -> tuple[Engine, Engine]:
 
 
 @contextmanager
-def simulated(scheduler: Scheduler, rng: random.Random, fsync: Callable[[int], None]) -> Iterator[None]:
-    """The real code lives in the simulated world while the block runs."""
+def simulated(
+    scheduler: Scheduler, rng: random.Random, fsync: Callable[[int], None], database: DatabaseNode | None = None
+) -> Iterator[None]:
+    """The real code lives in the simulated world while the block runs. `database`: what takes PostgreSQL's place; None
+    where a coordinator has its own."""
+
+    def wall_clock() -> float:
+        return EPOCH + scheduler.now + scheduler.current.group.skew_s
 
     def urlsafe(nbytes: int = 32) -> str:
         return base64.urlsafe_b64encode(rng.randbytes(nbytes)).rstrip(b"=").decode()
@@ -100,16 +96,21 @@ def simulated(scheduler: Scheduler, rng: random.Random, fsync: Callable[[int], N
             time,
             monotonic=lambda: scheduler.now,
             perf_counter=lambda: scheduler.now,
-            time=lambda: EPOCH + scheduler.now,
+            time=wall_clock,
             sleep=scheduler.sleep,
         ),
-        id(os): Like(os, fsync=fsync),
+        id(os): Like(os, fsync=fsync, cpu_count=lambda: 2),
         id(secrets): Like(secrets, token_urlsafe=urlsafe, token_hex=lambda nbytes=32: rng.randbytes(nbytes).hex()),
         id(concurrent.futures.ThreadPoolExecutor): lambda count, thread_name_prefix="pool": primitives.Executor(
             scheduler, count, thread_name_prefix
         ),
         id(concurrent.futures.wait): primitives.wait_all,
+        id(concurrent.futures.Future): partial(primitives.Future, scheduler),
     }
+    backend = Like(sqlite, engines=engines)
+    if database is not None:
+        instead[id(postgresql)] = database.module()
+        backend = Like(sqlite, engines=shared_engines, lock=lambda url: nullcontext(), folder=lambda url: None)
     undo: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, value: Any) -> None:
@@ -130,7 +131,7 @@ def simulated(scheduler: Scheduler, rng: random.Random, fsync: Callable[[int], N
     replace(anyio.to_thread, "run_sync", run_sync)
     files = SimpleNamespace(to_thread=anyio.to_thread, open_file=_open_file, CancelScope=lambda **_: nullcontext())
     replace(starlette.responses, "anyio", files)
-    replace(database, "BACKENDS", {"sqlite": Like(sqlite, engines=engines)})
+    replace(database_module, "BACKENDS", {"sqlite": backend})
     try:
         yield
     finally:

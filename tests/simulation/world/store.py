@@ -7,7 +7,7 @@ it over their own lines, with requests that the coordinator has signed; it check
 
 import hashlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,14 +18,15 @@ import httpx
 from coordinator.store.blobs import DirectAccess, SignedRequest, StoreOutage, Uploaded
 from harness.stores import BytesReader
 from protocol.digest import Buffer
-from tests.simulation.scheduler import Scheduler
+from tests.simulation.world.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from tests.simulation.coordinator_node import CoordinatorNode
+    from tests.simulation.world.machine import Machine
 
 HOST = "store"
 LATE_S = 2.0  # until an upload is shown, where the store is late
-Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
+Headers = list[tuple[bytes, bytes]]
+Answer = tuple[int, Headers, bytes]
 
 
 @dataclass
@@ -54,6 +55,11 @@ class StoreNode:
     def create(self, name: str, content: bytes, *, shown_at: float = 0.0) -> bool:
         """Create an object unless it exists."""
         return name not in self.objects and self.objects.setdefault(name, StoredObject(content, shown_at)) is not None
+
+    def read(self, name: str) -> bytes | None:
+        """An object as it is now; None if there is none."""
+        found = self.objects.get(name)
+        return None if found is None else found.content
 
     def served(self, request: httpx.Request, body: bytes) -> Answer:
         """Answer a worker's request, as a real store does."""
@@ -90,12 +96,18 @@ class StoreNode:
 
 
 class StoreBlobs:
-    """The coordinator's blobs in the store, and its direct access. The methods are documented in `Blobs`."""
+    """A process's blobs in the store, and its direct access. The methods are documented in `Blobs`. `leads` returns
+    False once another coordinator may lead."""
 
-    def __init__(self, node: "CoordinatorNode", store: StoreNode) -> None:
-        self._node, self._store = node, store
+    def __init__(self, node: "Machine", store: StoreNode, leads: Callable[[], bool] = lambda: True) -> None:
+        self._node, self._store, self._leads = node, store, leads
         self.direct: DirectAccess | None = self
         self.bucket = None
+
+    def ask(self) -> None:
+        """Ask whether the store is there."""
+        self._request()
+        self._answered()
 
     def _request(self) -> None:
         """A request reaches the store, if it gets there."""
@@ -104,7 +116,7 @@ class StoreBlobs:
         if not node.group.indivisible:
             slow = store.scheduler.now < store.slow_until
             store.scheduler.sleep(store.rng.uniform(0, 5.0 if slow else 0.02))
-        if not store.up:
+        if not store.up or node.is_cut("store"):
             raise StoreOutage("the simulated store is down")
 
     def _answered(self) -> None:
@@ -130,6 +142,8 @@ class StoreBlobs:
         self.delete(name)
 
     def delete(self, *names: str) -> None:
+        if not self._leads():
+            raise StoreOutage("another coordinator leads, so this one deletes nothing")
         self._request()
         for name in names:
             self._store.objects.pop(name, None)

@@ -7,9 +7,10 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
+from types import ModuleType
 from typing import Any, Self
 
-from tests.simulation.scheduler import Scheduler, Task
+from tests.simulation.world.scheduler import Scheduler, Task
 
 
 class Lock:
@@ -21,11 +22,13 @@ class Lock:
         self._depth = 0
         self._waiters: list[Task] = []
 
-    def acquire(self, *, timeout: float = -1) -> bool:
+    def acquire(self, *, blocking: bool = True, timeout: float = -1) -> bool:
         self._scheduler.check_alive()
         task = self._scheduler.running
         if task is None:
             return True  # outside of any task, nothing else runs
+        if not blocking and self._owner is not None:
+            return False
         until = self._scheduler.now + timeout
         while self._owner is not None and not (self._reentrant and self._owner is task):
             if timeout < 0:
@@ -148,6 +151,8 @@ class _Waiting:
 
 
 class Thread:
+    """`ident` is None until it has started."""
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -160,9 +165,10 @@ class Thread:
         self._scheduler, self._name = scheduler, name
         self._act = lambda: target(*args, **(kwargs or {}))
         self._ended = Event(scheduler)
+        self.ident: int | None = None
 
     def start(self) -> None:
-        self._scheduler.spawn(self._run, self._name)
+        self.ident = self._scheduler.spawn(self._run, self._name).number
 
     def _run(self) -> None:
         self._act()
@@ -179,19 +185,28 @@ class Future:
     def __init__(self, scheduler: Scheduler) -> None:
         self._ended = Event(scheduler)
         self._result: Any = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def run(self, act: Callable[[], Any]) -> None:
         try:
-            self._result = act()
+            self.set_result(act())
         except Exception as error:  # noqa: BLE001 (whoever asks for the result gets it)
-            self._error = error
+            self.set_exception(error)
+
+    def set_result(self, result: Any) -> None:
+        assert not self.done(), "a future has one result"
+        self._result = result
+        self._ended.set()
+
+    def set_exception(self, error: BaseException) -> None:
+        assert not self.done(), "a future has one result"
+        self._error = error
         self._ended.set()
 
     def done(self) -> bool:
         return self._ended.is_set()
 
-    def exception(self, timeout: float | None = None) -> Exception | None:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
         self._ended.wait()
         return self._error
 
@@ -209,8 +224,11 @@ class Executor:
         self._group = scheduler.current.group
         self._queue: list[tuple[Future, Callable[[], Any]]] = []
         self._futures: list[Future] = []
+        self._shut = False
 
     def submit(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Future:
+        if self._shut:
+            raise RuntimeError("cannot schedule new futures after shutdown")
         future = Future(self._scheduler)
         self._futures.append(future)
         self._queue.append((future, lambda: act(*args, **kwargs)))
@@ -222,6 +240,7 @@ class Executor:
             yield future.result()
 
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
+        self._shut = True
         if cancel_futures:
             self._futures = [future for future in self._futures if all(future is not each for each, _ in self._queue)]
             self._queue.clear()
@@ -252,6 +271,17 @@ def wait_all(futures: Iterable[Future]) -> None:
         future.exception()
 
 
+class Like:
+    """A module, but for some names."""
+
+    def __init__(self, module: ModuleType, **names: Any) -> None:
+        self.__dict__.update(names)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 class FakeThreading:
     """The module `threading`."""
 
@@ -261,8 +291,9 @@ class FakeThreading:
         self.RLock = lambda: Lock(scheduler, reentrant=True)
         self.Condition = lambda lock: Condition(scheduler, lock)
         self.Event = lambda: Event(scheduler)
-        self.Semaphore = lambda count: Semaphore(scheduler, count)
+        self.Semaphore = self.BoundedSemaphore = lambda count: Semaphore(scheduler, count)
         self.Thread = lambda *args, **kwargs: Thread(scheduler, *args, **kwargs)
+        self.get_ident = lambda: scheduler.current.number
 
 
 class FakeLoop:
@@ -286,6 +317,20 @@ class FakeLoop:
         self._scheduler.spawn(lambda: act(*args), "timer", delay_s=seconds)
 
 
+class AsyncTask:
+    """asyncio.Task: a coroutine on a task of its own, which can be awaited."""
+
+    def __init__(self, scheduler: Scheduler, coroutine: Any) -> None:
+        self._future = Future(scheduler)
+        scheduler.spawn(lambda: self._future.run(lambda: drive(coroutine)), "coroutine")
+
+    def __await__(self) -> Any:
+        return self._ended().__await__()
+
+    async def _ended(self) -> Any:
+        return self._future.result()
+
+
 class FakeAsyncio:
     """The module `asyncio`: coroutines that never really wait, but hand over to the scheduler inside."""
 
@@ -294,6 +339,7 @@ class FakeAsyncio:
         self.Event = lambda: AsyncEvent(scheduler)
         self.Semaphore = lambda _: nullcontext()  # whoever wants to: so more orders are tried than there are in truth
         self.get_running_loop = lambda: loop
+        self.create_task = partial(AsyncTask, scheduler)
         self._scheduler = scheduler
 
     async def sleep(self, seconds: float) -> None:

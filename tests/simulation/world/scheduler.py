@@ -21,10 +21,14 @@ class Killed(BaseException):
 
 
 class Group:
-    """One simulated process. `frozen_until`: its machine sleeps, so nothing of it runs before then."""
+    """One simulated process.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    frozen_until  its machine sleeps, so nothing of it runs before then
+    skew_s        how far its machine's wall clock is ahead of the true time
+    """
+
+    def __init__(self, name: str, skew_s: float = 0.0) -> None:
+        self.name, self.skew_s = name, skew_s
         self.dead = False
         self.frozen_until = 0.0
         self.tasks: list[Task] = []
@@ -32,8 +36,8 @@ class Group:
 
 
 class Task:
-    def __init__(self, group: Group, act: Callable[[], object], name: str, hub: greenlet.greenlet) -> None:
-        self.group = group
+    def __init__(self, number: int, group: Group, act: Callable[[], object], name: str, hub: greenlet.greenlet) -> None:
+        self.number, self.group = number, group
         self.name = name
         self.wakes = 0  # how often it was resumed: an event meant for an earlier wait is stale
         self.done = False
@@ -50,7 +54,7 @@ class Scheduler:
         self.rng = rng
         self.failure: BaseException | None = None
         self._events: list[tuple[float, float, int, Task, int, Any]] = []
-        self._number = 0
+        self._number = self._tasks = 0
         self._hub = greenlet.getcurrent()
         self.running: Task | None = None  # the one that runs; None: the hub does
         self._doomed: list[Group] = []
@@ -64,7 +68,8 @@ class Scheduler:
 
     def spawn(self, act: Callable[[], object], name: str, group: Group | None = None, delay_s: float = 0.0) -> Task:
         """A new task, of the caller's group unless another is given."""
-        task = Task(group or self.current.group, lambda: self._live(task, act), name, self._hub)
+        self._tasks += 1
+        task = Task(self._tasks, group or self.current.group, lambda: self._live(task, act), name, self._hub)
         task.group.tasks.append(task)
         self._at(self.now + delay_s, task, None)
         return task

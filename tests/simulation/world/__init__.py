@@ -1,0 +1,1 @@
+"""The simulated world: its clock, machines, disks, database and store."""
