@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from harness.cluster import Cluster, Node, Process, cluster
+from harness.coordinator import Running
 from harness.postgres import installed as postgres_programs
 from harness.seaweedfs import installed as weed
+from tests.coordinator.crew import crew, play_round
 from tests.support.disturbing import INT8, train_disturbed
 from tests.support.waiting import wait_until
 from tests.support.workers import ForkedWorker
@@ -98,6 +100,30 @@ def test_another_coordinator_goes_on(
         assert made.leader() is new, "the one that was away does not disturb the other"
 
     train_disturbed(tmp_path, coordinators, take_the_leader_away, INT8)
+
+
+@pytest.mark.nightly
+def test_a_standby_reads_the_bucket_itself(coordinators: Cluster) -> None:
+    """What workers download through it does not pass the leader. Without the bucket, the leader sends it."""
+    leader = coordinators.leader()
+    (standby,) = (each for each in coordinators.nodes if each is not leader)
+    members = crew(coordinators.running, "r", ["a", "b"], rounds=2, min_workers=2)
+    play_round(members, 0)
+    token = coordinators.running.admin_token
+    with (
+        Running(leader.url, token, coordinators.folder).client() as at_leader,
+        Running(standby.url, token, coordinators.folder).client() as at_standby,
+    ):
+        delta = "/v1/runs/r/rounds/0/fragments/0/delta"
+        whole = at_leader.get(delta).raise_for_status().content
+        assert at_standby.get(delta).raise_for_status().content == whole
+        assert at_standby.get(delta, headers={"Range": "bytes=-7"}).content == whole[-7:]
+        copies = (standby.data_dir / "standby-copies").iterdir()
+        assert whole in [each.read_bytes() for each in copies]
+        state = "/v1/runs/r/checkpoints/0/fragments/0"
+        standby.to_bucket.cut()
+        assert at_standby.get(state).raise_for_status().content == at_leader.get(state).content
+        standby.to_bucket.mend()
 
 
 @pytest.mark.nightly

@@ -27,10 +27,10 @@ from coordinator.aggregation.state_file import StateReader
 from coordinator.aggregation.states import States
 from coordinator.aggregation.tasks import Advanced, Aggregate, Aggregated, Task
 from coordinator.store import postgresql
-from coordinator.store.blobs import Blobs, OwnedBucket, RunNames, StoreOutage
+from coordinator.store.blobs import Blobs, RunNames, StoreOutage
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import check_schema
-from coordinator.store.opening import objects_at
+from coordinator.store.opening import shared_bucket
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.postgresql import Deployment
 from protocol.errors import OuterstepError
@@ -203,7 +203,7 @@ def serve(
         aggregator = Aggregator(
             id_,
             engine.connect,
-            _opened(owner, bucket or place, data),
+            shared_bucket(owner, bucket or place, data),
             States(states, shutil.disk_usage(data.root).free // 2),
             deployment.secret,
             partial(postgresql.ring, channel=RESULTS),
@@ -257,18 +257,3 @@ def _check_bucket(engine: Engine, owner: str, url: str | None) -> None:
         now = postgresql.deployment(connection).bucket
     if now is None or now[0] != owner or url not in (None, now[1]):
         raise OuterstepError("the blobs are in another bucket now: start the aggregator again")
-
-
-def _opened(owner: str, url: str, data: DataDirectory) -> Blobs:
-    """Open the bucket at `url`. Raises OuterstepError unless it is that of `owner`."""
-    bucket = OwnedBucket(objects_at(url), owner, leads=_never)
-    from coordinator.store.object_blobs import ObjectBlobs
-
-    if not bucket.is_owned():
-        raise OuterstepError(f"the bucket {bucket.objects} does not belong to the coordinators of this database")
-    return ObjectBlobs(bucket, data)
-
-
-def _never() -> bool:
-    """Aggregators delete nothing."""
-    return False

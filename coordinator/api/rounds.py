@@ -20,7 +20,7 @@ from coordinator.http.access import (
     layout_with,
 )
 from coordinator.http.bodies import MESSAGE_BYTES, LimitedRoute, max_body
-from coordinator.http.downloads import Direct, blob_response, direct_response, memory_response
+from coordinator.http.downloads import Direct, blob_response, direct_response, is_sent_by_standby, memory_response
 from coordinator.http.long_polls import poll, preferred_wait_s
 from coordinator.http.openapi import (
     BLOB_OR_WAIT_RESPONSES,
@@ -210,7 +210,7 @@ async def get_delta(
         raise Problem("not-published", found, retry_after_s=1)
     # Only the last round's deltas: an older one may still be in memory although the retention rule has deleted it.
     recent = run.context.memory.delta(found) if (number, fragment) in run.outer.deltas else None
-    if recent is not None and not (direct and run.blobs.direct):
+    if recent is not None and not (direct and run.blobs.direct) and not is_sent_by_standby(http):
         return memory_response(http, recent, found)
     return await run_in_threadpool(_stored_delta, http, run, number, fragment, found, direct)
 

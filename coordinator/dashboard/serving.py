@@ -15,6 +15,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from fastapi.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -130,24 +131,28 @@ def _charts() -> bytes:
 
 def routes() -> list[BaseRoute]:
     """Return the routes of the dashboard."""
-    return [Route("/", _page, methods=["GET"]), Route("/dashboard/{path:path}", _file, methods=["GET"])]
+    return [Route(path, _serve, methods=["GET"]) for path in ("/", "/dashboard/{path:path}")]
 
 
-async def _page(request: Request) -> Response:
-    """Return the page if the client accepts HTML; otherwise 404."""
-    if not _accepts_html(request.headers.get("accept", "*/*")):
-        raise HTTPException(404)
-    return await _response(request, index())
-
-
-async def _file(request: Request) -> Response:
-    found = await run_in_threadpool(asset, request.path_params["path"])
+async def _serve(request: Request) -> Response:
+    """Return the file; 404 if there is none, or if the client does not accept the page's HTML."""
+    found = await file_at(request.scope["path"], request.headers)
     if found is None:
         raise HTTPException(404)
-    return await _response(request, found)
+    return await response(request, found)
 
 
-async def _response(request: Request, found: Asset) -> Response:
+async def file_at(path: str, headers: Headers) -> Asset | None:
+    """Return the file that a request with these headers gets; None if it gets none."""
+    if path == "/":
+        return index() if _accepts_html(headers.get("accept", "*/*")) else None
+    if not path.startswith("/dashboard/"):
+        return None
+    return await run_in_threadpool(asset, path.removeprefix("/dashboard/"))
+
+
+async def response(request: Request, found: Asset) -> Response:
+    """Return the file as the client wants it: compressed, or not at all if it has it."""
     headers = {**_HEADERS, "Cache-Control": CACHE_FOREVER if found.immutable else REVALIDATE, "ETag": found.etag}
     if found.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)

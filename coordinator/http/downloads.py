@@ -1,11 +1,12 @@
 """Downloads of immutable bytes: ETag, Range, If-None-Match, cached forever.
 
 The bytes come from memory if they were just published, otherwise from their blob. The blob is opened before the
-response begins, so it may be deleted in the meantime.
+response begins, so it may be deleted in the meantime. If a standby has forwarded the request, the response only names
+the blob, and the standby sends it (`leadership/forwarding.py`).
 """
 
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -25,6 +26,8 @@ from protocol.wire import MEDIA_TYPE
 DIRECT_S = 300.0  # how long a redirect to the store can be used
 CHUNK_BYTES = 1 << 18  # how much of a response is in memory at once
 
+BY_STANDBY = "outerstep.by_standby"  # in the scope of a request if a standby sends the blob that is asked for
+BLOB_HEADER = "Outerstep-Blob"  # names the blob to the standby
 
 Direct = Annotated[bool, Query(description="Answer with a redirect to the store, if it can be read directly.")]
 
@@ -73,6 +76,8 @@ def blob_response(request: Request, blobs: Blobs, stored: StoredBlob, missing: C
     headers = _headers(stored.digest)
     if _is_known(request, headers):
         return Response(status_code=304, headers=headers)
+    if is_sent_by_standby(request):
+        return Response(headers={BLOB_HEADER: f"{stored.name} {stored.digest.hex()} {stored.size or 0}"})
     try:
         reader = blobs.open(stored.name)
     except FileNotFoundError:
@@ -81,6 +86,19 @@ def blob_response(request: Request, blobs: Blobs, stored: StoredBlob, missing: C
         reader.close()
         raise missing()
     return _response(request, headers, reader, reader.size)
+
+
+def is_sent_by_standby(request: Request) -> bool:
+    """Return True if a standby has forwarded the request, and sends a blob by itself if it is told which."""
+    return BY_STANDBY in request.scope
+
+
+def named_blob(headers: Mapping[str, str]) -> StoredBlob | None:
+    """Return the blob that the leader's response names to a standby; None if it is an ordinary response."""
+    if BLOB_HEADER not in headers:
+        return None
+    name, digest, size = headers[BLOB_HEADER].split(" ")
+    return StoredBlob(name, bytes.fromhex(digest), int(size) or None)
 
 
 def direct_response(request: Request, blobs: Blobs, stored: StoredBlob) -> Response | None:

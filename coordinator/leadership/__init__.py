@@ -4,7 +4,8 @@ Theory of operation
 ===================
 
 The leader is a coordinator as if it were alone. It has the runs in memory, and nobody else writes their rows. The
-others are standbys: they forward requests to the leader (`forwarding.py`) and wait to take over.
+others are standbys: they forward requests to the leader (`forwarding.py`), send the deltas and checkpoints that it
+names, and wait to take over.
 
     ../lease.py    the row that says who leads: its fencing token and its expiry, and how to take, renew and release it
     election.py    a thread that renews the lease, or takes it when it has expired

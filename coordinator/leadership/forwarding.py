@@ -2,6 +2,9 @@
 
 A forwarded request carries a key that only coordinators of this database know. So the leader believes the client's
 address that a standby reports, and a coordinator that has lost the lease does not forward a request a second time.
+
+The bytes of deltas and checkpoints do not pass the leader. It decides whether the client may have a blob, and names it
+to the standby, which reads it from the store.
 """
 
 import asyncio
@@ -10,24 +13,29 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import httpx
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.bodies import chunks
+from coordinator.http.downloads import BLOB_HEADER, BY_STANDBY, blob_response, named_blob
 from coordinator.http.problems import reject, rejection
 from coordinator.leadership.standby import Standby, unready, vacant
 from coordinator.leadership.terms import Terms
 from coordinator.settings import Settings
+from coordinator.store.blobs import Blobs, StoredBlob
 from outerstep.common.connections import error_text
-from protocol.errors import Problem
+from protocol.errors import OuterstepError, Problem
 from protocol.versions import RESPONSE_HEADERS
 
 KEY_HEADER = "outerstep-forwarded"
+OFFER_HEADER = "outerstep-by-standby"  # the standby sends the blob if the leader names it
 CONNECT_S, SILENT_S = 3.0, 90.0  # a long poll takes up to 60 s
 
 # Headers about one connection (RFC 9110, section 7.6.1).
@@ -42,6 +50,7 @@ _HOP = frozenset(
         "transfer-encoding",
         "upgrade",
         KEY_HEADER,
+        OFFER_HEADER,
         "x-forwarded-for",
     }
 )
@@ -60,9 +69,12 @@ def forwarding_key(secret: bytes) -> str:
 class LeadOrForward:
     """The outermost application of a coordinator that shares its database."""
 
-    def __init__(self, settings: Settings, terms: Terms, key: str, standby: Standby) -> None:
-        """`key`: of forwarded requests. `standby` answers requests about this process while it does not lead."""
-        self.terms, self._settings, self._key, self._standby = terms, settings, key, standby
+    def __init__(
+        self, settings: Settings, terms: Terms, key: str, standby: Standby, blobs: Callable[[], Blobs]
+    ) -> None:
+        """`key`: of forwarded requests. `standby` answers requests about this process while it does not lead. `blobs`
+        returns the blobs that this process reads meanwhile; it may raise OuterstepError and OSError."""
+        self.terms, self._settings, self._key, self._standby, self._blobs = terms, settings, key, standby, blobs
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
@@ -103,7 +115,8 @@ class LeadOrForward:
 
     # --- forwarding ---------------------------------------------------------------------------------------------------
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send, *, offer: bool = True) -> None:
+        """Forward the request. `offer`: to send the blob that it asks for."""
         leader = self.terms.leader
         if leader is None or leader.address is None:
             await reject(vacant(self.terms.fault or self.terms.election.fault), scope, receive, send)
@@ -116,7 +129,7 @@ class LeadOrForward:
             scope["method"],
             leader.address + scope["raw_path"].decode("ascii"),
             params=scope["query_string"] or None,
-            headers=self._headers(scope),
+            headers=self._headers(scope, offer=offer and scope["method"] == "GET"),
             content=body.pieces() if body.expected else None,
         )
         answer = _Answer(send)
@@ -135,6 +148,10 @@ class LeadOrForward:
             for task in (ended, gone, *over):
                 task.cancel()
             await asyncio.gather(ended, gone, *over, return_exceptions=True)
+        if answer.blob is not None:
+            if not await self._send_blob(answer.blob, answer.beside_blob, scope, receive, send):
+                await self._forward(scope, receive, send, offer=False)
+            return
         if problem is None:
             return
         if answer.begun:
@@ -146,18 +163,41 @@ class LeadOrForward:
         response.headers["Connection"] = "close"  # the next one goes through the load balancer, perhaps to the leader
         await response(scope, receive, send)
 
-    def _headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
+    async def _send_blob(
+        self, stored: StoredBlob, headers: list[tuple[bytes, bytes]], scope: Scope, receive: Receive, send: Send
+    ) -> bool:
+        """Send the requested part of a blob, with these headers where it has none of its own. Return False, and send
+        nothing, if it cannot be read here."""
+        try:
+            blobs = await run_in_threadpool(self._blobs)
+            missing = partial(Problem, "not-found", "the store does not have it")
+            response = await run_in_threadpool(blob_response, Request(scope), blobs, stored, missing)
+        except (OuterstepError, OSError) as error:
+            logger.info("the leader sends %s, because this standby cannot read it: %s", stored.name, error)
+            return False
+        for name, value in headers:
+            if name.lower() != BLOB_HEADER.lower().encode():
+                response.headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        await response(scope, receive, send)
+        return True
+
+    def _headers(self, scope: Scope, *, offer: bool) -> list[tuple[bytes, bytes]]:
         kept = [(name, value) for name, value in scope["headers"] if name.decode("latin-1").lower() not in _HOP]
         client = scope.get("client")
         if client:
             kept.append((b"x-forwarded-for", client[0].encode()))
+        if offer:
+            kept.append((OFFER_HEADER.encode(), b"1"))
         return [*kept, (KEY_HEADER.encode(), self._key.encode())]
 
 
 class _Answer:
-    """The leader's answer, on its way to the client."""
+    """The leader's answer, on its way to the client. `blob`: what the client gets from this process instead, with the
+    headers `beside_blob`."""
 
     def __init__(self, send: Send) -> None:
+        self.blob: StoredBlob | None = None
+        self.beside_blob: list[tuple[bytes, bytes]] = []
         self.begun = False
         self.refused = False  # True if no connection to the leader could be made
         self._send = send
@@ -170,6 +210,9 @@ class _Answer:
             try:
                 left_out = _HOP | _OWN
                 headers = [each for each in response.headers.raw if each[0].decode("latin-1").lower() not in left_out]
+                if (blob := named_blob(response.headers)) is not None:
+                    self.blob, self.beside_blob = blob, headers
+                    return None
                 self._length = response.headers.get("content-length")
                 self.begun = True
                 await self._send({"type": "http.response.start", "status": response.status_code, "headers": headers})
@@ -232,14 +275,16 @@ class _Body:
 
 
 def _identified(scope: Scope, send: Send) -> tuple[Scope, Send]:
-    """Give the request an id. The leader logs the same id, and every answer has it, also one of this process."""
+    """Give the request an id. The leader logs the same id, and every answer has it, also one of this process. So has
+    every answer the header that keeps browsers from guessing its type."""
     name, headers = b"x-request-id", scope["headers"]
+    sure = (b"x-content-type-options", b"nosniff")
     given = next((value for key, value in headers if key.lower() == name), uuid.uuid4().hex.encode())
 
     async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
-            others = [each for each in message["headers"] if each[0].lower() != name]
-            message = {**message, "headers": [*others, (name, given)]}
+            others = [each for each in message["headers"] if each[0].lower() not in (name, sure[0])]
+            message = {**message, "headers": [*others, sure, (name, given)]}
         await send(message)
 
     others = [each for each in headers if each[0].lower() != name]
@@ -248,5 +293,7 @@ def _identified(scope: Scope, send: Send) -> tuple[Scope, Send]:
 
 def _from_client(scope: Scope) -> Scope:
     """Return the scope of a forwarded request, with its client's address in place of the standby's."""
-    address = Headers(scope=scope).get("x-forwarded-for", "")
-    return {**scope, "client": (address, 0)} if address else scope
+    headers = Headers(scope=scope)
+    if address := headers.get("x-forwarded-for", ""):
+        scope = {**scope, "client": (address, 0)}
+    return {**scope, BY_STANDBY: True} if OFFER_HEADER in headers else scope

@@ -1,5 +1,6 @@
 """Starting a coordinator that shares its database with others."""
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -16,11 +17,14 @@ from coordinator.leadership.terms import Terms
 from coordinator.lease import Fence
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
-from coordinator.store.blobs import OWNER, OpenStore
-from coordinator.store.data_directory import DataDirectory
+from coordinator.store import postgresql
+from coordinator.store.blobs import OWNER, Blobs, OpenStore
+from coordinator.store.data_directory import STANDBY_COPIES, DataDirectory
 from coordinator.store.database import Database
-from coordinator.store.opening import objects_at, usable
+from coordinator.store.opening import objects_at, shared_bucket, usable
 from protocol.errors import OuterstepError
+
+STANDBY_CACHE_BYTES = 1 << 30
 
 
 def shared_application(
@@ -55,10 +59,35 @@ def shared_application(
         connections.peers = election.peers
         build = partial(_coordinator, settings, clock, store, data, election)
         terms = Terms(election, build, partial(create_app, connections=connections), data.close)
-        return LeadOrForward(settings, terms, key, Standby(terms, election.engine))
+        blobs = _StandbyBlobs(partial(store, data) if store else partial(_opened, settings.blobs or "", url, data))
+        return LeadOrForward(settings, terms, key, Standby(terms, election.engine), blobs.get)
     except BaseException:
         data.close()
         raise
+
+
+class _StandbyBlobs:
+    """The blobs that a standby reads. They are opened when one is wanted."""
+
+    def __init__(self, open_: Callable[[], Blobs]) -> None:
+        self._open, self._lock = open_, threading.Lock()
+        self._blobs: Blobs | None = None
+
+    def get(self) -> Blobs:
+        """Return them. May raise OuterstepError and OSError."""
+        with self._lock:
+            if self._blobs is None:
+                self._blobs = self._open()
+            return self._blobs
+
+
+def _opened(place: str, database: URL, data: DataDirectory) -> Blobs:
+    """Open the bucket at `place`. Raises OuterstepError unless it is that of the coordinators of the database."""
+    found = postgresql.bucket_of(database)
+    if found is None:
+        raise OuterstepError("the coordinators have no bucket yet")
+    # A folder of its own: while a term begins, both are in use.
+    return shared_bucket(found[0], place, data, STANDBY_CACHE_BYTES, STANDBY_COPIES)
 
 
 def _nothing() -> None:

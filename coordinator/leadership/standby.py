@@ -1,4 +1,5 @@
-"""What a standby answers by itself, because it is about this process: its health and its metrics."""
+"""What a standby answers by itself: its health and its metrics, because they are about this process, and the files of
+the dashboard, because every coordinator has them."""
 
 import time
 
@@ -8,9 +9,11 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Proce
 from sqlalchemy import Engine, select
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from coordinator.dashboard import serving
 from coordinator.http.problems import problem_response, rejection
 from coordinator.leadership.terms import Terms
 from coordinator.metrics.server import PeersCollector
@@ -44,6 +47,8 @@ class Standby:
             problem = Problem("method-not-allowed", f"{where}: this address does not accept {scope['method']}")
             response: Response = rejection(problem, headers)
             response.headers["Allow"] = "GET, HEAD"
+        elif (page := await serving.file_at(scope["path"], headers)) is not None:
+            response = await serving.response(Request(scope), page)
         elif scope["path"] == METRICS:
             response = Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
         else:
@@ -69,10 +74,11 @@ class Standby:
 
     async def answers(self, scope: Scope) -> bool:
         """Return True if this process answers the request. The leader answers a token for one run, because it has that
-        run's metrics, and an unknown token."""
-        return scope["path"] in LOCAL or (
-            scope["path"] == METRICS and await run_in_threadpool(self._may_read, Headers(scope=scope))
-        )
+        run's metrics, and an unknown token; and it answers whoever asks for a file that is not there."""
+        headers = Headers(scope=scope)
+        if scope["path"] == METRICS:
+            return await run_in_threadpool(self._may_read, headers)
+        return scope["path"] in LOCAL or await serving.file_at(scope["path"], headers) is not None
 
     def _may_read(self, headers: Headers) -> bool:
         _, secret = get_authorization_scheme_param(headers.get("authorization"))

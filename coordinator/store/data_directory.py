@@ -4,6 +4,7 @@ outerstep.db  admin.token  lock
 restored                       names the backup that was restored here, until a coordinator has continued from it
 bucket                         which bucket has the blobs, if they are not in runs/ (opening.py)
 copies/                        local copies of the bucket's blobs; emptied at start
+standby-copies/                the same, of what a standby sends
 incoming/                      scratch files being received or written; emptied at start
 runs/{run}/state/{p}.{0 or 1}  the current outer state; derived from checkpoints and deltas, so not fsynced
 """
@@ -19,6 +20,8 @@ from pathlib import Path
 from outerstep.common.files import fsync, open_locked
 
 RESTORED = "restored"
+COPIES, STANDBY_COPIES = "copies", "standby-copies"
+CACHE_BYTES = 4 << 30  # the most that local copies take
 # Free space on the disk that uploads never use, so that the database and the work on accepted uploads can continue.
 RESERVED_BYTES, RESERVED_SHARE = 256 << 20, 0.01  # whichever is less
 

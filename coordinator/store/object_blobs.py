@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Self
 
 from coordinator.store.blobs import DirectAccess, FileReader, OwnedBucket, Reader
-from coordinator.store.data_directory import DataDirectory
+from coordinator.store.data_directory import CACHE_BYTES, COPIES, DataDirectory
 from outerstep.common.objects import ObjectReader
 from protocol.digest import Buffer
 
 outages = OwnedBucket.outages
 
-CACHE_BYTES = 4 << 30
 COPIED_BYTES = 5 << 30  # the largest object that S3 copies in one request
 LARGEST_SHARE = 4  # of the cache, one blob takes at most a fourth
 
@@ -36,9 +35,11 @@ class ObjectBlobs:
         data: DataDirectory,
         cache_bytes: int = CACHE_BYTES,
         direct: DirectAccess | None = None,
+        copies: str = COPIES,
     ) -> None:
+        """`copies`: the folder of the local copies, in the data directory."""
         self.bucket, self._objects, self._data, self.direct = bucket, bucket.objects, data, direct
-        self._copies = _LocalCopies(data.root / "copies", cache_bytes)
+        self._copies = _LocalCopies(data.root / copies, cache_bytes)
 
     def put(self, name: str, source: Buffer | Path) -> bool:
         with outages():

@@ -18,7 +18,7 @@ from sqlalchemy import URL, select
 
 from coordinator.store import postgresql
 from coordinator.store.blobs import OWNER, Blobs, FileReader, OpenStore, OwnedBucket, Reader
-from coordinator.store.data_directory import DataDirectory
+from coordinator.store.data_directory import CACHE_BYTES, COPIES, DataDirectory
 from coordinator.store.database import Database, is_shared
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import DeploymentRow
@@ -135,6 +135,26 @@ def usable(objects: "Objects", now: Callable[[], float] = time.time) -> None:
     for finding in check_bucket(objects, now):
         if finding.fault is not None:
             raise OuterstepError(f"the bucket {objects} cannot be used: {finding.fault}")
+
+
+def shared_bucket(
+    owner: str, url: str, data: DataDirectory, cache_bytes: int = CACHE_BYTES, copies: str = COPIES
+) -> Blobs:
+    """Open the bucket at `url` for a process that reads and puts blobs, and never deletes any. Local copies are in the
+    folder `copies` of the data directory.
+
+    Raises OuterstepError unless `owner` is the bucket's owner.
+    """
+    bucket = OwnedBucket(objects_at(url), owner, leads=_never)
+    from coordinator.store.object_blobs import ObjectBlobs
+
+    if not bucket.is_owned():
+        raise OuterstepError(f"the bucket {bucket.objects} does not belong to the coordinators of this database")
+    return ObjectBlobs(bucket, data, cache_bytes, copies=copies)
+
+
+def _never() -> bool:
+    return False
 
 
 def _directory(data: DataDirectory) -> Blobs:

@@ -15,9 +15,10 @@ from sqlalchemy import URL, Connection, Engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from coordinator import lease
+from coordinator.http import downloads
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.leadership.election import Election, StoreProbe
-from coordinator.leadership.forwarding import KEY_HEADER
+from coordinator.leadership.forwarding import KEY_HEADER, OFFER_HEADER
 from coordinator.leadership.terms import Terms
 from coordinator.peers import Peer, Peers
 from coordinator.server import make_server
@@ -362,6 +363,76 @@ def test_leader_and_standby_are_shown_and_measured_apart(tmp_path: Path, url: st
         problem(standby.client("ost_" + "x" * 43).get("/metrics"), "unauthorized")
         problem(httpx.get(f"{standby.url}/metrics"), "unauthorized")
         assert httpx.head(f"{standby.url}/readyz").status_code == 200
+
+
+def test_a_standby_sends_deltas_and_checkpoints_itself(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader only names the blob. What the standby cannot read, the leader sends."""
+    with two(tmp_path, url) as (leader, standby):
+        play_round(crew(standby, "r", ["a", "b"], rounds=3, min_workers=2), 0)
+        leader.await_state("r", 1)
+        delta, state = "/v1/runs/r/rounds/0/fragments/0/delta", "/v1/runs/r/checkpoints/0/fragments/0"
+        for path, applied in ((delta, "wait=5"), (state, None)):
+            with leader.client() as client:
+                whole = client.get(path)
+            with standby.client() as client, monkeypatch.context() as of_leader:
+                of_leader.setattr(downloads, "memory_response", None)
+                found = client.get(path)
+                assert found.content == whole.content
+                assert client.get(path, headers={"Prefer": "wait=5"}).headers.get("Preference-Applied") == applied
+                assert downloads.BLOB_HEADER not in found.headers
+                for name in ("ETag", "Cache-Control", "Content-Length", "Content-Type", "X-Content-Type-Options"):
+                    assert found.headers.get(name) == whole.headers.get(name)
+                part = client.get(path, headers={"Range": "bytes=5-9"})
+                assert part.status_code == 206
+                assert part.content == whole.content[5:10]
+                assert part.headers["Content-Range"] == f"bytes 5-9/{len(whole.content)}"
+                assert client.get(path, headers={"If-None-Match": whole.headers["ETag"]}).status_code == 304
+                head = client.head(path)
+                assert (head.content, head.headers["Content-Length"]) == (b"", str(len(whole.content)))
+                problem(client.get(path, headers={"Range": "bytes=99999999-"}), "range-not-satisfiable")
+                problem(httpx.get(f"{standby.url}{path}"), "unauthorized")
+            assert standby.server.shared is not None
+            with monkeypatch.context() as of_standby:
+                of_standby.setattr(standby.server.shared, "_blobs", fails)
+                assert standby.client().get(path).content == whole.content
+
+
+def fails() -> Any:
+    raise OuterstepError("this process cannot reach the bucket")
+
+
+@pytest.mark.covers("security:blobs-are-named-to-standbys-alone")
+def test_a_client_is_told_no_name_of_a_blob(tmp_path: Path, url: str) -> None:
+    path = "/v1/runs/r/checkpoints/0/fragments/0"
+    with two(tmp_path, url) as (leader, standby):
+        crew(leader, "r", ["a"], rounds=1)
+        for running in (leader, standby):
+            found = running.client().get(path, headers={OFFER_HEADER: "1", KEY_HEADER: "0" * 64})
+            assert len(found.content) > 1000
+            assert downloads.BLOB_HEADER not in found.headers
+
+
+def test_a_standby_has_the_dashboard(tmp_path: Path, url: str) -> None:
+    """Also while nobody leads."""
+    with two(tmp_path, url) as (leader, standby), standby.client() as client:
+        with leader.client() as other:
+            page = other.get("/")
+            assert client.get("/").content == page.content
+        assert standby.server.shared is not None
+        leader.server.should_exit = True
+        standby.server.shared.terms.election.withdraw()
+        wait_until(lambda: client.get("/readyz").status_code == 503)
+        file = re.search(r'"(dashboard/[^"]+\.js)"', page.text)
+        assert file is not None
+        for name, of in (("/", page.headers), (f"/{file[1]}", {"Content-Type": "text/javascript; charset=utf-8"})):
+            found = client.get(name).raise_for_status()
+            assert found.headers["Content-Type"] == of["Content-Type"]
+            assert found.headers["X-Content-Type-Options"] == "nosniff"
+            assert client.head(name).headers["Content-Length"] == found.headers["Content-Length"]
+        problem(client.get("/dashboard/none.js"), "not-ready")
+        problem(client.get("/", headers={"Accept": "application/json"}), "not-ready")
 
 
 @pytest.mark.covers("security:forged-forwarding")

@@ -219,7 +219,7 @@ def crash_at_commits(node: "CoordinatorNode | Cluster", plain: Callable[[Databas
         group = node.scheduler.current.group
         machine = node.machine_of(group)
         if node.database is not None:
-            node.database.request()
+            node.database.request(writing=True)
         group.indivisible += 1
         try:
             with plain(self) as session:

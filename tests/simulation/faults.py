@@ -160,7 +160,11 @@ class Faults:
         return True
 
     def _freeze_coordinator(self) -> bool:
-        self._sim.node.any_machine().group.frozen_until = self._sim.scheduler.now + self._rng.choice([2.0, 15.0])
+        machine, seconds = self._sim.node.any_machine(), self._rng.choice([2.0, 15.0])
+        if self._database is not None and self._rng.random() < 0.7:
+            machine.freeze_s = seconds  # as it begins to write
+        else:
+            machine.group.frozen_until = self._sim.scheduler.now + seconds
         return True
 
     def _operate(self, act: Callable[[], object]) -> bool:

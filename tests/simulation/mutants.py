@@ -354,7 +354,7 @@ def _two_lead_with_one_token() -> list[Replacement]:
 def _reads_the_token_before_the_transaction() -> list[Replacement]:
     real = DatabaseNode.request
 
-    def request(self: DatabaseNode) -> None:
+    def request(self: DatabaseNode, *, writing: bool = False) -> None:
         coordinator = self.machine_of(self.scheduler.current.group)
         terms = coordinator.terms if isinstance(coordinator, SharedCoordinator) else None
         if terms is not None and terms.election.fence is not None and not self.scheduler.current.group.indivisible:
@@ -362,7 +362,7 @@ def _reads_the_token_before_the_transaction() -> list[Replacement]:
                 newest = connection.execute(select(LeaderRow.token)).scalar_one()
             if newest != terms.election.fence.token:
                 terms.election.fence.end()
-        real(self)
+        real(self, writing=writing)
 
     def check(self: Fence, session: Session) -> None:
         if self.lost.is_set():
@@ -430,13 +430,13 @@ MUTANTS = [
     Mutant("writes a contribution's row before its blob", ("I2",), 0, _writes_the_row_before_the_blob),
     Mutant("signs uploads of any bytes", ("I2",), 98, _signs_uploads_of_any_bytes),
     Mutant("commits what a worker has uploaded without a checksum", ("I2",), 8, _commits_without_a_checksum),
-    Mutant("writes whoever leads", ("I",), 0, _writes_whoever_leads),
-    Mutant("lets two lead with one token", ("I",), 0, _two_lead_with_one_token),
-    Mutant("reads the token before its transaction", ("I",), 0, _reads_the_token_before_the_transaction),
-    Mutant("reports a delta before it is stored", ("I1",), 0, _reports_a_delta_before_it_is_stored),
-    Mutant("compares leases by the local clock", ("I5",), 0, _leases_by_the_local_clock),
-    Mutant("takes tasks without a lease", ("I5",), 0, _tasks_without_a_lease),
-    Mutant("leads on after the reply of a commit was lost", ("I",), 0, _leads_on_after_a_lost_reply),
+    Mutant("writes whoever leads", ("I2", "I6", "I7"), 17, _writes_whoever_leads),
+    Mutant("lets two lead with one token", ("I", REFUSED), 1, _two_lead_with_one_token),
+    Mutant("reads the token before its transaction", ("I2", "I4", "I6"), 17, _reads_the_token_before_the_transaction),
+    Mutant("reports a delta before it is stored", ("I1",), 132, _reports_a_delta_before_it_is_stored),
+    Mutant("compares leases by the local clock", ("I5",), 1, _leases_by_the_local_clock),
+    Mutant("takes tasks without a lease", ("I5",), 3, _tasks_without_a_lease),
+    Mutant("leads on after the reply of a commit was lost", ("I",), 14, _leads_on_after_a_lost_reply),
     Mutant(
         "deletes before the checkpoint is complete",
         ("I2", "I4", "unexpected"),

@@ -55,15 +55,17 @@ class DatabaseNode:
         """Its own, which is right."""
         return EPOCH + self.scheduler.now
 
-    def request(self) -> None:
-        """A request of the running task reaches the server, if it gets there."""
+    def request(self, *, writing: bool = False) -> None:
+        """A request of the running task reaches the server, if it gets there. `writing`: a transaction that does."""
         self.scheduler.check_alive()
         group = self.scheduler.current.group
         if group.indivisible:
             return  # it is part of a transaction that has begun
         slow = self.scheduler.now < self.slow_until
-        self.scheduler.sleep(self.rng.uniform(0, 2.0 if slow else 0.01))
         machine = self.machine_of(group)
+        if writing and machine is not None and machine.freeze_s:
+            group.frozen_until, machine.freeze_s = self.scheduler.now + machine.freeze_s, 0.0
+        self.scheduler.sleep(self.rng.uniform(0, 2.0 if slow else 0.01))
         if machine is not None and machine.is_cut(NAME):
             self.scheduler.sleep(self.rng.choice([0.0, SILENT_S]))
             raise OperationalError("", None, self._fault("statement lost"))

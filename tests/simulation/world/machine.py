@@ -16,6 +16,7 @@ class Machine:
 
     full_until, slow_until  until when its disk is
     cut_until               until when it reaches neither the database nor the store; by their names
+    freeze_s                for how long it freezes at the beginning of its next transaction that writes
     crash_next              crash at the next point; True: the machine loses power
     crashes                 at which kinds of points it crashed, and how often
     """
@@ -29,6 +30,7 @@ class Machine:
         self.group.dead = True
         self.full_until = self.slow_until = 0.0
         self.cut_until: dict[str, float] = {}
+        self.freeze_s = 0.0
         self.crash_next: bool | None = None
         self.crashes: dict[str, int] = {}
         self.crash_chance = 0.0
@@ -74,7 +76,7 @@ class Machine:
     def calm(self) -> None:
         """No more faults."""
         self.crash_chance, self.crash_next = 0.0, None
-        self.full_until = self.slow_until = 0.0
+        self.full_until = self.slow_until = self.freeze_s = 0.0
         self.cut_until.clear()
 
     def is_cut(self, other: str) -> bool:
