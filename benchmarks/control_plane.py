@@ -1,6 +1,6 @@
 """A thousand workers on one coordinator with one core: the latency of heartbeats, and missed leases.
 
-    python -m benchmarks.control_plane [--quick] [--json] [--workers 1000] [--round-s 30] [--viewers 200]
+    python -m benchmarks.control_plane [--quick] [--json] [--workers 1000] [--round-s 30] [--viewers 200] [--postgresql]
 
 The coordinator is an ordinary process, pinned to one core. The workers are coroutines of this process on the other
 cores, with two connections each, like `outerstep worker`. One connection renews the lease every 5 s. The other one goes
@@ -13,6 +13,8 @@ of the first. Reported are, in milliseconds,
   contribute     from request to response; the contribution is durable by then
   woken          of long polls that end with news: the delay after the first worker that got the same news
   asked          of long polls with news at once: from request to response
+
+With `--postgresql` the coordinator has its database in PostgreSQL and its blobs in SeaweedFS, both on the other cores.
 
 Targets: p99 of heartbeats ≤ 100 ms (they are spread evenly over time), no missed lease, peak RSS ≤ 300 MB. `own lag` is
 how late this process woke up from short sleeps, which it adds to all other figures.
@@ -29,7 +31,10 @@ import os
 import platform
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +44,8 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.clients import Connection, Viewer
-from harness.coordinator import Running, coordinator_process
+from harness.cluster import cluster
+from harness.coordinator import InProcess, Running, coordinator_process
 from harness.member import Member
 from protocol.digest import content_digest, digest
 from protocol.fragments import TensorSpec
@@ -284,14 +290,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1000)
     parser.add_argument("--round-s", type=float, help="inner steps of the slowest worker; default 30")
     parser.add_argument("--viewers", type=int, default=0, help="viewers of the dashboard")
+    parser.add_argument("--postgresql", action="store_true", help="instead of SQLite and a directory")
     arguments = parser.parse_args()
+    measured = partial(_measured, in_postgresql if arguments.postgresql else coordinator_process)
     round_s = arguments.round_s or (6.0 if arguments.quick else 30.0)
 
-    plain = _measured(arguments.workers, round_s)
+    plain = measured(arguments.workers, round_s)
     _print(plain)
     figures = dict(plain)
     for name, pages in (("streams", False), ("pages", True)) if arguments.viewers else ():
-        figures[name] = viewed = _measured(arguments.workers, round_s, arguments.viewers, pages)
+        figures[name] = viewed = measured(arguments.workers, round_s, arguments.viewers, pages)
         _print(viewed)
         p99, before = (each["kinds"]["heartbeat"]["p99_ms"] for each in (viewed, plain))
         viewed["heartbeat_p99_ratio"] = round(p99 / before, 2)
@@ -301,11 +309,23 @@ def main() -> None:
         print(json.dumps({"benchmark": "control_plane", **machine, **figures}))
 
 
-def _measured(workers: int, round_s: float, viewers: int = 0, pages: bool = False) -> dict[str, Any]:
+@contextmanager
+def in_postgresql() -> Iterator[InProcess]:
+    with cluster(1, lines=False) as made:
+        yield made.only()
+
+
+def _measured(
+    coordinator: Callable[[], AbstractContextManager[InProcess]],
+    workers: int,
+    round_s: float,
+    viewers: int = 0,
+    pages: bool = False,
+) -> dict[str, Any]:
     first, *others = sorted(os.sched_getaffinity(0))
-    with coordinator_process() as running:
+    pin(os.getpid(), set(others) or {first})  # and all that it starts, but for the coordinator
+    with coordinator() as running:
         pin(running.pid, {first})
-        pin(os.getpid(), set(others) or {first})
         report = asyncio.run(measure(running, workers, round_s, viewers, pages))
         report["peak_rss_mb"] = round(running.memory("VmHWM") / 1e6, 1)
         report["cpu_s"] = round(running.cpu_seconds(), 1)

@@ -1,17 +1,23 @@
 """The leader of two coordinators is taken away again and again: how long until the clients go on, and whether anything
 acknowledged is lost.
 
-    python -m benchmarks.takeover [--faults 50] [--workers 8] [--kinds kill,pause,stop,database] [--json]
+    python -m benchmarks.takeover [--faults 50] [--workers 8] [--crowd 0] [--json]
+                                  [--kinds kill,pause,stop,database,aggregator]
 
-PostgreSQL, SeaweedFS, two coordinators and a load balancer run on this machine, and workers of a small model play
-rounds without a pause. A fault is one of
+PostgreSQL, SeaweedFS, two coordinators, two aggregators and a load balancer run on this machine, and workers of a small
+model play rounds without a pause. A fault is one of
 
-  kill       SIGKILL of the leader; it is started again once the other one leads
-  pause      SIGSTOP of the leader, and SIGCONT once the other one leads
-  stop       SIGTERM of the leader, as in an upgrade
-  database   PostgreSQL crashes, and is started again at once
+  kill        SIGKILL of the leader; it is started again once the other one leads
+  pause       SIGSTOP of the leader, and SIGCONT once the other one leads
+  stop        SIGTERM of the leader, as in an upgrade
+  database    PostgreSQL crashes, and is started again at once
+  aggregator  SIGKILL of one aggregator; it is started again once a round has been published
 
-`away` is the time from the fault to the first request that the coordinators answer again (GET of the run).
+`away` is the time from the fault to the first request that the coordinators answer again (GET of the run); for
+`aggregator`, to the publication of the round after the one that was open.
+
+`--crowd` adds so many members of another run, which send a heartbeat every 5 s each, without the load balancer: they
+try the coordinators in turn. A member waits from its first failed attempt to its next success.
 
 The ledger is independent of the coordinators: it has every contribution that a worker got an acknowledgement for. When
 the delta of a fragment is published, all of them must be among its contributors, and each worker must end with the
@@ -19,6 +25,7 @@ model that the coordinators report. One that is missing ends the benchmark with 
 """
 
 import argparse
+import asyncio
 import itertools
 import json
 import math
@@ -35,16 +42,20 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
+from harness.clients import Connection
 from harness.cluster import Cluster, cluster
 from harness.coordinator import Running
 from harness.member import Member, spec_toml
 from protocol.digest import StateHash, model_digest
+from protocol.fragments import TensorSpec
+from protocol.messages import JoinRequest, Metrics, Scope
 from protocol.wire import DeltaHeader, Payload
 
-RUN = "takeover"
+RUN, CROWD = "takeover", "crowd"
 # No round closes without a worker, so all of them have the same number of rounds.
 PATIENT = "lease_s = 600\ngrace_min_s = 600\ngrace_max_s = 600"
 BETWEEN_S = 2.0  # from the end of one fault to the next
+HEARTBEAT_S, REPLY_S, RETRY_S = 5.0, 5.0, 0.5  # of a member of the crowd
 Answer = TypeVar("Answer")
 
 
@@ -130,8 +141,77 @@ class Worker(threading.Thread):
         return model_digest(fragments).hex()
 
 
+class Crowd(threading.Thread):
+    """Members that only send heartbeats. `waits`: of each member that could not, how many seconds."""
+
+    def __init__(self, made: Cluster, members: int) -> None:
+        super().__init__(name="crowd", daemon=True)
+        made.running.create_run(spec_toml(CROWD, rounds=2, min_workers=members, members="lease_s = 60"))
+        self.members, self.waits, self.refused = members, list[float](), list[str]()
+        self._ports, self._token = [node.port for node in made.nodes], made.running.token(Scope.WORKER)
+        self._joined, self._closing = threading.Event(), threading.Event()
+
+    def run(self) -> None:
+        asyncio.run(self._live())
+
+    def await_all(self) -> None:
+        while not self._joined.wait(1.0):
+            if not self.is_alive():
+                raise RuntimeError("the crowd could not join")
+
+    def close(self) -> None:
+        self._closing.set()
+        self.join()
+
+    async def _live(self) -> None:
+        joining = asyncio.Semaphore(16)
+        tokens = await asyncio.gather(*(self._join(number, joining) for number in range(self.members)))
+        self._joined.set()
+        await asyncio.gather(*(self._beat(number, token) for number, token in enumerate(tokens)))
+
+    async def _join(self, number: int, joining: asyncio.Semaphore) -> str:
+        body = JoinRequest(tensors=[TensorSpec(name="w", shape=[256])]).model_dump_json().encode()
+        async with joining:
+            connection = Connection(self._ports[0], self._token)
+            status, answer, _ = await connection.ask("PUT", f"/v1/runs/{CROWD}/workers/c{number:04}", body)
+            connection.close()
+        if status != 200:
+            raise RuntimeError(answer.decode())
+        return str(json.loads(answer)["member_token"])
+
+    async def _beat(self, number: int, token: str) -> None:
+        body = Metrics(phase="train").model_dump_json().encode()
+        turn, connection = number, None
+        await asyncio.sleep(HEARTBEAT_S * number / self.members)
+        while not self._closing.is_set():
+            due, failed_at = time.monotonic() + HEARTBEAT_S, 0.0
+            while not self._closing.is_set():
+                connection = connection or Connection(self._ports[turn % len(self._ports)], token)
+                try:
+                    request = connection.ask("PUT", f"/v1/runs/{CROWD}/workers/c{number:04}/lease", body)
+                    status, answer, _ = await asyncio.wait_for(request, REPLY_S)
+                except (OSError, EOFError, TimeoutError) as error:
+                    status, answer = 0, str(error).encode()
+                if status < 300 and status > 0:
+                    break
+                if status in (401, 403, 404, 409):
+                    self.refused.append(f"c{number:04}: {answer.decode()}")
+                    return
+                connection.close()
+                connection, turn, failed_at = None, turn + 1, failed_at or time.monotonic()
+                await asyncio.sleep(RETRY_S * (1 + number % 7 / 7))
+            if failed_at:
+                self.waits.append(time.monotonic() - failed_at)
+            await asyncio.sleep(due - time.monotonic())
+
+
 def inflict(made: Cluster, kind: str) -> Callable[[], None]:
     """Inflict a fault. Return what ends it once the coordinators answer again."""
+    if kind == "aggregator":
+        victim = made.aggregators[0]
+        made.aggregators.append(made.aggregators.pop(0))  # they take turns
+        victim.kill()
+        return victim.start
     if kind == "database":
         made.database.kill()
         made.database.start()
@@ -158,23 +238,38 @@ def await_answer(running: Running, patience_s: float = 120.0) -> None:
     raise TimeoutError(f"no answer for {patience_s:.0f} s")
 
 
-def measure(faults: int, workers: int, kinds: list[str]) -> dict[str, Any]:
-    """Inflict `faults` faults, of each of `kinds` in turn, while `workers` train. Return how many seconds each took,
-    and the totals of the ledger."""
+def await_round(threads: list[Worker], round_: int, patience_s: float = 120.0) -> None:
+    """Wait until every worker has the deltas of the round before `round_`."""
+    give_up_at = time.monotonic() + patience_s
+    while min(thread.round for thread in threads) < round_:
+        if time.monotonic() > give_up_at or any(thread.error for thread in threads):
+            raise TimeoutError(f"round {round_} does not begin: {[thread.error for thread in threads]}")
+        time.sleep(0.01)
+
+
+def measure(faults: int, workers: int, kinds: list[str], members: int = 0) -> dict[str, Any]:
+    """Inflict `faults` faults, of each of `kinds` in turn, while `workers` train and `members` send heartbeats. Return
+    how many seconds each took, and the totals of the ledger."""
     ledger = Ledger()
     away: defaultdict[str, list[float]] = defaultdict(list)
     with cluster(2) as made:
+        for _ in range(2):
+            made.add_aggregator()
         running = made.running
+        crowd = Crowd(made, members)
+        if members:
+            crowd.start()
+            crowd.await_all()
         running.create_run(spec_toml(RUN, rounds=100_000, min_workers=workers, members=PATIENT))
-        members = [Member(running.client(), RUN, f"w{index}") for index in range(workers)]
-        for member in members:
+        training = [Member(running.client(), RUN, f"w{index}") for index in range(workers)]
+        for member in training:
             member.join(running.admin_token)
-        assert members[0].assignment(None).action == "seed"
-        members[0].seed()
-        for member in members[1:]:
+        assert training[0].assignment(None).action == "seed"
+        training[0].seed()
+        for member in training[1:]:
             for theta in member.theta:
                 theta[:] = 0.5
-        threads = [Worker(member, ledger) for member in members]
+        threads = [Worker(member, ledger) for member in training]
         for thread in threads:
             thread.start()
         for kind in itertools.islice(itertools.cycle(kinds), faults):
@@ -184,10 +279,13 @@ def measure(faults: int, workers: int, kinds: list[str]) -> dict[str, Any]:
                 node.await_ready()
             began = time.monotonic()
             end = inflict(made, kind)
-            await_answer(running)
+            if kind == "aggregator":
+                await_round(threads, max(thread.round for thread in threads) + 2)
+            else:
+                await_answer(running)
             away[kind].append(time.monotonic() - began)
             end()
-            if any(thread.error for thread in threads) or ledger.lost:
+            if any(thread.error for thread in threads) or ledger.lost or crowd.refused:
                 break
         last = max(thread.round for thread in threads) + 1
         for thread in threads:
@@ -196,13 +294,17 @@ def measure(faults: int, workers: int, kinds: list[str]) -> dict[str, Any]:
             thread.join()
         digests = {thread.state_digest() for thread in threads}
         errors = [str(thread.error) for thread in threads if thread.error]
+        if members:
+            crowd.close()
     return {
+        "crowd": members,
+        "crowd_waits_s": crowd.waits,
         "away_s": dict(away),
         "rounds": last + 1,
         "acknowledged": sum(map(len, ledger.acknowledged.values())),
         "retries": ledger.retries,
         "lost": ledger.lost,
-        "errors": errors,
+        "errors": [*errors, *crowd.refused],
         "models": len(digests),
     }
 
@@ -211,10 +313,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--kinds", default="kill,pause,stop,database")
+    parser.add_argument("--crowd", type=int, default=0, help="members of another run")
+    parser.add_argument("--kinds", default="kill,pause,stop,database,aggregator")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    found = measure(arguments.faults, arguments.workers, arguments.kinds.split(","))
+    found = measure(arguments.faults, arguments.workers, arguments.kinds.split(","), arguments.crowd)
     if arguments.json:
         print(json.dumps(found))
     else:
@@ -224,6 +327,11 @@ def main() -> None:
             figures = (statistics.median(seconds), p99, max(seconds))
             table.add_row(kind, str(len(seconds)), *(f"{each:.1f}" for each in figures))
         Console().print(table)
+        if waits := found["crowd_waits_s"]:
+            print(
+                f"{found['crowd']} members: {len(waits)} waits, median {statistics.median(waits):.1f} s, longest "
+                f"{max(waits):.1f} s"
+            )
         print(
             f"{found['rounds']} rounds, {found['acknowledged']} acknowledged contributions, {found['retries']} retries"
         )

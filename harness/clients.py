@@ -27,6 +27,10 @@ class Connection:
         self._port, self._token = port, token
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
+    def close(self) -> None:
+        if self._streams is not None:
+            self._streams[1].close()
+
     async def ask(self, method: str, path: str, body: bytes = b"", *headers: str) -> tuple[int, bytes, float]:
         """Send a request; return its status, its body and its duration in seconds."""
         asked = time.perf_counter()

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 from sqlalchemy import make_url
 
-from harness.coordinator import Running
+from harness.coordinator import InProcess, Running
 from harness.postgres import PostgreSQL, postgresql
 from harness.seaweedfs import SeaweedFS, seaweedfs
 from harness.tunnel import Tunnel, accept_each, tunnel
@@ -193,11 +193,12 @@ class Cluster:
         self.aggregators: list[Process] = []
         self._lines = ExitStack()
 
-    def add(self, *settings: str) -> Node:
-        """Start another coordinator, with `settings` as options. It is not waited for."""
+    def add(self, *settings: str, lines: bool = True) -> Node:
+        """Start another coordinator, with `settings` as options. It is not waited for. `lines`: its connections go
+        through tunnels."""
         name = f"coordinator-{len(self.nodes)}"
         command = [sys.executable, "-c", _MAIN, str(self.folder / f"{name}.ahead"), "coordinator", *settings]
-        node = Node(name, self.folder, *self._with_lines(command, "OUTERSTEP_COORDINATOR_DATABASE"))
+        node = Node(name, self.folder, *self._reaching(command, "OUTERSTEP_COORDINATOR_DATABASE", lines))
         self.nodes.append(node)
         node.start()
         self.balancer.backends.append(node.port)
@@ -206,22 +207,30 @@ class Cluster:
     def add_aggregator(self, *, lines: bool = True) -> Process:
         """Start another aggregator. It is not waited for. `lines`: its connections go through tunnels."""
         command = [sys.executable, "-m", "outerstep", "aggregator"]
-        name, variable = f"aggregator-{len(self.aggregators)}", "OUTERSTEP_AGGREGATOR_DATABASE"
-        command, environment, *tunnels = self._with_lines(command, variable)
-        if not lines:
-            command, environment = [*command[:-1], self.blobs], {**environment, variable: self.database_url}
-        aggregator = Process(name, self.folder, command, environment, *tunnels)
+        name = f"aggregator-{len(self.aggregators)}"
+        aggregator = Process(name, self.folder, *self._reaching(command, "OUTERSTEP_AGGREGATOR_DATABASE", lines))
         self.aggregators.append(aggregator)
         aggregator.start()
         return aggregator
 
-    def _with_lines(self, command: list[str], variable: str) -> tuple[list[str], dict[str, str], Tunnel, Tunnel]:
-        """Return the command and environment of a process that has its own lines to the database and the bucket."""
+    def _reaching(
+        self, command: list[str], variable: str, lines: bool
+    ) -> tuple[list[str], dict[str, str], Tunnel, Tunnel]:
+        """Return the command and environment of a process, and its own lines to the database and the bucket, which it
+        uses if `lines`."""
         to_database, to_bucket = (self._lines.enter_context(tunnel(each.port)) for each in (self.database, self.bucket))
-        database = make_url(self.database_url).set(port=to_database.port).render_as_string(hide_password=False)
-        blobs = self.blobs.replace(f":{self.bucket.port}/", f":{to_bucket.port}/")
+        database, blobs = self.database_url, self.blobs
+        if lines:
+            database = make_url(database).set(port=to_database.port).render_as_string(hide_password=False)
+            blobs = blobs.replace(f":{self.bucket.port}/", f":{to_bucket.port}/")
         environment = {variable: database, **self.bucket.environment}
         return [*command, "--blobs", blobs], environment, to_database, to_bucket
+
+    def only(self) -> InProcess:
+        """The only coordinator, without the load balancer."""
+        (node,) = self.nodes
+        assert node.process is not None
+        return InProcess(node.url, self.running.admin_token, node.data_dir, node.process.pid)
 
     def leader(self) -> Node:
         """Wait until a coordinator leads, and return it."""
@@ -259,13 +268,13 @@ class Cluster:
 
 
 @contextmanager
-def cluster(coordinators: int = 2) -> Iterator[Cluster]:
-    """A cluster with this many coordinators. The first one leads."""
+def cluster(coordinators: int = 2, *, lines: bool = True) -> Iterator[Cluster]:
+    """A cluster with this many coordinators. The first one leads. `lines`: their connections go through tunnels."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="outerstep-cluster-")))
         database, bucket = stack.enter_context(postgresql()), stack.enter_context(seaweedfs())
         made = Cluster(folder, database, bucket)
         stack.callback(made.close)
         for _ in range(coordinators):
-            made.add().await_ready()
+            made.add(lines=lines).await_ready()
         yield made
