@@ -329,8 +329,8 @@ def main() -> None:
         Console().print(table)
         if waits := found["crowd_waits_s"]:
             print(
-                f"{found['crowd']} members: {len(waits)} waits, median {statistics.median(waits):.1f} s, longest "
-                f"{max(waits):.1f} s"
+                f"{found['crowd']} members: {len(waits)} waits, median {statistics.median(waits):.1f} s, p99 "
+                f"{statistics.quantiles(waits, n=100, method='inclusive')[98]:.1f} s, longest {max(waits):.1f} s"
             )
         print(
             f"{found['rounds']} rounds, {found['acknowledged']} acknowledged contributions, {found['retries']} retries"
