@@ -256,8 +256,8 @@ def measure(faults: int, workers: int, kinds: list[str], members: int = 0) -> di
         for _ in range(2):
             made.add_aggregator()
         running = made.running
-        crowd = Crowd(made, members)
-        if members:
+        crowd = Crowd(made, members) if members else None
+        if crowd is not None:
             crowd.start()
             crowd.await_all()
         running.create_run(spec_toml(RUN, rounds=100_000, min_workers=workers, members=PATIENT))
@@ -285,7 +285,7 @@ def measure(faults: int, workers: int, kinds: list[str], members: int = 0) -> di
                 await_answer(running)
             away[kind].append(time.monotonic() - began)
             end()
-            if any(thread.error for thread in threads) or ledger.lost or crowd.refused:
+            if any(thread.error for thread in threads) or ledger.lost or (crowd and crowd.refused):
                 break
         last = max(thread.round for thread in threads) + 1
         for thread in threads:
@@ -294,17 +294,17 @@ def measure(faults: int, workers: int, kinds: list[str], members: int = 0) -> di
             thread.join()
         digests = {thread.state_digest() for thread in threads}
         errors = [str(thread.error) for thread in threads if thread.error]
-        if members:
+        if crowd is not None:
             crowd.close()
     return {
         "crowd": members,
-        "crowd_waits_s": crowd.waits,
+        "crowd_waits_s": crowd.waits if crowd else [],
         "away_s": dict(away),
         "rounds": last + 1,
         "acknowledged": sum(map(len, ledger.acknowledged.values())),
         "retries": ledger.retries,
         "lost": ledger.lost,
-        "errors": [*errors, *crowd.refused],
+        "errors": [*errors, *(crowd.refused if crowd else [])],
         "models": len(digests),
     }
 
