@@ -4,6 +4,7 @@ A mutant is a list of replacements: (where it lies, its name there, what is ther
 to find it, so that the proof is quick; the test looks through the first 500 where it no longer does.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,7 +19,8 @@ from sqlalchemy import Connection, select, update
 from sqlalchemy.orm import Session
 
 from coordinator import lease
-from coordinator.aggregation import aggregator, fragment, queue
+from coordinator.aggregation import aggregator, queue
+from coordinator.aggregation import fragment as aggregating
 from coordinator.aggregation.fragment import Delta
 from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob
 from coordinator.lease import Fence, Leader
@@ -81,6 +83,8 @@ def planted(mutant: Mutant) -> Iterator[None]:
     """The bug is in the code while the block runs."""
     with ExitStack() as patches:
         for owner, name, value in mutant.replacements():
+            if not hasattr(owner, name):  # a builtin function, which the module must call for this to be a bug
+                assert f"{name}(" in inspect.getsource(owner), f"{owner.__name__} does not use {name}"
             patches.enter_context(patch.object(owner, name, value))
         yield
 
@@ -118,7 +122,7 @@ def _publish_before_it_is_durable() -> list[Replacement]:
 
 
 def _another_order() -> list[Replacement]:
-    return [(fragment, "sorted", partial(sorted, reverse=True))]
+    return [(aggregating, "sorted", partial(sorted, reverse=True))]
 
 
 def _other_contributors_after_a_restart() -> list[Replacement]:
@@ -421,7 +425,7 @@ MUTANTS = [
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
     Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 13, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),
-    Mutant("never tries again after a fault", ("I5",), 29, _never_tries_again),
+    Mutant("never tries again after a fault", ("I5",), 24, _never_tries_again),
     Mutant("counts a round that all handed in early as a whole one", ("I8",), 52, _counts_short_rounds_as_whole),
     Mutant("never ends a lease", ("I5",), 8, _leases_never_end),
     Mutant("takes any weight that a contribution names", ("I9",), 6, _takes_any_weight),
