@@ -46,7 +46,6 @@ from coordinator.sync import (
     publishing,
     retention,
 )
-from coordinator.trust import verdicts
 from coordinator.units import pools
 from coordinator.workers import assigning, leases
 from outerstep.common import files
@@ -287,7 +286,7 @@ def _believes_every_contribution() -> list[Replacement]:
     def judge(evidence: Mapping[str, Any], *_: Any, **__: Any) -> judging.Judgement:
         return judging.Judgement(None, {worker: judging.Verdict(1.0) for worker in evidence})
 
-    return [(verdicts, "judge", judge)]
+    return [(aggregating, "judge", judge)]
 
 
 def _writes_the_row_before_the_blob() -> list[Replacement]:
