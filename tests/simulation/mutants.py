@@ -422,7 +422,7 @@ MUTANTS = [
     Mutant("lets a worker carry units that were dealt again", ("I6", REFUSED), 38, _carries_whatever_it_says),
     Mutant("deals private units to other workers", ("I6",), 1, _one_pool_for_all),
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
-    Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 13, _trusts_its_state_file),
+    Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 51, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),
     Mutant("never tries again after a fault", ("I5",), 24, _never_tries_again),
     Mutant("counts a round that all handed in early as a whole one", ("I8",), 52, _counts_short_rounds_as_whole),
@@ -443,7 +443,7 @@ MUTANTS = [
     Mutant(
         "deletes before the checkpoint is complete",
         ("I2", "I4", "unexpected"),
-        1,
+        22,
         _deletes_before_the_checkpoint_is_complete,
     ),
 ]
