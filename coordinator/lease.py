@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Double, delete, insert, select, text, update
+from sqlalchemy import Connection, Double, delete, insert, or_, select, text, update
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import GenericFunction
@@ -21,7 +21,8 @@ FORGOTTEN_S = 600.0  # a coordinator that was not seen for this long is removed 
 _ID = 1  # of the only row
 _END_SESSIONS = text(
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-    "WHERE application_name = :name AND datname = current_database() AND usename = current_user"
+    "WHERE application_name = :name AND datname = current_database() AND usename = current_user "
+    "AND pid <> pg_backend_pid()"
 )
 
 
@@ -74,22 +75,20 @@ def read(connection: Connection) -> Leader:
 
 
 def take(connection: Connection, holder: str, address: str) -> int | None:
-    """Take the lease if it has expired or was released. Return the new fencing token; None if another one leads.
+    """Take the lease if it has expired or was released, or if it is from an earlier term of `holder`, which must be
+    over. Return the new fencing token; None if another one leads.
 
     A coordinator that was paused in a transaction may hold the lock of the row for as long as it is paused: the
-    server's limit for idle transactions does not apply in the middle of a batch of statements. So the sessions of an
-    expired lease's holder are ended first.
+    server's limit for idle transactions does not apply in the middle of a batch of statements. And the server may not
+    know yet that a connection is lost. So the sessions of the former holder are ended first.
     """
-    expired = connection.execute(
-        select(LeaderRow.holder).where(
-            LeaderRow.id == _ID, LeaderRow.holder.is_not(None), LeaderRow.expires_at <= database_clock()
-        )
-    ).scalar_one_or_none()
-    if expired is not None and connection.dialect.name == "postgresql":
-        connection.execute(_END_SESSIONS, {"name": postgresql.application_of(expired)})
+    is_over = or_(LeaderRow.holder == holder, LeaderRow.expires_at <= database_clock())
+    former = connection.execute(select(LeaderRow.holder).where(LeaderRow.id == _ID, is_over)).scalar_one_or_none()
+    if former is not None and connection.dialect.name == "postgresql":
+        connection.execute(_END_SESSIONS, {"name": postgresql.application_of(former)})
     token: int | None = connection.execute(
         update(LeaderRow)
-        .where(LeaderRow.id == _ID, LeaderRow.holder.is_(None) | (LeaderRow.expires_at <= database_clock()))
+        .where(LeaderRow.id == _ID, or_(LeaderRow.holder.is_(None), is_over))
         .values(
             token=LeaderRow.token + 1,
             holder=holder,

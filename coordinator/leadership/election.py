@@ -124,7 +124,7 @@ class Election:
         try:
             with self.engine.connect() as connection:
                 lease.release(connection, fence.token)
-        except SQLAlchemyError as error:  # then the lease expires
+        except SQLAlchemyError as error:  # then it expires, unless this coordinator takes it again before
             logger.info("the lease could not be given up: %s", postgresql.first_line(error))
         self.fence = None
         self._wake.set()
@@ -200,7 +200,9 @@ class Election:
 
     def _take(self, connection: Connection) -> None:
         assert self.leader is not None
-        if not self.leader.is_vacant or self._clock() < self._rest_until:
+        # Its own lease is left from a term that has ended while the database could not be reached.
+        is_free = self.leader.is_vacant or self.leader.holder == self.id
+        if not is_free or self._clock() < self._rest_until:
             return
         if self._probe.fault and any(self._is_better(peer) for peer in self.peers.all):
             return

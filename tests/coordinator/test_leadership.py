@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from sqlalchemy import URL, Connection, Engine, make_url, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, OperationalError
 
 from coordinator import lease
 from coordinator.http import downloads
@@ -206,6 +206,37 @@ def election(url: URL | str, clock: SettableClock, probe: StoreProbe | None = No
     made = Election(make_url(url), "http://here", probe or StoreProbe(lambda: None, clock), clock)
     made.step()
     return made
+
+
+def test_a_lease_that_could_not_be_given_up_is_taken_again_at_once(
+    url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a crash of the database in the middle of a commit: the coordinator need not wait for its own lease."""
+
+    def fails(*_: object) -> None:
+        raise OperationalError("", None, ConnectionError("the server has crashed"))
+
+    clock = SettableClock()
+    first, other = election(url, clock), election(url, clock)
+    assert first.fence is not None
+    with monkeypatch.context() as away:
+        away.setattr(lease, "release", fails)
+        first.finish(first.fence)
+    with engine.connect() as connection:
+        assert not lease.read(connection).is_vacant
+    other.step()
+    assert other.fence is None, "to others the lease is valid"
+    first.step()
+    assert first.fence is not None
+    assert (first.fence.token, first.leads()) == (2, True)
+    with monkeypatch.context() as away, engine.connect() as connection:
+        away.setattr(lease, "release", fails)
+        first.finish(first.fence)
+        connection.execute(text("UPDATE leader SET expires_at = 0"))
+    first.step()
+    assert first.leads(), "nor did it end its own session"
+    for each in (first, other):
+        each.engine.dispose()
 
 
 class Store:
