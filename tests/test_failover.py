@@ -191,7 +191,8 @@ def test_another_aggregator_goes_on(
     aggregators = [coordinators.add_aggregator() for _ in range(2)]
 
     def take_one_away(made: Cluster, worker: ForkedWorker) -> None:
-        with made.running.client() as client:
+        leader = Running(made.leader().url, made.running.admin_token, made.folder)  # a standby's metrics are its own
+        with leader.client() as client:
             done = client.get("/metrics").raise_for_status().text.partition('tasks_total{outcome="done"} ')[2]
         assert float(done.split()[0]) > 0, "they have done what there was to do"
         assert worker.process is not None
