@@ -10,7 +10,6 @@ from coordinator.aggregation.aggregator import Aggregator
 from coordinator.aggregation.states import States
 from tests.simulation.coordinator_node import SECRET
 from tests.simulation.world.machine import Machine
-from tests.simulation.world.primitives import Event
 from tests.simulation.world.scheduler import Scheduler
 from tests.simulation.world.store import StoreBlobs, StoreNode
 
@@ -31,17 +30,8 @@ class AggregatorNode(Machine):
     ) -> None:
         super().__init__(scheduler, rng, root, name)
         self._store, self._connect = store, connect
-        self._stopping = Event(scheduler)
 
-    def start(self) -> None:
-        self._stopping = Event(self.scheduler)
-        self.begin(self._serve)
-
-    def stop(self) -> None:
-        """SIGTERM."""
-        self._stopping.set()
-
-    def _serve(self) -> None:
+    def serve(self) -> None:
         process = Aggregator(
             self.rng.randbytes(8).hex(),
             self._connect,
@@ -51,5 +41,5 @@ class AggregatorNode(Machine):
             ring=lambda connection: None,
             clock=lambda: self.scheduler.now,
         )
-        aggregator._run(process, None, AT_ONCE, self._stopping, check=lambda: None)  # type: ignore[arg-type]  # noqa: SLF001
+        aggregator._run(process, None, AT_ONCE, self.stopping, check=lambda: None)  # type: ignore[arg-type]  # noqa: SLF001
         self.end()

@@ -40,7 +40,7 @@ from tests.simulation.coordinator_node import (
 )
 from tests.simulation.world.database import DatabaseNode
 from tests.simulation.world.machine import Machine
-from tests.simulation.world.primitives import AsyncEvent, Event, FakeLoop, drive
+from tests.simulation.world.primitives import Event, FakeLoop, drive
 from tests.simulation.world.scheduler import Group, Scheduler
 from tests.simulation.world.store import Answer, Headers, StoreBlobs, StoreNode
 
@@ -79,7 +79,7 @@ class Cluster:
         self.loses_one = rng.random() < 0.3
         self.gone: Machine | None = None
         self.dirty = True
-        self.admin_token = self.worker_token = ""
+        self.worker_token = ""
         self.on_crash: Callable[[], None] = lambda: None
         self.on_start: Callable[[Coordinator, bool], None] = lambda service, directly: None
         self.on_commit: Callable[[], None] = lambda: None
@@ -122,7 +122,7 @@ class Cluster:
         return {f"tasks {outcome}": count for outcome, count in self.outcomes.items()}
 
     def start(self) -> None:
-        for machine in (*self.coordinators, *self.aggregators):
+        for machine in self.machines:
             machine.start()
 
     def any_machine(self) -> Machine:
@@ -164,7 +164,7 @@ class Cluster:
         return self.store.read(name)
 
     def names(self, prefix: str) -> list[str]:
-        return [name for name in self.store.objects if name.startswith(prefix)]
+        return self.store.names(prefix)
 
     def began(self, service: Coordinator, token: int) -> None:
         """A term has begun. What was seen as the leader crashed is comparable to its runs if it is the next one."""
@@ -187,7 +187,6 @@ class SharedCoordinator(Machine):
         self.address = f"http://{name}"
         self.terms: Terms | None = None
         self._data: DataDirectory | None = None
-        self._stopping = AsyncEvent(self.scheduler)
 
     @property
     def up(self) -> bool:
@@ -205,15 +204,7 @@ class SharedCoordinator(Machine):
 
     # --- its life -------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        self._stopping = AsyncEvent(self.scheduler)
-        self.begin(self._serve)
-
-    def stop(self) -> None:
-        """SIGTERM."""
-        self._stopping.set()
-
-    def _serve(self) -> None:
+    def serve(self) -> None:
         clock = lambda: self.scheduler.now  # noqa: E731
         self._data = DataDirectory(self.data_dir)
         probe = StoreProbe(StoreBlobs(self, self.cluster.store).ask, clock)
@@ -224,7 +215,7 @@ class SharedCoordinator(Machine):
 
     async def _live(self, terms: Terms) -> None:
         async with terms.running():
-            await self._stopping.wait()
+            self.stopping.wait()
             terms.stop_waiting()
 
     def _build(self, fence: Fence) -> Coordinator:

@@ -68,7 +68,7 @@ class CoordinatorNode(Machine):
         self.service: Coordinator | None = None
         self.app: FastAPI | None = None
         self.dirty = True  # something was committed since the invariants were checked
-        self.admin_token = self.worker_token = ""
+        self.worker_token = ""
         self.served_dir = root.parent / f"data-{os.getpid()}"  # where the process finds it: always at the same path
         shutil.copy(template(root.parent), self.data_dir / sqlite.FILE)
         self.on_crash: Callable[[], None] = lambda: None
@@ -113,9 +113,9 @@ class CoordinatorNode(Machine):
             engine.dispose()  # closes the files of whoever served there before
         self.served_dir.unlink(missing_ok=True)
         self.served_dir.symlink_to(self.data_dir)
-        self.begin(self._serve)
+        super().start()
 
-    def _serve(self) -> None:
+    def serve(self) -> None:
         self.in_start = True
         clock = self.scheduler
         try:
@@ -133,7 +133,6 @@ class CoordinatorNode(Machine):
             self.end()
         service.waiters.attach(FakeLoop(self.scheduler))  # type: ignore[arg-type]
         if not self.worker_token:
-            self.admin_token = (self.data_dir / "admin.token").read_text().strip()
             self.worker_token = new_worker_token(service)
         self.app = application()
         self.app.state.coordinator = service
@@ -158,7 +157,7 @@ class CoordinatorNode(Machine):
     def names(self, prefix: str) -> list[str]:
         """The blobs under `prefix`. Takes no time, unlike the coordinator's own requests."""
         if self.store is not None:
-            return [name for name in self.store.objects if name.startswith(prefix)]
+            return self.store.names(prefix)
         return [str(each.relative_to(self.data_dir)) for each in (self.data_dir / prefix).glob("*/*")]
 
     def crashing(self) -> None:

@@ -317,7 +317,7 @@ class Simulation:
 
     def _fsync(self, descriptor: int) -> None:
         group = self.scheduler.current.group
-        owners: list[Machine | WorkerNode] = [*self.workers.values(), *self.node.machines]
+        owners: list[Machine] = [*self.workers.values(), *self.node.machines]
         owner = next((each for each in owners if each.group is group), self.node.machines[0])
         owner.fsync(descriptor)
 

@@ -17,7 +17,8 @@ from protocol.errors import Problem, Remedy
 from protocol.messages import DataSummary, EvaluationReport
 from tests.simulation.network import Line
 from tests.simulation.world.disk import Disk
-from tests.simulation.world.scheduler import Group, Killed, Scheduler
+from tests.simulation.world.machine import Machine
+from tests.simulation.world.scheduler import Scheduler
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
 from worker.link.client import TIMEOUT, Client
@@ -32,8 +33,10 @@ class Toy(nn.Module):
         self.values = nn.Parameter(torch.randn(fragments * ELEMENTS, generator=generator) * 0.1)
 
 
-class WorkerNode:
+class WorkerNode(Machine):
     """One worker's machine: its disk, its line, and the process that trains, if one does."""
+
+    fsync_s = 0.02
 
     def __init__(
         self,
@@ -49,32 +52,22 @@ class WorkerNode:
         keeps_state: bool,
         data: DataSummary | None,
     ) -> None:
-        self.name, self.scheduler, self.rng, self.root, self.line, self.token = name, scheduler, rng, root, line, token
+        super().__init__(scheduler, rng, root, name)
+        self.line, self.token = line, token
         self.over = over  # whether the run is
         self.fragments, self.speed_s, self.keeps_state = fragments, speed_s, keeps_state
         self.data = data
-        self.disk = Disk()
-        self.generation = 0
-        self.state_dir = root / f"{name}-0"
-        self.state_dir.mkdir()
-        self.group = Group(name)
-        self.group.dead = True
         self.diloco: DiLoCo | None = None
         self.client: Client | None = None
         self.finished = False
         self.deaths: dict[str, int] = {}
-        self.crash_chance = 0.0
         self.problems: list[str] = []
 
     @property
     def running(self) -> bool:
         return not self.group.dead
 
-    def start(self) -> None:
-        self.group = Group(self.name)
-        self.scheduler.spawn(self._live, f"{self.name}, generation {self.generation}", self.group)
-
-    def _live(self) -> None:
+    def serve(self) -> None:
         try:
             self._train()
         except Stopped:
@@ -107,7 +100,7 @@ class WorkerNode:
                 client=client,
                 run=client.run_detail(),
                 name=self.name,
-                state_dir=self.state_dir if self.keeps_state else None,
+                state_dir=self.data_dir if self.keeps_state else None,
                 data=self.data,
                 evaluate=lambda: EvaluationReport(loss=1.0, tokens=1),
                 clock=lambda: scheduler.now,
@@ -136,40 +129,19 @@ class WorkerNode:
             self.client.stop.set()
 
     def crash(self, *, power: bool) -> None:
-        """kill -9, or the plug."""
         self.deaths["power" if power else "kill"] = self.deaths.get("power" if power else "kill", 0) + 1
-        old, self.generation = self.state_dir, self.generation + 1
-        self.state_dir = self.root / f"{self.name}-{self.generation}"
-        disk = (
-            self.disk.after_power_loss(old, self.state_dir, self.rng)
-            if power
-            else self.disk.after_kill(old, self.state_dir)
-        )
-        self.disk.close()
-        self.disk = disk
+        super().crash(power=power)
+
+    def crashing(self) -> None:
         self.diloco = self.client = None
-        self.scheduler.kill(self.group)
 
     def lose_disk(self) -> None:
         """The machine comes back with a new disk."""
         self.generation += 1
-        self.state_dir = self.root / f"{self.name}-{self.generation}"
-        self.state_dir.mkdir()
+        self.data_dir = self.root / f"{self.name}-{self.generation}"
+        self.data_dir.mkdir()
         self.disk.close()
         self.disk = Disk()
-
-    def fsync(self, descriptor: int) -> None:
-        self._crash_point()
-        self.scheduler.sleep(self.rng.uniform(0, 0.02))
-        self.disk.fsynced(descriptor)
-        self._crash_point()
-
-    def _crash_point(self) -> None:
-        if self.group.dead:
-            raise Killed
-        if self.rng.random() < self.crash_chance:
-            self.crash(power=self.rng.random() < 0.5)
-            raise Killed
 
     def held(self) -> Any:
         """The outer state that the process holds, if it holds one."""

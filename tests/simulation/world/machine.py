@@ -3,11 +3,11 @@ disk, be slow, and be cut off from others."""
 
 import errno
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from tests.simulation.world.disk import Disk
+from tests.simulation.world.primitives import Event
 from tests.simulation.world.scheduler import Group, Killed, Scheduler
 
 
@@ -20,6 +20,8 @@ class Machine:
     crash_next              crash at the next point; True: the machine loses power
     crashes                 at which kinds of points it crashed, and how often
     """
+
+    fsync_s: ClassVar = 0.01  # that an fsync takes, at most
 
     def __init__(self, scheduler: Scheduler, rng: random.Random, root: Path, name: str) -> None:
         self.scheduler, self.rng, self.root, self.name = scheduler, rng, root, name
@@ -34,21 +36,23 @@ class Machine:
         self.crash_next: bool | None = None
         self.crashes: dict[str, int] = {}
         self.crash_chance = 0.0
+        self.stopping = Event(scheduler)
         self.data_dir = root / f"{name}-0"
         self.data_dir.mkdir()
 
-    def begin(self, act: Callable[[], object]) -> None:
-        """Let a process run."""
-        self.group = Group(f"{self.name} {self.generation}", self.skew_s)
-        self.scheduler.spawn(act, self.group.name, self.group)
-
     def start(self) -> None:
         """Begin the process that is meant for the machine."""
+        self.stopping = Event(self.scheduler)
+        self.group = Group(f"{self.name} {self.generation}", self.skew_s)
+        self.scheduler.spawn(self.serve, self.group.name, self.group)
+
+    def serve(self) -> None:
+        """What the process does. SIGTERM sets `stopping`."""
         raise NotImplementedError
 
     def stop(self) -> None:
         """SIGTERM."""
-        raise NotImplementedError
+        self.stopping.set()
 
     def crashing(self) -> None:
         """What is known of the process is about to be lost."""
@@ -88,7 +92,7 @@ class Machine:
             raise OSError(errno.ENOSPC, "no space left on the simulated device")
         if not self.group.indivisible:
             slow = self.scheduler.now < self.slow_until
-            self.scheduler.sleep(self.rng.uniform(0, 3.0 if slow else 0.01))
+            self.scheduler.sleep(self.rng.uniform(0, 3.0 if slow else self.fsync_s))
         self.disk.fsynced(descriptor)
         self.crash_point("after an fsync")
 

@@ -61,6 +61,10 @@ class StoreNode:
         found = self.objects.get(name)
         return None if found is None else found.content
 
+    def names(self, prefix: str) -> list[str]:
+        """The names of the objects under `prefix`."""
+        return [name for name in self.objects if name.startswith(prefix)]
+
     def served(self, request: httpx.Request, body: bytes) -> Answer:
         """Answer a worker's request, as a real store does."""
         if not self.up:
@@ -151,18 +155,19 @@ class StoreBlobs:
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         self._request()
-        yield from [(name, len(each.content)) for name, each in self._store.objects.items() if name.startswith(prefix)]
+        yield from [(name, len(self._store.objects[name].content)) for name in self._store.names(prefix)]
 
     def stat(self, name: str) -> int | None:
         self._request()
-        found = self._store.objects.get(name)
-        return None if found is None else len(found.content)
+        content = self._store.read(name)
+        return None if content is None else len(content)
 
     def _content(self, name: str) -> bytes:
         self._request()
-        if name not in self._store.objects:
+        content = self._store.read(name)
+        if content is None:
             raise FileNotFoundError(name)
-        return self._store.objects[name].content
+        return content
 
     # --- direct access --------------------------------------------------------------------------------------------
 
