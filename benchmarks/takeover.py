@@ -16,8 +16,8 @@ model play rounds without a pause. A fault is one of
 `away` is the time from the fault to the first request that the coordinators answer again (GET of the run); for
 `aggregator`, to the publication of the round after the one that was open.
 
-`--crowd` adds so many members of another run, which send a heartbeat every 5 s each, without the load balancer: they
-try the coordinators in turn. A member waits from its first failed attempt to its next success.
+`--crowd N` adds N members of another run. Each sends a heartbeat every 5 s, directly to a coordinator, and tries the
+next coordinator if that fails. A member waits from its first failed attempt to its next success.
 
 The ledger is independent of the coordinators: it has every contribution that a worker got an acknowledgement for. When
 the delta of a fragment is published, all of them must be among its contributors, and each worker must end with the
@@ -192,7 +192,9 @@ class Crowd(threading.Thread):
                     status, answer, _ = await asyncio.wait_for(request, REPLY_S)
                 except (OSError, EOFError, TimeoutError) as error:
                     status, answer = 0, str(error).encode()
-                if status < 300 and status > 0:
+                if 0 < status < 300:
+                    if failed_at:
+                        self.waits.append(time.monotonic() - failed_at)
                     break
                 if status in (401, 403, 404, 409):
                     self.refused.append(f"c{number:04}: {answer.decode()}")
@@ -200,8 +202,6 @@ class Crowd(threading.Thread):
                 connection.close()
                 connection, turn, failed_at = None, turn + 1, failed_at or time.monotonic()
                 await asyncio.sleep(RETRY_S * (1 + number % 7 / 7))
-            if failed_at:
-                self.waits.append(time.monotonic() - failed_at)
             await asyncio.sleep(due - time.monotonic())
 
 

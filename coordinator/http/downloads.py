@@ -89,7 +89,7 @@ def blob_response(request: Request, blobs: Blobs, stored: StoredBlob, missing: C
 
 
 def is_sent_by_standby(request: Request) -> bool:
-    """Return True if a standby has forwarded the request, and sends a blob by itself if it is told which."""
+    """Return True if a standby has forwarded the request and can send the blob itself."""
     return BY_STANDBY in request.scope
 
 

@@ -107,6 +107,11 @@ class Election:
         self._threads[0].join()
         self.engine.dispose()
 
+    @property
+    def store_fault(self) -> str:
+        """Why this coordinator cannot use the store; empty if it can."""
+        return self._probe.fault
+
     def leads(self) -> bool:
         """Return True while this coordinator leads for sure."""
         return self.fence is not None and self.fence.holds()

@@ -51,6 +51,7 @@ _HOP = frozenset(
         "upgrade",
         KEY_HEADER,
         OFFER_HEADER,
+        BLOB_HEADER.lower(),
         "x-forwarded-for",
     }
 )
@@ -98,7 +99,9 @@ class LeadOrForward:
         elif forwarded:
             await reject(vacant("it led when the request was forwarded"), scope, receive, send)
         else:
-            await self._forward(scope, receive, send)
+            # A standby that cannot reach the store would let the client wait for it.
+            can_send = scope["method"] == "GET" and not self.terms.election.store_fault
+            await self._forward(scope, receive, send, offer=can_send)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "lifespan.startup"
@@ -115,7 +118,7 @@ class LeadOrForward:
 
     # --- forwarding ---------------------------------------------------------------------------------------------------
 
-    async def _forward(self, scope: Scope, receive: Receive, send: Send, *, offer: bool = True) -> None:
+    async def _forward(self, scope: Scope, receive: Receive, send: Send, *, offer: bool) -> None:
         """Forward the request. `offer`: to send the blob that it asks for."""
         leader = self.terms.leader
         if leader is None or leader.address is None:
@@ -129,7 +132,7 @@ class LeadOrForward:
             scope["method"],
             leader.address + scope["raw_path"].decode("ascii"),
             params=scope["query_string"] or None,
-            headers=self._headers(scope, offer=offer and scope["method"] == "GET"),
+            headers=self._headers(scope, offer=offer),
             content=body.pieces() if body.expected else None,
         )
         answer = _Answer(send)
@@ -176,8 +179,7 @@ class LeadOrForward:
             logger.info("the leader sends %s, because this standby cannot read it: %s", stored.name, error)
             return False
         for name, value in headers:
-            if name.lower() != BLOB_HEADER.lower().encode():
-                response.headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+            response.headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
         await response(scope, receive, send)
         return True
 

@@ -73,8 +73,8 @@ class Standby:
         return JSONResponse(health.model_dump(mode="json"))
 
     async def answers(self, scope: Scope) -> bool:
-        """Return True if this process answers the request. The leader answers a token for one run, because it has that
-        run's metrics, and an unknown token; and it answers whoever asks for a file that is not there."""
+        """Return True if this process answers the request. The leader answers tokens for one run, because it has that
+        run's metrics, unknown tokens, and requests for files that do not exist."""
         headers = Headers(scope=scope)
         if scope["path"] == METRICS:
             return await run_in_threadpool(self._may_read, headers)

@@ -430,6 +430,30 @@ def test_a_standby_sends_deltas_and_checkpoints_itself(
                 assert standby.client().get(path).content == whole.content
 
 
+def test_a_standby_whose_store_is_out_of_reach_lets_the_leader_send(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: each attempt to read the store would take as long as it takes to give up."""
+    tried: list[str] = []
+
+    def blobs() -> Any:
+        tried.append("read")
+        return fails()
+
+    with two(tmp_path, url) as (leader, standby):
+        crew(leader, "r", ["a"], rounds=1)
+        path = "/v1/runs/r/checkpoints/0/fragments/0"
+        assert standby.server.shared is not None
+        monkeypatch.setattr(standby.server.shared, "_blobs", blobs)
+        with standby.client() as client, leader.client() as other:
+            whole = other.get(path).raise_for_status().content
+            assert client.get(path).content == whole
+            assert tried == ["read"]
+            monkeypatch.setattr(Election, "store_fault", "it does not answer")
+            assert client.get(path).content == whole
+            assert tried == ["read"]
+
+
 def fails() -> Any:
     raise OuterstepError("this process cannot reach the bucket")
 
