@@ -49,7 +49,27 @@ class BytesReader:
         self.close()
 
 
-class MemoryBlobs:
+def bytes_of(source: Buffer | Path) -> bytes:
+    """The content of what is put."""
+    return source.read_bytes() if isinstance(source, Path) else bytes(memoryview(source).cast("B"))
+
+
+class WholeBlobs:
+    """The methods of `Blobs` that read. `_content` returns a whole blob, or raises FileNotFoundError."""
+
+    def _content(self, name: str) -> bytes:
+        raise NotImplementedError
+
+    def open(self, name: str, *, fresh: bool = False) -> BytesReader:
+        return BytesReader(self._content(name))
+
+    def fetch(self, name: str, target: Path) -> None:
+        content = self._content(name)
+        target.unlink(missing_ok=True)
+        target.write_bytes(content)
+
+
+class MemoryBlobs(WholeBlobs):
     """Blobs in a dict. They live as long as this object, so a restarted coordinator must get the same one."""
 
     direct: DirectAccess | None = None
@@ -60,17 +80,9 @@ class MemoryBlobs:
         self._contents: dict[str, bytes] = {}
 
     def put(self, name: str, source: Buffer | Path) -> bool:
-        content = source.read_bytes() if isinstance(source, Path) else bytes(memoryview(source).cast("B"))
+        content = bytes_of(source)
         with self._lock:
             return self._contents.setdefault(name, content) is content
-
-    def open(self, name: str, *, fresh: bool = False) -> BytesReader:
-        return BytesReader(self._content(name))
-
-    def fetch(self, name: str, target: Path) -> None:
-        content = self._content(name)
-        target.unlink(missing_ok=True)
-        target.write_bytes(content)
 
     def rename(self, name: str, new_name: str) -> None:
         content = self._content(name)

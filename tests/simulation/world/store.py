@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 import httpx
 
 from coordinator.store.blobs import DirectAccess, SignedRequest, StoreOutage, Uploaded
-from harness.stores import BytesReader
+from harness.stores import WholeBlobs, bytes_of
 from protocol.digest import Buffer
 from tests.simulation.world.scheduler import Scheduler
 
@@ -99,7 +99,7 @@ class StoreNode:
         return 200, [], b""
 
 
-class StoreBlobs:
+class StoreBlobs(WholeBlobs):
     """A process's blobs in the store, and its direct access. The methods are documented in `Blobs`. `leads` returns
     False once another coordinator may lead."""
 
@@ -127,19 +127,11 @@ class StoreBlobs:
         self._node.crash_point("after a store request")
 
     def put(self, name: str, source: Buffer | Path) -> bool:
-        content = source.read_bytes() if isinstance(source, Path) else bytes(memoryview(source).cast("B"))
+        content = bytes_of(source)
         self._request()
         created = self._store.create(name, content)
         self._answered()
         return created
-
-    def open(self, name: str, *, fresh: bool = False) -> BytesReader:
-        return BytesReader(self._content(name))
-
-    def fetch(self, name: str, target: Path) -> None:
-        content = self._content(name)
-        target.unlink(missing_ok=True)
-        target.write_bytes(content)
 
     def rename(self, name: str, new_name: str) -> None:
         self.put(new_name, self._content(name))
