@@ -35,8 +35,11 @@
 /* Each loop is written once and, on x86-64, compiled for two generations of CPUs, so that one binary runs on all. */
 #ifdef __GNUC__
 #define LOOP static inline __attribute__((always_inline))
+/* gcc unrolls a short loop before it looks for vectors, and then finds none. */
+#define KEEP_ROLLED _Pragma("GCC unroll 1")
 #else
 #define LOOP static inline
+#define KEEP_ROLLED
 #endif
 
 LOOP float float_of(uint32_t bits)
@@ -229,26 +232,28 @@ LOOP void sketch_loop(const float *restrict values, Py_ssize_t n, Py_ssize_t at,
     Py_ssize_t first = at % GROUP;
     for (Py_ssize_t i = 0; i < n;) {
         Py_ssize_t j = (at + i) % m, bit = first + i;
-        Py_ssize_t groups = bit % GROUP == 0 ? least((n - i) / GROUP, (m - j) / GROUP) : 0;
-        if (groups == 0) {
+        Py_ssize_t rows = (at + i) % LANES == 0 ? least(n - i, m - j) / LANES : 0;
+        if (rows == 0) {
             sketch_value(values[i], signs[bit / GROUP] >> bit % GROUP & 1, &sketch[j], &lanes[(at + i) % LANES]);
             i++;
             continue;
         }
-        double sums[2][GROUP]; /* of the two halves of the lanes, by turns */
+        double sums[LANES];
         memcpy(sums, lanes, sizeof sums);
-        for (Py_ssize_t g = 0, half = (at + i) / GROUP % 2; g < groups; g++, half = 1 - half) {
-            uint32_t byte = signs[bit / GROUP + g];
-            const float *restrict x = values + i + g * GROUP;
-            float *restrict y = sketch + j + g * GROUP;
-            double *restrict sum = sums[half];
-            for (int k = 0; k < GROUP; k++) {
-                sum[k] = sum[k] + (double)x[k] * x[k];
-                y[k] = y[k] + float_of(bits_of(x[k]) ^ (byte << (31 - k) & 0x80000000u));
-            }
+        for (Py_ssize_t row = 0; row < rows; row++) {
+            const float *restrict x = values + i + row * LANES;
+            float *restrict y = sketch + j + row * LANES;
+            const uint8_t *two = signs + bit / GROUP + row * LANES / GROUP;
+            uint32_t row_signs = two[0] | (uint32_t)two[1] << GROUP;
+            KEEP_ROLLED
+            for (int k = 0; k < LANES; k++)
+                sums[k] = sums[k] + (double)x[k] * x[k];
+            KEEP_ROLLED
+            for (int k = 0; k < LANES; k++)
+                y[k] = y[k] + float_of(bits_of(x[k]) ^ (row_signs << (31 - k) & 0x80000000u));
         }
         memcpy(lanes, sums, sizeof sums);
-        i += groups * GROUP;
+        i += rows * LANES;
     }
 }
 
