@@ -86,6 +86,7 @@ def test_every_alert_has_a_promtool_test() -> None:
     [
         ["check", "config", "--syntax-only", "prometheus.yml"],
         ["check", "config", "--syntax-only", "../compose/prometheus.yml"],
+        ["check", "config", "--syntax-only", "../compose/prometheus-scale.yml"],
         ["check", "rules", "alerts.yml"],
         ["test", "rules", "alerts_test.yml"],
     ],

