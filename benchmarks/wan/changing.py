@@ -12,11 +12,14 @@ from benchmarks.wan.rows import Row
 from harness.lines import Line, Shape
 from harness.remote import seconds, together
 
+LOOK_S = 0.002  # between looks at the line
+PATIENCE = 10  # times an undisturbed sync: then it has failed, or sends less
+
 
 @dataclass(frozen=True)
 class Change:
-    """A change of one worker's line, from the share `after` of an undisturbed sync's time, for `lasts_s`: `rate` is the
-    factor of its rates, `loss` the share of lost packets, each way."""
+    """A change of one worker's line, once the share `after` of an undisturbed sync's bytes has crossed it, for
+    `lasts_s`: `rate` is the factor of its rates, `loss` the share of lost packets, each way."""
 
     name: str
     after: float
@@ -50,11 +53,14 @@ def measure(row: Row, changes: Sequence[Change], silence_s: float) -> list[dict[
         made.create_run("changing", rounds, codecs=(row.upload, row.download))
         made.order("sync", "changing", ca=None, elements=row.parameters, rounds=rounds)
         together(made.workers, 1, 0.0)  # opens the connections
+        line = made.lines[0]
+        before = sum(line.wire_bytes())
         (undisturbed,) = together(made.workers, 1, silence_s)
-        took_s, line = seconds(undisturbed), made.lines[0]
+        took_s, crossed = seconds(undisturbed), sum(line.wire_bytes()) - before
         changed = []
         for change in changes:
-            (answers,) = together(made.workers, 1, silence_s, partial(_change, line, row.shape, change, took_s))
+            at = sum(line.wire_bytes()) + round(change.after * crossed)
+            (answers,) = together(made.workers, 1, silence_s, partial(_change, line, row.shape, change, at, took_s))
             line.shape(row.shape)
             changed.append((change, answers))
     # The minimum, as a part may be sent twice even without a change.
@@ -74,9 +80,12 @@ def measure(row: Row, changes: Sequence[Change], silence_s: float) -> list[dict[
     ]
 
 
-def _change(line: Line, shape: Shape, change: Change, undisturbed_s: float) -> None:
-    """Change the line during a sync, and restore it after `lasts_s` if that is finite."""
-    time.sleep(change.after * undisturbed_s)
+def _change(line: Line, shape: Shape, change: Change, at: int, undisturbed_s: float) -> None:
+    """Change the line during a sync, when `at` bytes have crossed it in all, and restore it after `lasts_s` if that is
+    finite."""
+    give_up_at = time.monotonic() + PATIENCE * undisturbed_s
+    while sum(line.wire_bytes()) < at and time.monotonic() < give_up_at:
+        time.sleep(LOOK_S)
     line.shape(change.on(shape))
     if change.lasts_s < math.inf:
         time.sleep(change.lasts_s)

@@ -69,7 +69,7 @@ class Aggregator:
     ) -> None:
         self.id, self._clock = id_, clock
         self._connect, self._blobs, self._states, self._secret, self._ring = connect, blobs, states, secret, ring
-        self._memory = MemoryBudget()  # has the deltas that this process has just made
+        self._memory = MemoryBudget(contributions_bytes=0)  # has the deltas that this process has just made
         self._lock = threading.Lock()
         self._held: dict[int, Claim] = {}  # by the thread that works on it
         self._progressed: dict[int, float] = {}  # by thread: when it last began a part of its task

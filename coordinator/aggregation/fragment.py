@@ -7,7 +7,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, Delta
 
 PLAUSIBLE = 2.0  # times the norm of θ
 ONE_PASS_ELEMENTS = 1 << 24  # the largest fragment that is averaged in memory
-AHEAD = 2  # contributions that are being read, or wait to be averaged
+AHEAD = 1  # contributions that are being read, or wait to be averaged
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 logger = logging.getLogger(__name__)
@@ -238,14 +238,19 @@ def _one_pass(task: Aggregate, blobs: Blobs, key: bytes, check: Callable[[], obj
     total = sum(each.tokens for _, each in in_order)
     measures: dict[str, Measure] = {}
     acc = np.zeros(task.elements, np.float32)
+    memory = [ReadBuffer() for _ in range(AHEAD + 1)]  # in turn: the one in use, and those that are read meanwhile
     with ThreadPoolExecutor(1, thread_name_prefix="read") as reading:
-        ahead = deque(reading.submit(_content, blobs, blob_of(task, worker)) for worker, _ in in_order[:AHEAD])
+
+        def begin(index: int) -> Future[memoryview]:
+            return reading.submit(_content, blobs, blob_of(task, in_order[index][0]), memory[index % len(memory)])
+
+        ahead = deque(begin(index) for index in range(min(AHEAD, len(in_order))))
         try:
             for index, (worker, each) in enumerate(in_order):
                 check()
                 content = ahead.popleft().result()
                 if index + AHEAD < len(in_order):
-                    ahead.append(reading.submit(_content, blobs, blob_of(task, in_order[index + AHEAD][0])))
+                    ahead.append(begin(index + AHEAD))
                 if digest(content) != each.digest:
                     return None
                 payload = Payload.from_bytes(content)
@@ -266,10 +271,10 @@ def _one_pass(task: Aggregate, blobs: Blobs, key: bytes, check: Callable[[], obj
     return _Whole(measures, encoded(acc, task.sync.download_codec, zstd=task.sync.zstd))
 
 
-def _content(blobs: Blobs, name: str) -> memoryview:
-    """Read a whole blob. Raises OSError."""
+def _content(blobs: Blobs, name: str, memory: ReadBuffer) -> memoryview:
+    """Read a whole blob into `memory`. Raises OSError."""
     with blobs.open(name, fresh=True) as reader:
-        content = aligned(reader.size)
+        content = memory.of(reader.size)
         if reader.read_into(content, 0) != reader.size:
             raise OSError(f"{name} ends too early")
     return content

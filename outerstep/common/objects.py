@@ -39,7 +39,7 @@ SCHEMES = {
 
 PART_BYTES = 8 << 20  # per request, up and down; PARTS_AT_ONCE of an upload are in memory
 PARTS_AT_ONCE = 4
-MULTIPART_BYTES = 64 << 20
+MULTIPART_BYTES = PARTS_AT_ONCE * PART_BYTES  # so that no upload has more in memory
 STREAM_BYTES = 1 << 20
 _REMOVED_AT_ONCE = 1000  # what S3 allows in one request
 _PARTS = 9_000  # most parts of one object; S3 allows 10,000
