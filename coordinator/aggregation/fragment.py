@@ -7,9 +7,10 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from types import MappingProxyType
 from typing import Any
 
@@ -238,19 +239,16 @@ def _one_pass(task: Aggregate, blobs: Blobs, key: bytes, check: Callable[[], obj
     total = sum(each.tokens for _, each in in_order)
     measures: dict[str, Measure] = {}
     acc = np.zeros(task.elements, np.float32)
-    memory = [ReadBuffer() for _ in range(AHEAD + 1)]  # in turn: the one in use, and those that are read meanwhile
+    # Memory in turn: for the one in use, and those that are read meanwhile.
+    memory = cycle([ReadBuffer() for _ in range(AHEAD + 1)])
+    to_read = zip((blob_of(task, worker) for worker, _ in in_order), memory, strict=False)
     with ThreadPoolExecutor(1, thread_name_prefix="read") as reading:
-
-        def begin(index: int) -> Future[memoryview]:
-            return reading.submit(_content, blobs, blob_of(task, in_order[index][0]), memory[index % len(memory)])
-
-        ahead = deque(begin(index) for index in range(min(AHEAD, len(in_order))))
+        ahead = deque(reading.submit(_content, blobs, *each) for each in islice(to_read, AHEAD))
         try:
-            for index, (worker, each) in enumerate(in_order):
+            for worker, each in in_order:
                 check()
                 content = ahead.popleft().result()
-                if index + AHEAD < len(in_order):
-                    ahead.append(begin(index + AHEAD))
+                ahead.extend(reading.submit(_content, blobs, *next_one) for next_one in islice(to_read, 1))
                 if digest(content) != each.digest:
                     return None
                 payload = Payload.from_bytes(content)

@@ -41,6 +41,7 @@ from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.error_feedback import ErrorFeedback
 from tests.simulation.violation import demand
 from tests.simulation.worker_node import ELEMENTS, WorkerNode
+from tests.simulation.world.scheduler import Group
 from tests.simulation.world.store import Answer
 
 NAMES = RunNames("sim")
@@ -146,12 +147,15 @@ class Ledger:
 
     # --- after every step -----------------------------------------------------------------------------------------
 
-    def check(self) -> None:
+    def check(self, ran: Group | None) -> None:
+        """Check the database if it was written to, and the worker whose process has `ran`: no other one has changed."""
         if self.node.dirty and not self.node.in_start:
             self.node.dirty = False
             self.checks += 1
             self._check_database()
         for worker in self.workers.values():
+            if worker.group is not ran:
+                continue
             state = worker.held()
             if state is not None:
                 self._check_replica(worker, state)

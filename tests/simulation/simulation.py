@@ -292,7 +292,7 @@ class Simulation:
         if self.scheduler.steps > MAX_STEPS:
             raise Violation(f"I5: {MAX_STEPS} steps, and no end: {self._why()}")
         self.trace.update(f"{now!r} {self.ledger.round} {sum(self.ledger.units.values())}".encode())
-        self.ledger.check()
+        self.ledger.check(self.scheduler.ran)
         if self.ledger.round != self.last_round:
             self.last_round, self.progressed_at = self.ledger.round, now
         quiet_s = now - max(self.disturbed_at, self.progressed_at)

@@ -57,6 +57,7 @@ class Scheduler:
         self._number = self._tasks = 0
         self._hub = greenlet.getcurrent()
         self.running: Task | None = None  # the one that runs; None: the hub does
+        self.ran: Group | None = None  # that of the task of the last step
         self._doomed: list[Group] = []
 
     # --- for tasks ------------------------------------------------------------------------------------------------
@@ -118,6 +119,7 @@ class Scheduler:
                 continue
             self.now = max(self.now, at)
             self.steps += 1
+            self.ran = task.group
             self._resume(task, value)
             while self._doomed:
                 self._bury(self._doomed.pop(0))
