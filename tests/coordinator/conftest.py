@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 
+from coordinator.notifications import alerts
 from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory
 from harness import stores
@@ -20,6 +22,15 @@ if TYPE_CHECKING:
     from tests.support.s3_server import S3Server
 
 _numbers = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _room_on_the_disk() -> Iterator[None]:
+    """No alert depends on how full the disk of the machine is that runs the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        half_full = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(total=10**12, free=5 * 10**11))
+        patch.setattr(alerts, "shutil", half_full)
+        yield
 
 
 @pytest.fixture(scope="module")
