@@ -66,6 +66,8 @@ def replace_file(path: Path, write: Callable[["Writer"], object], mode: int = 0o
     `mode` applies to a new file, minus the umask. Raises OSError.
     """
     temporary = path.with_name(path.name + NEW)
+    # After a power failure in the middle of a rename, both names may lead to one file: do not overwrite that one.
+    temporary.unlink(missing_ok=True)
     with Writer(temporary, mode) as file:
         write(file)
         file.end()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outerstep.common.files import LEAST_BYTES, PAGE_BYTES, Writer, aligned, write_new
+from outerstep.common.files import LEAST_BYTES, NEW, PAGE_BYTES, Writer, aligned, replace_file, write_new
 
 SIZES = [0, 1, PAGE_BYTES + 1, LEAST_BYTES - 1, LEAST_BYTES, LEAST_BYTES + 1, LEAST_BYTES + 3 * PAGE_BYTES - 1]
 
@@ -75,3 +75,21 @@ def test_a_writer_takes_it_piece_by_piece_and_what_was_there_goes(tmp_path: Path
             file.flush()
         file.end()
     assert path.read_bytes() == written
+
+
+def test_a_replacement_does_not_overwrite_a_file_that_an_interrupted_rename_has_left_under_both_names(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    path.with_name(path.name + NEW).hardlink_to(path)
+
+    def fail(file: Writer) -> None:
+        file.write(b"new")
+        raise OSError("the power fails")
+
+    with pytest.raises(OSError, match="power"):
+        replace_file(path, fail)
+    assert path.read_bytes() == b"old"
+    replace_file(path, lambda file: file.write(b"new"))
+    assert path.read_bytes() == b"new"
