@@ -104,9 +104,9 @@ class Objects:
     Methods raise Transient for errors worth a retry, and OuterstepError for others.
     """
 
-    def __init__(self, url: str, retries: dict[str, Any] = RETRIES) -> None:
-        """`retries`: obstore's retry_config."""
-        self._retries = retries
+    def __init__(self, url: str, retries: dict[str, Any] | None = None) -> None:
+        """`retries`: obstore's retry_config; RETRIES by default."""
+        self._retries = RETRIES if retries is None else retries
         self._url = url.rstrip("/")
         self.bucket = Bucket.of(self._url)
         self._credentials = SCHEMES[urlsplit(self._url).scheme]

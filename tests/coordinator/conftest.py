@@ -69,7 +69,9 @@ def s3(serving: "S3Server", monkeypatch: pytest.MonkeyPatch) -> Iterator["S3Serv
 
     for name, value in serving.environment().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(objects, "RETRIES", {"max_retries": 1, "retry_timeout": timedelta(seconds=5)})
+    soon = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=1), "base": 2}
+    retries = {"max_retries": 1, "retry_timeout": timedelta(seconds=5), "backoff": soon}
+    monkeypatch.setattr(objects, "RETRIES", retries)
     yield serving
     serving.undisturbed()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -41,9 +42,11 @@ def lines(tmp_path: Path) -> Path:
     return file
 
 
-def recipe(source: Path | str, tokenizer: str, *, holdout: float = 0.1, shard_tokens: int = 700) -> Recipe:
+def recipe(
+    source: Path | str, tokenizer: str, *, holdout: float = 0.1, shard_tokens: int = 700, task_bytes: int = 2000
+) -> Recipe:
     """Small tasks and shards, so that there are many of both."""
-    return Recipe([find_source(str(source), "text", holdout)], load_tokenizer(tokenizer), shard_tokens, task_bytes=2000)
+    return Recipe([find_source(str(source), "text", holdout)], load_tokenizer(tokenizer), shard_tokens, task_bytes)
 
 
 def ids(directory: Path, index: Index, *, held_out: bool = False) -> list[int]:
@@ -422,8 +425,9 @@ def test_compressed_text_is_the_same_set(tokenizer: str, tmp_path: Path, ending:
     text.mkdir()
     for number in range(files):
         (text / f"{number}.txt").write_text("\n".join(TEXTS[number:]) + "wörker " * 30_000 + "\n".join(TEXTS))
-    plain = prepare(recipe(text, tokenizer, holdout=0.3), tmp_path / "plain", processes=1)
-    found = prepare(recipe(pack(text, ending), tokenizer, holdout=0.3), tmp_path / "packed", processes=1)
+    made = partial(recipe, tokenizer=tokenizer, holdout=0.3, shard_tokens=7000, task_bytes=9000)
+    plain = prepare(made(text), tmp_path / "plain", processes=1)
+    found = prepare(made(pack(text, ending)), tmp_path / "packed", processes=1)
     assert plain.held_out
     assert (found.training, found.held_out) == (plain.training, plain.held_out)
 
