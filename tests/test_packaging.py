@@ -1,6 +1,7 @@
 """What is shipped beside the code says the truth: extras, pins, Dockerfiles, the compose file, the Makefile."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -179,6 +180,19 @@ def test_the_compose_file() -> None:
     assert "OUTERSTEP_TOKEN" in worker["environment"]
     assert "TORCH_INDEX" in demo["build"]["args"]
     assert "OUTERSTEP_TOKEN" in help_of("worker")
+
+
+@pytest.mark.parametrize("service", ["tokens", "demo-run"])
+@pytest.mark.parametrize("given", [{}, {"OUTERSTEP_COORDINATOR_ADMIN_TOKEN": ""}], ids=["unset", "empty"])
+def test_a_service_without_an_admin_token_says_what_to_set(service: str, given: dict[str, str]) -> None:
+    """... since the other coordinator may have led first, and have it."""
+    shell, options, script = compose()["services"][service]["command"]
+    environment = {"PATH": os.environ["PATH"], **given}
+    done = subprocess.run(
+        [shell, options, script.replace("$$", "$")], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "OUTERSTEP_COORDINATOR_ADMIN_TOKEN: is not set" in done.stderr
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="apt install openssl")
