@@ -13,7 +13,7 @@ from harness.lines import Line, Shape
 from harness.remote import seconds, together
 
 LOOK_S = 0.002  # between looks at the line
-PATIENCE = 10  # times an undisturbed sync: then it has failed, or sends less
+PATIENCE = 10  # times an undisturbed sync
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,13 @@ def measure(row: Row, changes: Sequence[Change], silence_s: float) -> list[dict[
 
 def _change(line: Line, shape: Shape, change: Change, at: int, undisturbed_s: float) -> None:
     """Change the line during a sync, when `at` bytes have crossed it in all, and restore it after `lasts_s` if that is
-    finite."""
+    finite. Raises RuntimeError if they do not cross it, because the sync has failed or sends less."""
     give_up_at = time.monotonic() + PATIENCE * undisturbed_s
-    while sum(line.wire_bytes()) < at and time.monotonic() < give_up_at:
+    while (crossed := sum(line.wire_bytes())) < at:
+        if time.monotonic() > give_up_at:
+            raise RuntimeError(
+                f"{change.name}: {at - crossed} bytes are missing before the change; the sync has failed"
+            )
         time.sleep(LOOK_S)
     line.shape(change.on(shape))
     if change.lasts_s < math.inf:

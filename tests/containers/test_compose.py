@@ -157,8 +157,7 @@ def test_the_other_coordinator_leads_when_the_container_of_one_is_killed(
         wait_until(lambda: sorted(project.ask_prometheus("outerstep_leads")) == ["0", "1"])
 
         before = leader(client)
-        number = next(each for each in ("coordinator", "coordinator-2") if leads(project, each))
-        killed = project.container(number)
+        killed = project.container(next(each for each in ("coordinator", "coordinator-2") if leads(project, each)))
         engine("kill", "--signal=KILL", killed)
         started = time.monotonic()
         wait_until(lambda: leader(client) not in {None, before})
