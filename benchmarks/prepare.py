@@ -24,6 +24,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from worker.data.sources.files import PYTHON_STDLIB, source_files
+from worker.data.sources.rows import TextRows
 from worker.data.sources.source import find_source
 from worker.data.tokens.preparing import Recipe, cores, prepare
 from worker.data.tokens.tokenizer import load_tokenizer
@@ -69,7 +70,7 @@ def by_outerstep(file: Path, tokenizer: Path, out: Path, processes: int) -> Work
     """Return a function that makes a token set and returns a function that counts its tokens."""
 
     def run() -> Callable[[], int]:
-        source = find_source(str(file), "text", 0.005)
+        source = find_source(str(file), TextRows("text"), 0.005)
         index = prepare(Recipe([source], load_tokenizer(str(tokenizer))), out, processes=processes)
         return lambda: sum(shard.tokens for shard in index.shards)
 

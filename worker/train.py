@@ -42,7 +42,7 @@ def train(steps: StepSource, box: Box, log: StepLog | None = None) -> None:
             if log is not None:
                 log.begin_round()
         box.schedule.set(steps.global_step, steps.warmup_scale)
-        loss = box.step.gradient(batch[ranks.rank :: ranks.size])
+        loss = box.step.gradient(batch[ranks.rank :: ranks.size], box.step.targets(batch) / ranks.size)
         steps.report_loss(loss)
         if box.logs:
             loss = ranks.mean(loss)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from outerstep.cli.errors import UsageError, import_extra
@@ -15,6 +16,7 @@ from outerstep.cli.printing import Format, FormatOption, console, print_json, sa
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, parse_count
 from outerstep.display import table
 from protocol.spec.sections import DataSpec
+from protocol.validation_errors import explain_all
 
 _load = partial(import_extra, extra="worker")
 
@@ -47,12 +49,28 @@ def prepare(
             "--column", help="The key or column with the text, in JSON lines, parquet files and hub data sets."
         ),
     ] = "text",
+    row_format: Annotated[
+        str, typer.Option("--format", help="text; chat for conversations; completion for prompts and completions.")
+    ] = "text",
+    train_on: Annotated[
+        str | None,
+        typer.Option(
+            "--train-on", help="assistant, completion or all: the tokens of conversations that are trained on."
+        ),
+    ] = None,
+    sequence_length: Annotated[
+        int | None,
+        typer.Option("--sequence-length", min=1, help="Tokens per sequence of conversations; 1024 by default."),
+    ] = None,
+    packing: Annotated[
+        bool, typer.Option("--packing/--no-packing", help="Several conversations per sequence, or one and padding.")
+    ] = True,
     shard_tokens: Annotated[
         str, typer.Option("--shard-tokens", metavar="COUNT", help="Tokens per shard; 64M are 128 MB as uint16.")
     ] = "67108864",
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Tokenise text on all cores into a directory that data.source can name.
+    """Tokenise text or conversations on all cores into a directory that data.source can name.
 
     After a kill, the same command continues where it stopped and produces the same bytes. Documents are held out by
     hash of their text (text files by hash of their name), so they are the same with every tokenizer.
@@ -65,18 +83,19 @@ def prepare(
     """
     command, per_shard = "outerstep data prepare", _shard_tokens(shard_tokens)
     preparing = _load("worker.data.tokens.preparing", command=command)
-    sources = _load("worker.data.sources.source", command=command)
     tokenizers = _load("worker.data.tokens.tokenizer", command=command)
-    given = [sources.find_source(source, column, 0.0 if held_out else holdout)]
-    if held_out is not None:
-        given.append(sources.find_source(held_out, column, 1.0))
-    recipe = preparing.Recipe(given, tokenizers.load_tokenizer(tokenizer), per_shard)
+    given = {"format": row_format, "train_on": train_on, "sequence_length": sequence_length}
+    data = _data_spec(
+        {"source": source, "tokenizer": tokenizer, "column": column, "packing": packing, "holdout": holdout}
+        | {key: value for key, value in given.items() if value is not None}
+    )
+    recipe = preparing.recipe_of(data, tokenizers.load_tokenizer(tokenizer), held_out, per_shard)
     with _bar() as show_progress:
         index = preparing.prepare(recipe, out, report=show_progress)
     if output is Format.JSON:
         print_json(_document(index, verified=False))
         return
-    for line in _summary(index, out):
+    for line in _summary(index, out, row_format):
         say(line)
 
 
@@ -106,6 +125,16 @@ def show(
         out.print(f"{name:<16}{value}", markup=False)
     out.print()
     out.print(_shards_table(index))
+
+
+def _data_spec(given: dict[str, Any]) -> DataSpec:
+    """Return the [data] of a run for these options. Raises UsageError."""
+    if given["format"] == "text" and "sequence_length" in given:
+        raise UsageError("--sequence-length is for conversations: a token set of text can be read in any length")
+    try:
+        return DataSpec.model_validate(given)
+    except ValidationError as error:
+        raise UsageError(explain_all(error.errors())) from error
 
 
 def _document(index: Any, verified: bool) -> dict[str, Any]:
@@ -143,11 +172,32 @@ def _bar() -> Iterator[Callable[[Any], None]]:
         yield show_progress
 
 
-def _summary(index: Any, out: Path) -> Iterator[str]:
-    tokens = [sum(shard.tokens for shard in shards) for shards in (index.training, index.held_out)]
+def _summary(index: Any, out: Path, row_format: str) -> Iterator[str]:
+    found = index.conversations
+    tokens = [
+        sum(shard.tokens if found is None else shard.trained for shard in shards)
+        for shards in (index.training, index.held_out)
+    ]
     yield f"{out}: {count_text(tokens[0])} tokens to train on, {count_text(tokens[1])} held out"
+    if found is not None:
+        conversations = sum(shard.documents for shard in index.shards)
+        sequences = sum(shard.tokens for shard in index.shards) // index.row_tokens
+        yield f"{conversations:,} conversations in {sequences:,} sequences of {found.sequence_length:,} tokens"
+        yield from _left_out(found)
+        yield f'in the spec: data.format = "{row_format}", data.sequence_length = {found.sequence_length}'
     if not tokens[1]:
         yield "nothing is held out, so runs have no held-out loss: give --holdout or --held-out, and another --out"
+
+
+def _left_out(found: Any) -> Iterator[str]:
+    """Yield what the sequences leave out of conversations."""
+    if found.truncated:
+        yield (
+            f"{found.truncated:,} were truncated to {found.sequence_length + 1:,} tokens; the longest has "
+            f"{found.longest:,}"
+        )
+    for reason, count in found.dropped.items():
+        yield f"{count:,} were left out: {reason}"
 
 
 def _facts(index: Any, verified: bool) -> Iterator[tuple[str, str]]:
@@ -156,6 +206,14 @@ def _facts(index: Any, verified: bool) -> Iterator[tuple[str, str]]:
     yield "source", index.source
     yield "tokenizer", f"{index.tokenizer or UNKNOWN}{digest}"
     yield "vocabulary", f"{index.vocabulary:,} ids, {index.dtype}"
+    if (found := index.conversations) is not None:
+        length, packed = found.sequence_length, "several" if found.packing else "one"
+        yield "sequences", f"of {length:,} tokens, with {packed} of the conversations each"
+        yield "longest", f"{found.longest:,} tokens"
+        left_out = [f"{found.truncated:,} truncated", *(f"{n:,} dropped ({why})" for why, n in found.dropped.items())]
+        yield "left out", ", ".join(left_out)
+        trained, tokens = (sum(getattr(shard, key) for shard in index.shards) for key in ("trained", "tokens"))
+        yield "trained on", f"{trained / tokens:.1%} of the tokens ({found.train_on})"
     yield "end", UNKNOWN if index.end is None else f"{index.end} after each document"
     yield "bytes per token", UNKNOWN if per_token is None else f"{per_token:.3f}"
     yield "digest", index.digest()

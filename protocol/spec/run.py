@@ -172,6 +172,7 @@ def parse_spec(text: str) -> RunSpec:
     except ValidationError as error:
         raise SpecError(explain_all(error.errors(), one=_explain)) from error
     unused = spec.inner.without_effect(set(document.get("inner", {})), by_scripts=spec.data.source == "custom")
+    unused += spec.data.without_effect(set(document.get("data", {})))
     if unused := unused + spec.sync.without_effect(set(document["sync"])):
         raise SpecError("; ".join(unused))
     return spec

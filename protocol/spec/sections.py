@@ -1,6 +1,6 @@
 """The sections of a run spec except [model]: one class each, with its keys, their defaults and their checks."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -29,6 +29,14 @@ OPTIMIZERS: dict[str, set[str]] = {
     "muon": {"beta1", "beta2", "momentum", "muon_learning_rate"},
     "sgd": {"momentum"},
 }
+
+# Format of conversations -> the values of `train_on`, the default first.
+TRAIN_ON: dict[str, tuple[Literal["assistant", "completion", "all"], ...]] = {
+    "text": (),
+    "chat": ("assistant", "all"),
+    "completion": ("completion", "all"),
+}
+CONVERSATION_LENGTH = 1024  # the default of `sequence_length` for conversations
 
 SCRIPT_KEYS = {"batch_size", "joiner_warmup_steps"}  # keys of [inner] that apply to workers that are scripts
 
@@ -59,10 +67,45 @@ class DataSpec(Section):
             "Face hub; default: bytes, or the tokenizer of the token set"
         ),
     )
-    column: Annotated[str, Field(min_length=1)] = Field(
-        "text", description="the key in JSON lines, or the column of parquet files and hub data sets, that has the text"
+    format: Literal["text", "chat", "completion"] = Field(
+        "text",
+        description=(
+            'what the data consists of. "chat": conversations, rows with "messages". "completion": rows with "prompt" '
+            'and "completion", two texts or two lists of messages. The formats are those of TRL. Conversations are '
+            "rendered by the tokenizer's chat template"
+        ),
     )
-    sequence_length: int = Field(256, gt=0, le=1 << 24, description="tokens per sequence")
+    column: Annotated[str, Field(min_length=1)] = Field(
+        "text",
+        description=(
+            'with format = "text": the key in JSON lines, or the column of parquet files and hub data sets, that has '
+            "the text"
+        ),
+    )
+    train_on: Literal["assistant", "completion", "all"] | None = Field(
+        None,
+        description=(
+            'which tokens count in the loss: "assistant", the default for chat; "completion", the default for '
+            'completion; or "all"'
+        ),
+    )
+    packing: bool = Field(
+        True,
+        description=(
+            "put several conversations into a sequence, as many as fit; none of them sees another. false: one per "
+            "sequence, padded"
+        ),
+    )
+    sequence_length: int = Field(
+        256,
+        gt=0,
+        le=1 << 24,
+        description=(
+            "tokens per sequence. Default: 256, or 1024 for chat and completion, where a longer conversation is "
+            "truncated"
+        ),
+        json_schema_extra={"default": "by the format"},
+    )
     holdout: Fraction = Field(
         0.05,
         description=(
@@ -78,6 +121,43 @@ class DataSpec(Section):
             "units are counted per worker, and each worker measures the loss on its own held-out data"
         ),
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _length_by_format(cls, document: Any) -> Any:
+        """Add the default of `sequence_length` for conversations."""
+        if isinstance(document, dict) and document.get("format", "text") != "text":
+            return {"sequence_length": CONVERSATION_LENGTH, **document}
+        return document
+
+    @model_validator(mode="after")
+    def _fits_the_format(self) -> "DataSpec":
+        allowed = TRAIN_ON[self.format]
+        if self.train_on is not None and self.train_on not in allowed:
+            known = " or ".join(f'"{each}"' for each in allowed)
+            raise ValueError(
+                f'train_on = "{self.train_on}" does not exist for format = "{self.format}": '
+                + (f"use {known}" if allowed else "leave it out")
+            )
+        if self.format != "text" and self.source == "custom":
+            raise ValueError(f'format = "{self.format}" does nothing with source = "custom": leave it out')
+        if self.format != "text" and self.tokenizer == "bytes":
+            raise ValueError(
+                f'format = "{self.format}" needs a tokenizer with a token that ends an answer, not "bytes"'
+            )
+        return self
+
+    @property
+    def trains_on(self) -> Literal["assistant", "completion", "all"]:
+        """Which tokens count in the loss."""
+        return self.train_on or ("all" if self.format == "text" else TRAIN_ON[self.format][0])
+
+    def without_effect(self, given: set[str]) -> list[str]:
+        """Return a sentence for each of the `given` keys that has no effect."""
+        unused = {"packing"} if self.format == "text" else {"column"}
+        return [
+            f'data.{key} does nothing with format = "{self.format}": leave it out' for key in sorted(unused & given)
+        ]
 
 
 class InnerSpec(Section):

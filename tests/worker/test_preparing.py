@@ -20,6 +20,7 @@ from protocol.spec.run import parse_spec
 from tests.support.text import write_text
 from tests.support.tokenizers import END, write_tokenizer
 from worker.data.open_training_set import open_training_set
+from worker.data.sources.rows import TextRows
 from worker.data.sources.source import find_source
 from worker.data.tokens.index import Index, read_index
 from worker.data.tokens.preparing import Progress, Recipe, prepare
@@ -46,7 +47,9 @@ def recipe(
     source: Path | str, tokenizer: str, *, holdout: float = 0.1, shard_tokens: int = 700, task_bytes: int = 2000
 ) -> Recipe:
     """Small tasks and shards, so that there are many of both."""
-    return Recipe([find_source(str(source), "text", holdout)], load_tokenizer(tokenizer), shard_tokens, task_bytes)
+    return Recipe(
+        [find_source(str(source), TextRows("text"), holdout)], load_tokenizer(tokenizer), shard_tokens, task_bytes
+    )
 
 
 def ids(directory: Path, index: Index, *, held_out: bool = False) -> list[int]:
@@ -239,7 +242,10 @@ def test_characters_are_never_cut(tokenizer: str, tmp_path: Path, monkeypatch: p
 
 def test_a_second_source_is_held_out_whole(lines: Path, tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_text(json.dumps({"text": "held out"}) + "\n")
-    both = [find_source(str(lines), "text", 0.0), find_source(str(tmp_path / "test.jsonl"), "text", 1.0)]
+    both = [
+        find_source(str(lines), TextRows("text"), 0.0),
+        find_source(str(tmp_path / "test.jsonl"), TextRows("text"), 1.0),
+    ]
     index = prepare(Recipe(both, load_tokenizer(tokenizer)), tmp_path / "out", processes=1)
     assert documents(ids(tmp_path / "out", index, held_out=True), tokenizer) == ["held out"]
     assert documents(ids(tmp_path / "out", index), tokenizer) == TEXTS
@@ -279,7 +285,7 @@ def test_two_do_not_work_in_one_directory(lines: Path, tokenizer: str, tmp_path:
     [
         ('{"text": "cut', r"docs.jsonl, line 201: not valid JSON"),
         ('{"content": "x", "id": 1}', r"line 201: it has no 'text'; .* 'content', 'id'"),
-        ('{"text": null}', "line 201: its 'text' is NoneType, not text"),
+        ('{"text": null}', "line 201: its 'text' is null, not text"),
         ('["text"]', "line 201: .*'text', found list"),
         ('{"text": "\\ud800"}', "line 201: lone surrogate"),
         ("[" * 100_000, "line 201: not valid JSON"),  # deeper than Python goes
@@ -361,7 +367,7 @@ def test_the_digests_are_what_docs_wire_format_says(tmp_path: Path) -> None:
     assert tokenizer.digest == of({key: document[key] for key in document.keys() - {"truncation", "padding"}})
 
     (tmp_path / "text.jsonl").write_text('{"text": "a worker"}\n{"text": "waits"}\n' * 50)
-    source = find_source(str(tmp_path / "text.jsonl"), "text", 0.0)
+    source = find_source(str(tmp_path / "text.jsonl"), TextRows("text"), 0.0)
     index = prepare(Recipe([source], tokenizer, shard_tokens=100), tmp_path / "set", processes=1)
     written = json.loads((tmp_path / "set" / "index.json").read_text())
     named = ["format", "dtype", "vocabulary", "tokenizer_digest", "end", "training", "held_out"]

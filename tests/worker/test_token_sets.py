@@ -18,6 +18,7 @@ from tests.support.text import write_text
 from tests.support.tokenizers import write_tokenizer
 from worker.data.fetching.shard_cache import cache_directory
 from worker.data.open_training_set import TextData, open_training_set
+from worker.data.sources.rows import TextRows
 from worker.data.sources.source import find_source
 from worker.data.tokens import bin_files
 from worker.data.tokens.index import Index, read_index
@@ -51,7 +52,7 @@ def prepared(tmp_path: Path) -> Path:
     """A token set of 10 shards of 500 tokens or fewer, and two held out."""
     text = write_text(tmp_path / "text", seed=3, files=10, words=600)
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer")))
-    prepare(Recipe([find_source(str(text), "text", 0.2)], tokenizer, 1000), tmp_path / "set", processes=1)
+    prepare(Recipe([find_source(str(text), TextRows("text"), 0.2)], tokenizer, 1000), tmp_path / "set", processes=1)
     return tmp_path / "set"
 
 

@@ -25,10 +25,10 @@ from worker.data.fetching.remote_set import CacheSettings, open_remote_set
 from worker.data.fetching.shard_cache import cache_directory
 from worker.data.sources.files import NamedFiles, changed, check_text, held_out_names, source_files
 from worker.data.sources.hub import PREFIX
-from worker.data.sources.source import BIN, TEXT, find_source, kind_of
+from worker.data.sources.source import BIN, TEXT, kind_of
 from worker.data.tokens import bin_files
 from worker.data.tokens.index import FILE, Index, check_sizes, check_tokenizer, is_token_set, read_index
-from worker.data.tokens.preparing import Progress, Recipe, prepare
+from worker.data.tokens.preparing import Progress, prepare, recipe_of
 from worker.data.tokens.token_files import InDirectory, TokenFiles
 from worker.data.tokens.tokenizer import BYTES, IN_BYTES, Tokenizer, load_tokenizer
 from worker.data.training_set import InMemory, Sequences, TrainingSet, token_sequences
@@ -61,15 +61,19 @@ def open_training_set(
     directory = Path(data.source).expanduser()
     prepared = is_token_set(directory)
     kinds = set() if prepared else _kinds(data)
-    if prepared or kinds == {BIN}:
+    if prepared or (kinds == {BIN} and data.format == "text"):
         opened = open_token_set(spec, directory, tokenizer) if prepared else _open_bin_files(spec, tokenizer)
         check(opened.vocabulary)
         return opened
+    if tokenizer is None and data.format != "text":
+        raise DataError(
+            f'data.format = "{data.format}" needs data.tokenizer: the tokenizer of the model, with its chat template'
+        )
     tokenizer = tokenizer or load_tokenizer(IN_BYTES)
     check(tokenizer.vocabulary)
     if TEXT in kinds and tokenizer.name == IN_BYTES:
         return TextData(spec)
-    recipe = Recipe([find_source(data.source, data.column, data.holdout)], tokenizer)
+    recipe = recipe_of(data, tokenizer)
     cache = cache_directory("data") / recipe.digest()[:32]
     if not (cache / FILE).exists():
         log.info("preparing data.source = %r with the tokenizer %s in %s", data.source, tokenizer.name, cache)

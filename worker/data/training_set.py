@@ -2,8 +2,12 @@
 
 Sequence i of a shard is its tokens [i·L, i·L + L]: L inputs, and the L targets that are the same tokens shifted by one.
 No sequence continues in the next shard, which may be on another machine. So up to L tokens at a shard's end are unused.
+
+In a set of conversations, sequence i is the L + 1 tokens from i·(L + 1), and the tokens have marks
+(worker/data/tokens/marks.py). If each sequence has a single conversation, batches end where the longest one does.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -13,11 +17,15 @@ from torch import Tensor
 
 from protocol.messages import DataSummary
 from protocol.spec.run import RunSpec
+from protocol.spec.sections import DataSpec
 from worker.data.order import Integers, Order, Places
-from worker.data.tokens.index import Index
+from worker.data.tokens.index import Conversations, Index
+from worker.data.tokens.marks import TRAINED
 from worker.data.tokens.token_files import TokenFiles
 from worker.data.tokens.tokenizer import BYTES, Tokens
 from worker.errors import DataError
+
+_COLUMNS = 64  # batches of few widths: each is compiled, and measured by the allocator, anew
 
 
 class TrainingSet(Protocol):
@@ -37,7 +45,8 @@ class TrainingSet(Protocol):
 
     @property
     def held_out_tokens(self) -> int:
-        """Tokens of the held-out shards that contain a whole sequence; 0 if there are none."""
+        """Tokens of the held-out shards that contain a whole sequence, of conversations those that are trained on; 0 if
+        there are none."""
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -45,7 +54,8 @@ class TrainingSet(Protocol):
 
     def unit(self, number: int) -> Tensor:
         """Return work unit `number`, int64[batch_size, sequence_length + 1], a pure function of the set, the run's seed
-        and the number. Raises DataError if the data cannot be read or has changed."""
+        and the number; of conversations without packing it may have fewer columns. Raises DataError if the data cannot
+        be read or has changed."""
 
     def expect(self, units: Sequence[int]) -> None:
         """Announce the units that are read next, in this order, so that their shards can be prefetched until `close`.
@@ -113,12 +123,18 @@ class Sequences:
         tokenizer: str | None = None,
         tokenizer_digest: str | None = None,
         prefetch: Prefetch | None = None,
+        index: Index | None = None,
     ) -> None:
         self._prefetch = prefetch
         self._length, self._batch = spec.data.sequence_length, spec.inner.batch_size
+        conversations = None if index is None else index.conversations
+        self._stride = self._length if conversations is None else self._length + 1
+        self._trims = conversations is not None and not conversations.packing
         self._training, self._held_out = training, held_out
         self.vocabulary, self.bytes_per_token = vocabulary, bytes_per_token
         self.held_out_tokens = sum(tokens for tokens in held_out.tokens if tokens > self._length)
+        if index is not None and conversations is not None:
+            self.held_out_tokens = sum(shard.trained or 0 for shard in index.held_out)
         sequences = self._sequences(training)
         self.order = Order(sequences, self._batch, spec.seed)
         self.units_per_epoch = self.order.units_per_epoch
@@ -160,11 +176,45 @@ class Sequences:
             yield self._read(self._held_out, Places(shards, rows))
 
     def _sequences(self, shards: Shards) -> list[int]:
+        if self._stride > self._length:
+            return [tokens // self._stride for tokens in shards.tokens]
         return [max(tokens - 1, 0) // self._length for tokens in shards.tokens]
 
     def _read(self, shards: Shards, places: Places) -> Tensor:
-        tokens = shards.read(places.shards, places.rows * self._length, self._length + 1)
+        tokens = shards.read(places.shards, places.rows * self._stride, self._length + 1)
+        if self._trims:
+            tokens = tokens[:, : _trained_columns(tokens)]
         return torch.from_numpy(tokens.astype(np.int64))
+
+
+def _trained_columns(tokens: Tokens) -> int:
+    """Return how many columns of a batch with marks there are up to the last one that is trained on, rounded up to
+    _COLUMNS and one. Later ones change nothing, as no token sees those after it."""
+    trained = np.flatnonzero((tokens.astype(np.uint32) & np.uint32(TRAINED)).any(axis=0))
+    last = int(trained[-1]) if len(trained) else 1
+    return min(-(-last // _COLUMNS) * _COLUMNS + 1, tokens.shape[1])
+
+
+def _check_conversations(data: DataSpec, found: Conversations | None) -> None:
+    """Raise DataError unless the token set is what the spec's [data] describes: text, or such conversations."""
+    name = f"data.source = {data.source!r}"
+    if found is None:
+        if data.format != "text":
+            raise DataError(
+                f'{name} is a token set of text: set data.format = "text", or prepare a set of conversations with '
+                f"`outerstep data prepare --format {data.format}`"
+            )
+        return
+    if data.format == "text":
+        raise DataError(f'{name} is a token set of conversations: set data.format = "chat" or "completion"')
+    wanted = {"sequence_length": data.sequence_length, "train_on": data.trains_on, "packing": data.packing}
+    for key, value in wanted.items():
+        if (was := getattr(found, key)) != value:
+            given, right = (json.dumps(each) for each in (value, was))
+            raise DataError(
+                f"{name} was prepared with {key} = {right}, but data.{key} is {given}: set data.{key} = {right}, or "
+                "prepare the set again"
+            )
 
 
 def token_sequences(
@@ -176,6 +226,7 @@ def token_sequences(
             f"data.source = {spec.data.source!r} does not record which tokenizer made its ids. With data.private, the "
             "tokenizer is all that ensures that equal ids mean equal text on every worker: set data.tokenizer"
         )
+    _check_conversations(spec.data, index.conversations)
     return Sequences(
         spec,
         training,
@@ -186,4 +237,5 @@ def token_sequences(
         tokenizer=index.tokenizer,
         tokenizer_digest=index.tokenizer_digest,
         prefetch=prefetch,
+        index=index,
     )

@@ -101,4 +101,4 @@ def distribute(loss: Loss, mode: Mode, device: torch.device) -> DistributedLoss:
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(wrapped)
-    return DistributedLoss(loss.model, loss.precision, loss.head, wrapped)
+    return DistributedLoss(loss.model, loss.precision, loss.head, loss.conversations, wrapped)

@@ -31,7 +31,7 @@ def evaluate(
     loss = loss or Loss(model)
 
     def sum_of(parts: tuple[Tensor, ...]) -> float:
-        return sum(float(loss(part)) * part[:, 1:].numel() for part in parts)
+        return sum(float(loss(part)) * int(loss.targets(part)) for part in parts)
 
     was_training = model.training
     model.eval()
@@ -42,7 +42,7 @@ def evaluate(
             on_device = batch.to(device)
             sizes = micro_batches or MicroBatches(len(batch), len(batch))
             total += sizes.over(on_device, sum_of)
-            tokens += batch[:, 1:].numel()
+            tokens += int(loss.targets(batch))
     model.train(was_training)
     if not math.isfinite(total):
         raise ModelError(f"the held-out loss is {total}: the model's parameters are not finite, or far too large")

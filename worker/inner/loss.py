@@ -1,9 +1,13 @@
-"""The loss of one batch, for large vocabularies without the logits of all its tokens in memory at once."""
+"""The loss of one batch, for large vocabularies without the logits of all its tokens in memory at once.
+
+It is the mean over the targets. In a batch of conversations, whose tokens have marks (worker/data/tokens/marks.py),
+these are the tokens that are trained on.
+"""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +15,23 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from worker.data.tokens.marks import BEGINS, IDS, TRAINED
+from worker.errors import ModelError
 from worker.inner.precision import Precision, autocast, precision_on
 from worker.models.building import logits_of
 
 LOGITS_BYTES = 1 << 30  # of fp32 logits in memory at once; more are computed in chunks
 _PROBE_TOKENS = 2  # fits into any model's context
+_UNTRAINED = -100  # the target that torch's cross_entropy ignores
+
+Conversations = Literal["packed", "padded"]
 
 
 def summed_cross_entropy(hidden: Tensor, linear: nn.Linear, targets: Tensor) -> Tensor:
     """Return the sum of the cross-entropies in nats, a scalar in fp32.
 
     hidden   [tokens, width], the last hidden states
-    targets  int64[tokens]
+    targets  int64[tokens]; _UNTRAINED: not in the sum
     """
     return functional.cross_entropy(linear(hidden).float(), targets, reduction="sum")
 
@@ -64,48 +73,95 @@ def _gives_the_same(model: nn.Module, head: Head) -> bool:
     return same
 
 
-def chunked_cross_entropy(hidden: Tensor, head: Head, targets: Tensor, chunk_tokens: int) -> Tensor:
-    """Return the mean cross-entropy in nats, a scalar in fp32, with the logits of `chunk_tokens` tokens in memory at
-    most. The backward pass computes them again.
+def chunked_cross_entropy(
+    hidden: Tensor, head: Head, targets: Tensor, chunk_tokens: int, mean_over: Tensor | int
+) -> Tensor:
+    """Return the sum of the cross-entropies in nats divided by `mean_over`, a scalar in fp32, with the logits of
+    `chunk_tokens` tokens in memory at most. The backward pass computes them again.
 
     hidden   [tokens, width]
     targets  int64[tokens]
     """
     if len(targets) <= chunk_tokens:
-        return head.cross_entropy(hidden, head.linear, targets) / len(targets)
+        return head.cross_entropy(hidden, head.linear, targets) / mean_over
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for states, wanted in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
         total = total + checkpoint(head.cross_entropy, states, head.linear, wanted, use_reentrant=False)
-    return total / len(targets)
+    return total / mean_over
+
+
+@torch.no_grad()
+def check_packing(model: nn.Module) -> None:
+    """Raise ModelError unless the model keeps conversations in one sequence apart, given the positions of their
+    tokens. A forward pass over two short ones decides."""
+    was_training = model.training
+    model.eval()
+    count = 2 * _PROBE_TOKENS
+    tokens = torch.arange(count, device=next(model.parameters()).device)[None]
+    positions = tokens % _PROBE_TOKENS
+    second = tokens[:, _PROBE_TOKENS:]
+    try:
+        together, alone = logits_of(model, tokens, positions), logits_of(model, second, positions[:, _PROBE_TOKENS:])
+    except TypeError as error:
+        raise ModelError(
+            f"data.packing needs a model that is called with position_ids, which {type(model).__name__} is not "
+            f"({error}): set data.packing = false"
+        ) from error
+    model.train(was_training)
+    if not torch.allclose(together[:, _PROBE_TOKENS:], alone, rtol=1e-3, atol=1e-5):
+        raise ModelError(
+            f"with data.packing, conversations share a sequence, but {type(model).__name__} lets each see those before "
+            "it: set data.packing = false"
+        )
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The model's mean cross-entropy in nats per token.
+    """The model's mean cross-entropy in nats per target.
 
-    precision  None: the device's default
-    head       if given, the logits of a large batch are computed in chunks
+    precision      None: the device's default
+    head           if given, the logits of a large batch are computed in chunks
+    conversations  None: batches have no marks, and every token after the first is a target. Otherwise whether sequences
+                   have several conversations, which do not see each other, or one and padding
     """
 
     model: nn.Module
     precision: Precision | None = None
     head: Head | None = None
+    conversations: Conversations | None = None
 
     def unsynchronised(self) -> AbstractContextManager[object]:
         """Return the context for every backward pass of a gradient except the last one."""
         return nullcontext()
 
+    def targets(self, batch: Tensor) -> Tensor | int:
+        """Return the number of targets in int64[batch, length + 1]; a scalar on the device for conversations."""
+        wanted = batch[:, 1:]
+        return wanted.numel() if self.conversations is None else ((wanted & TRAINED) != 0).sum()
+
     def __call__(self, batch: Tensor) -> Tensor:
-        """Return the mean over int64[batch, length + 1], a scalar in fp32."""
+        """Return the mean over the targets of int64[batch, length + 1], a scalar in fp32; 0 if there are none."""
         tokens, targets = batch[:, :-1], batch[:, 1:].flatten()
+        positions, mean_over = None, self.targets(batch)
+        if isinstance(mean_over, Tensor):
+            positions = _positions(tokens) if self.conversations == "packed" else None
+            targets = torch.where((targets & TRAINED) != 0, targets & IDS, _UNTRAINED)
+            tokens, mean_over = tokens & IDS, mean_over.clamp(min=1)
         with autocast(self.precision or precision_on(batch.device), batch.device):
             if self.head is not None:
                 chunk_tokens = max(LOGITS_BYTES // (4 * self.head.linear.out_features), 1)
                 if self.head.compiled or tokens.numel() > chunk_tokens:
-                    hidden = self.head.body(tokens).last_hidden_state.flatten(0, 1)
-                    return chunked_cross_entropy(hidden, self.head, targets, chunk_tokens)
-            logits = logits_of(self.model, tokens)
-        return functional.cross_entropy(logits.float().flatten(0, 1), targets)
+                    given = {} if positions is None else {"position_ids": positions}
+                    hidden = self.head.body(tokens, **given).last_hidden_state.flatten(0, 1)
+                    return chunked_cross_entropy(hidden, self.head, targets, chunk_tokens, mean_over)
+            logits = logits_of(self.model, tokens, positions)
+        return functional.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum") / mean_over
+
+
+def _positions(tokens: Tensor) -> Tensor:
+    """Return the position of each token within its conversation, for tokens with marks; int64 of the same shape."""
+    at = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    return at - torch.where((tokens & BEGINS) != 0, at, 0).cummax(dim=1).values
 
 
 def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -40,22 +41,31 @@ class InnerStep:
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._note_stepped)  # before DiLoCo registers its own
 
-    def gradient(self, batch: Tensor) -> Tensor:
+    def gradient(self, batch: Tensor, mean_over: Tensor | float | None = None) -> Tensor:
         """Compute the gradient of the mean loss of int64[batch, length + 1]; return the loss, a scalar on the device.
+
+        mean_over  the number of targets that the sum of their losses is divided by; None: those of `batch`
 
         If memory runs out, the batch starts again with smaller micro-batches, and nothing counts twice. Raises BoxError
         if they cannot be smaller.
         """
-        return self._micro_batches.over(batch, self._accumulate, self._drop_gradient)
+        return self._micro_batches.over(batch, partial(self._accumulate, mean_over), self._drop_gradient)
 
-    def _accumulate(self, micro_batches: tuple[Tensor, ...]) -> Tensor:
-        rows = sum(len(each) for each in micro_batches)
+    def targets(self, batch: Tensor) -> Tensor | int:
+        """Return the number of targets in a batch; see `Loss.targets`."""
+        return self._loss.targets(batch)
+
+    def _accumulate(self, mean_over: Tensor | float | None, micro_batches: tuple[Tensor, ...]) -> Tensor:
+        targets = [self._loss.targets(each) for each in micro_batches]
+        total = sum(targets) if mean_over is None else mean_over
         losses = []
-        for number, each in enumerate(micro_batches, 1):
+        for number, (each, count) in enumerate(zip(micro_batches, targets, strict=True), 1):
             with nullcontext() if number == len(micro_batches) else self._loss.unsynchronised():
                 loss = self._loss(each)
-                if len(each) < rows:
-                    loss = loss * (len(each) / rows)
+                if isinstance(count, Tensor):
+                    loss = loss * (count / torch.clamp(torch.as_tensor(total), min=1))
+                elif count != total:
+                    loss = loss * (count / total)
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])

@@ -71,9 +71,13 @@ def load_weights(model: nn.Module, spec: ModelSpec) -> None:
         ) from error
 
 
-def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the model's logits, [batch, length, vocabulary], for token ids int64[batch, length]."""
-    output = model(tokens)
+def logits_of(model: nn.Module, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Return the model's logits, [batch, length, vocabulary], for token ids int64[batch, length].
+
+    positions  of the tokens in their conversations, int64 of the same shape: models of transformers then let no token
+               see another conversation. None: each sequence is a whole
+    """
+    output = model(tokens) if positions is None else model(tokens, position_ids=positions)
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits
 

@@ -19,6 +19,7 @@ import zstandard
 from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece, next_line, pieces
 from worker.data.sources.files import NamedFiles, held_out_names
 from worker.data.sources.jsonl import line_pieces
+from worker.data.sources.rows import RowFormat
 from worker.data.sources.text import LINE_BYTES
 from worker.errors import DataError
 
@@ -30,7 +31,7 @@ _OUT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class CompressedLinesTask:
-    """Whole decompressed lines of a file, beginning with number `line`. `column` names the text. `rows` is the
+    """Whole decompressed lines of a file, beginning with number `line`. `rows` is the
     distance from its position to the next task's."""
 
     path: Path
@@ -38,13 +39,15 @@ class CompressedLinesTask:
     content: bytes
     size: int
     rows: int
-    column: str
+    row_format: RowFormat
     hold_out: HoldOut
 
     def pieces(self) -> Iterator[Piece]:
         for number, line in enumerate(self.content.split(b"\n"), start=self.line):
             if line.strip():
-                yield from line_pieces(line, self.column, self.hold_out, partial(str, f"{self.path}, line {number}"))
+                yield from line_pieces(
+                    line, self.row_format, self.hold_out, partial(str, f"{self.path}, line {number}")
+                )
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class CompressedTextTask:
 
 
 def compressed_line_tasks(
-    files: NamedFiles, column: str, hold_out: HoldOut, position: int, task_bytes: int = TASK_BYTES
+    files: NamedFiles, row_format: RowFormat, hold_out: HoldOut, position: int, task_bytes: int = TASK_BYTES
 ) -> Iterator[CompressedLinesTask]:
     """Yield the tasks of compressed files of JSON lines, beginning at `position`."""
     first, skipped = divmod(position, _FILE)
@@ -75,7 +78,7 @@ def compressed_line_tasks(
         line = 1
         for cut in _cuts(path, count(task_bytes, task_bytes)):
             if cut.number >= skipped:
-                yield CompressedLinesTask(path, line, cut.content, cut.size, cut.rows, column, hold_out)
+                yield CompressedLinesTask(path, line, cut.content, cut.size, cut.rows, row_format, hold_out)
             line += cut.content.count(b"\n")
         skipped = 0
 

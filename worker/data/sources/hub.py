@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece, document
-from worker.data.sources.jsonl import no_text
+from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece
+from worker.data.sources.rows import RowError, RowFormat, without_nulls
 from worker.errors import DataError
 
 PREFIX = "hub:"
@@ -17,43 +17,34 @@ PREFIX = "hub:"
 
 @dataclass(frozen=True)
 class RowsTask:
-    """Rows of the stream, beginning with number `first`."""
+    """The text of `rows` rows of the stream, about `size` bytes."""
 
-    source: str
-    first: int
-    texts: tuple[str, ...]
+    texts: tuple[Piece, ...]
+    rows: int
     size: int
-    hold_out: HoldOut
-
-    @property
-    def rows(self) -> int:
-        return len(self.texts)
 
     def pieces(self) -> Iterator[Piece]:
-        for number, text in enumerate(self.texts, start=self.first):
-            try:
-                yield from document(text, self.hold_out)
-            except UnicodeEncodeError as error:
-                raise DataError(f"{self.source}, row {number}: lone surrogate in the text ({error})") from error
+        yield from self.texts
 
 
 def hub_tasks(
-    source: str, column: str, hold_out: HoldOut, skip: int, task_bytes: int = TASK_BYTES
+    source: str, row_format: RowFormat, hold_out: HoldOut, skip: int, task_bytes: int = TASK_BYTES
 ) -> Iterator[RowsTask]:
-    """Yield the tasks of a data set of the hub, without the first `skip` documents."""
-    texts: list[str] = []
-    size = 0
+    """Yield the tasks of a data set of the hub, without the first `skip` rows."""
+    texts: list[Piece] = []
+    size, done = 0, skip
     for number, row in enumerate(_stream(source, skip), start=skip):
-        text = row.get(column)
-        if not isinstance(text, str):
-            raise DataError(f"{source}, row {number}: {no_text(row, column)}")
-        texts.append(text)
-        size += len(text)
+        try:
+            found = list(row_format.pieces({name: without_nulls(value) for name, value in row.items()}, hold_out))
+        except RowError as error:
+            raise DataError(f"{source}, row {number}: {error}") from error
+        texts += found
+        size += sum(piece.size for piece in found)
         if size >= task_bytes:
-            yield RowsTask(source, skip, tuple(texts), size, hold_out)
-            texts, size, skip = [], 0, number + 1
+            yield RowsTask(tuple(texts), number + 1 - done, size)
+            texts, size, done = [], 0, number + 1
     if texts:
-        yield RowsTask(source, skip, tuple(texts), size, hold_out)
+        yield RowsTask(tuple(texts), number + 1 - done, size)
 
 
 def _stream(source: str, skip: int) -> Iterator[dict[str, Any]]:

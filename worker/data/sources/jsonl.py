@@ -1,4 +1,4 @@
-"""JSON lines: each line is an object, one member of which is the text of a document."""
+"""JSON lines: each line is an object, a row."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,20 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece, document, line_start
+from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece, line_start
 from worker.data.sources.files import NamedFiles, changed
+from worker.data.sources.rows import RowError, RowFormat
 from worker.errors import DataError
 
 
 @dataclass(frozen=True)
 class LinesTask:
-    """The lines of a file of `length` bytes that begin in the bytes [start, stop). `column` names the text."""
+    """The lines of a file of `length` bytes that begin in the bytes [start, stop)."""
 
     path: Path
     start: int
     stop: int
     length: int
-    column: str
+    row_format: RowFormat
     hold_out: HoldOut
     rows = 0
 
@@ -37,7 +38,7 @@ class LinesTask:
                 if not line:
                     raise changed(self.path)
                 if line.strip():
-                    yield from line_pieces(line, self.column, self.hold_out, partial(self._where, at))
+                    yield from line_pieces(line, self.row_format, self.hold_out, partial(self._where, at))
                 at += len(line)
 
     def _where(self, at: int) -> str:
@@ -47,19 +48,16 @@ class LinesTask:
         return f"{self.path}, line {before + 1}"
 
 
-def line_pieces(line: bytes, column: str, hold_out: HoldOut, where: Callable[[], str]) -> Iterator[Piece]:
-    """Yield the document of one line. Raises DataError, in which `where()` names the line."""
+def line_pieces(line: bytes, row_format: RowFormat, hold_out: HoldOut, where: Callable[[], str]) -> Iterator[Piece]:
+    """Yield the text of one line. Raises DataError, in which `where()` names the line."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where()}: not valid JSON ({error}); fix the line or remove it") from error
-    text = found.get(column) if isinstance(found, dict) else None
-    if not isinstance(text, str):
-        raise DataError(f"{where()}: {no_text(found, column)}")
     try:
-        yield from document(text, hold_out)
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where()}: lone surrogate in the text ({error}); fix the line or remove it") from error
+        yield from row_format.pieces(found, hold_out)
+    except RowError as error:
+        raise DataError(f"{where()}: {error}") from error
 
 
 def _chunks(file: Any, length: int) -> Iterator[bytes]:
@@ -68,21 +66,11 @@ def _chunks(file: Any, length: int) -> Iterator[bytes]:
         yield chunk
 
 
-def no_text(row: Any, column: str) -> str:
-    """Return why a row has no text in `column`, and the remedy."""
-    if not isinstance(row, dict):
-        return f"expected an object with a text in {column!r}, found {type(row).__name__}"
-    if column in row:
-        return f"its {column!r} is {type(row[column]).__name__}, not text; name another column, or remove the row"
-    return (
-        f"it has no {column!r}; name the column with the text (data.column, --column), one of "
-        f"{', '.join(map(repr, row))}"
-    )
-
-
-def line_tasks(files: NamedFiles, column: str, hold_out: HoldOut, task_bytes: int = TASK_BYTES) -> Iterator[LinesTask]:
+def line_tasks(
+    files: NamedFiles, row_format: RowFormat, hold_out: HoldOut, task_bytes: int = TASK_BYTES
+) -> Iterator[LinesTask]:
     """Yield the tasks of files of JSON lines."""
     for _, path in files:
         length = path.stat().st_size
         for start in range(0, length, task_bytes):
-            yield LinesTask(path, start, min(start + task_bytes, length), length, column, hold_out)
+            yield LinesTask(path, start, min(start + task_bytes, length), length, row_format, hold_out)

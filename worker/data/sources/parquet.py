@@ -1,12 +1,14 @@
-"""Parquet files: each row of a text column is a document. Needs pyarrow (the extra `outerstep[data]`)."""
+"""Parquet files. Need pyarrow (the extra `outerstep[data]`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece, document
+from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece
 from worker.data.sources.files import NamedFiles
+from worker.data.sources.rows import RowError, RowFormat, TextRows, without_nulls
 from worker.errors import DataError
 
 _BATCH_ROWS = 256
@@ -14,14 +16,15 @@ _BATCH_ROWS = 256
 
 @dataclass(frozen=True)
 class RowsTask:
-    """The rows [first, stop) of a row group. `size` is their share of the column's bytes."""
+    """The rows [first, stop) of a row group. `size` is their share of the bytes of the columns."""
 
     path: Path
     group: int
     first: int
     stop: int
     size: int
-    column: str
+    columns: list[str]
+    row_format: RowFormat
     hold_out: HoldOut
     rows = 0
 
@@ -36,55 +39,64 @@ class RowsTask:
     def _pieces(self, pyarrow: ModuleType) -> Iterator[Piece]:
         row = 0
         with pyarrow.parquet.ParquetFile(self.path) as file:
-            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self.group], columns=[self.column]):
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[self.group], columns=self.columns):
                 if row + len(batch) > self.first:
-                    for number, text in enumerate(batch.column(0).to_pylist(), start=row):
+                    for number, found in enumerate(batch.to_pylist(), start=row):
                         if self.first <= number < self.stop:
-                            yield from self._document(text, number)
+                            yield from self._row(found, number)
                 row += len(batch)
                 if row >= self.stop:
                     return
 
-    def _document(self, text: str | None, number: int) -> Iterator[Piece]:
-        if text is None:
-            raise DataError(
-                f"{self.path}, row {number} of row group {self.group}: its {self.column!r} is null, not text; name "
-                "another column, or remove the row"
+    def _row(self, found: dict[str, Any], number: int) -> Iterator[Piece]:
+        try:
+            yield from self.row_format.pieces(
+                {name: without_nulls(value) for name, value in found.items()}, self.hold_out
             )
-        yield from document(text, self.hold_out)
+        except RowError as error:
+            raise DataError(f"{self.path}, row {number} of row group {self.group}: {error}") from error
 
 
-def row_tasks(files: NamedFiles, column: str, hold_out: HoldOut, task_bytes: int = TASK_BYTES) -> Iterator[RowsTask]:
-    """Yield the tasks of parquet files. Raises DataError for a file without a text column of that name."""
+def row_tasks(
+    files: NamedFiles, row_format: RowFormat, hold_out: HoldOut, task_bytes: int = TASK_BYTES
+) -> Iterator[RowsTask]:
+    """Yield the tasks of parquet files. Raises DataError for a file without the columns of the format."""
     for _, path in files:
-        for group, (rows, size) in enumerate(_groups(path, column)):
+        columns, groups = _groups(path, row_format)
+        for group, (rows, size) in enumerate(groups):
             count = max(min(-(-size // task_bytes), rows), 1)
             for part in range(count):
                 first, stop = (rows * each // count for each in (part, part + 1))
                 if first < stop:
-                    yield RowsTask(path, group, first, stop, size // count, column, hold_out)
+                    yield RowsTask(path, group, first, stop, size // count, columns, row_format, hold_out)
 
 
-def _groups(path: Path, column: str) -> list[tuple[int, int]]:
-    """Return for each row group of a file its rows and the uncompressed bytes of the column."""
+def _groups(path: Path, row_format: RowFormat) -> tuple[list[str], list[tuple[int, int]]]:
+    """Return the columns to read of a file, and for each row group its rows and the uncompressed bytes of these
+    columns."""
     pyarrow = _pyarrow()
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             schema, metadata = file.schema_arrow, file.metadata
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from error
-    if column not in schema.names:
-        raise DataError(
-            f"{path} has no column {column!r}; name the column with the text (data.column, --column), one of "
-            f"{', '.join(map(repr, schema.names))}"
-        )
-    kind, types = schema.field(column).type, pyarrow.types
+    try:
+        columns = row_format.columns(schema.names)
+    except RowError as error:
+        raise DataError(f"{path}: {error}") from error
+    if isinstance(row_format, TextRows):
+        _check_text_column(path, row_format.column, schema, pyarrow.types)
+    paths = [metadata.schema.column(j).path.split(".")[0] for j in range(metadata.num_columns)]
+    places = [j for j, root in enumerate(paths) if root in columns]
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    return columns, [(group.num_rows, sum(group.column(j).total_uncompressed_size for j in places)) for group in groups]
+
+
+def _check_text_column(path: Path, column: str, schema: Any, types: Any) -> None:
+    kind = schema.field(column).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         raise DataError(f"{path}: the column {column!r} is {kind}, not text; name another (data.column, --column)")
-    place = [metadata.schema.column(j).path for j in range(metadata.num_columns)].index(column)
-    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    return [(group.num_rows, group.column(place).total_uncompressed_size) for group in groups]
 
 
 def _pyarrow() -> ModuleType:

@@ -13,6 +13,7 @@ from worker.data.sources.files import NamedFiles, check_text, source_files
 from worker.data.sources.hub import PREFIX, hub_tasks
 from worker.data.sources.jsonl import line_tasks
 from worker.data.sources.parquet import row_tasks
+from worker.data.sources.rows import RowFormat, TextRows
 from worker.data.sources.text import text_tasks
 from worker.errors import DataError
 
@@ -32,7 +33,7 @@ class TextSource:
     name: str
     kind: str
     files: NamedFiles
-    column: str
+    row_format: RowFormat
     holdout: float
 
     @property
@@ -43,32 +44,32 @@ class TextSource:
     def identity(self) -> list[Any]:
         """Return values that distinguish it from any other source, and change if a file is changed."""
         files = [(name, status.st_size, status.st_mtime_ns) for name, status in ((n, p.stat()) for n, p in self.files)]
-        return [self.kind, self.name if self.kind == HUB else files, self.column, self.holdout]
+        return [self.kind, self.name if self.kind == HUB else files, *self.row_format.identity(), self.holdout]
 
     def tasks(self, done: int, rows: int, task_bytes: int = TASK_BYTES) -> Iterator[Task]:
         """Yield its tasks, except the first `done`, which had `rows` rows (see `Task.rows`). Raises DataError."""
         hold_out = HoldOut(self.holdout)
         if self.kind == HUB:
-            return hub_tasks(self.name, self.column, hold_out, rows, task_bytes)
+            return hub_tasks(self.name, self.row_format, hold_out, rows, task_bytes)
         tasks: Iterator[Task]
         if self.kind == JSONL:
-            tasks = line_tasks(self.files, self.column, hold_out, task_bytes)
+            tasks = line_tasks(self.files, self.row_format, hold_out, task_bytes)
         elif self.kind == COMPRESSED_JSONL:
-            return compressed_line_tasks(self.files, self.column, hold_out, rows, task_bytes)
+            return compressed_line_tasks(self.files, self.row_format, hold_out, rows, task_bytes)
         elif self.kind == COMPRESSED_TEXT:
             return compressed_text_tasks(self.files, self.holdout, rows, task_bytes)
         elif self.kind == PARQUET:
-            tasks = row_tasks(self.files, self.column, hold_out, task_bytes)
+            tasks = row_tasks(self.files, self.row_format, hold_out, task_bytes)
         else:
             tasks = text_tasks(self.files, self.holdout, task_bytes)
         return islice(tasks, done, None)
 
 
-def find_source(name: str, column: str, holdout: float) -> TextSource:
-    """Return the source of text called `name`. Raises DataError if there are no such files, if they have several
-    formats, or if they do not contain text."""
+def find_source(name: str, row_format: RowFormat, holdout: float) -> TextSource:
+    """Return the source of text called `name`. Raises DataError if there are no such files, if they are of several
+    kinds, or if they do not contain rows of this format or text."""
     if name.startswith(PREFIX):
-        return TextSource(name, HUB, [], column, holdout)
+        return TextSource(name, HUB, [], row_format, holdout)
     files = source_files(name)
     kinds = {kind_of(file): file for file, _ in files}
     if len(kinds) > 1:
@@ -84,12 +85,17 @@ def find_source(name: str, column: str, holdout: float) -> TextSource:
             else "data.source accepts them without preparing"
         )
         raise DataError(f"data.source = {name!r}: {kinds[kind]} is not text but {kind}; {remedy}")
+    if kind in (TEXT, COMPRESSED_TEXT) and not isinstance(row_format, TextRows):
+        raise DataError(
+            f"data.source = {name!r}: {kinds[kind]} is {kind}, but conversations are read from .jsonl, .ndjson or "
+            ".parquet files, or from the hub"
+        )
     if kind == TEXT:
         try:
             check_text(name, files)
         except OSError as error:
             raise DataError(f"data.source = {name!r}: {error_text(error)}") from error
-    return TextSource(name, kind, files, column, holdout)
+    return TextSource(name, kind, files, row_format, holdout)
 
 
 def kind_of(file: str) -> str:

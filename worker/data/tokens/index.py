@@ -1,14 +1,14 @@
 """The index of a token set, index.json, which lists its shards.
 
 A shard consists of little-endian token ids and nothing else: the .bin format of nanoGPT. Its `offset` is where they
-begin in the file, so a file with a header, or a part of a large file, can be a shard without being rewritten.
-docs/wire-format.md describes the format.
+begin in the file, so a file with a header, or a part of a large file, can be a shard without being rewritten. A set of
+conversations (format 2) has ids with marks, in sequences of fixed length. docs/wire-format.md describes both formats.
 """
 
 import json
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from blake3 import blake3
@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 
 from protocol.messages import HexDigest
 from protocol.validation_errors import explain_all
+from worker.data.tokens.conversations import TrainOn
+from worker.data.tokens.marks import IDS
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
 
@@ -40,6 +42,7 @@ class Shard(_Strict):
     """A shard: `tokens` ids in `file`, beginning at byte `offset`, and the BLAKE3 of their bytes.
 
     `documents` and `bytes` (of text) count the documents and pieces of text that begin in it; None if unknown.
+    `trained` counts the tokens that are trained on, in a set of conversations; None in any other.
     """
 
     file: str
@@ -48,6 +51,7 @@ class Shard(_Strict):
     digest: HexDigest
     documents: _Count | None = None
     bytes: _Count | None = None
+    trained: _Count | None = None
 
     @field_validator("file")
     @classmethod
@@ -58,10 +62,22 @@ class Shard(_Strict):
         return file
 
 
-class Index(_Strict):
-    """A token set: how to read its ids, and its shards in order."""
+class Conversations(_Strict):
+    """A set of conversations, in sequences of `sequence_length` tokens and the one after them. `packing`: a sequence
+    may have several. The other members show what was left out: see `LeftOut`."""
 
-    format: Literal[1] = 1
+    sequence_length: Annotated[int, Field(gt=0, le=1 << 24)]
+    train_on: TrainOn
+    packing: bool
+    longest: _Count
+    truncated: _Count
+    dropped: dict[str, _Count]
+
+
+class Index(_Strict):
+    """A token set: how to read its ids, and its shards in order. Of format 2 if it has `conversations`."""
+
+    format: Literal[1, 2] = 1
     dtype: DtypeName
     vocabulary: Annotated[int, Field(gt=0, le=1 << 32)]  # ids are below this
     tokenizer: str | None  # its name on the machine where the set was made; None if unknown
@@ -71,6 +87,27 @@ class Index(_Strict):
     made_from: HexDigest | None = None  # the digest of its `Recipe`, by which a set is found instead of made again
     training: Annotated[list[Shard], FailFast()]
     held_out: Annotated[list[Shard], FailFast()]
+    conversations: Conversations | None = None
+
+    @model_validator(mode="after")
+    def _format_fits(self) -> "Index":
+        conversations = self.conversations
+        if (self.format == 2) != (conversations is not None):
+            raise ValueError(f"format {self.format} {'needs' if self.format == 2 else 'has no'} conversations")
+        if conversations is None:
+            if any(shard.trained is not None for shard in self.shards):
+                raise ValueError("a shard of format 1 has no trained")
+            return self
+        if self.dtype != "uint32" or self.vocabulary > IDS:
+            raise ValueError(f"format 2 has ids below {IDS} in uint32")
+        for shard in self.shards:
+            if shard.tokens % self.row_tokens:
+                raise ValueError(
+                    f"{shard.file} has {shard.tokens} tokens, no multiple of the {self.row_tokens} of a sequence"
+                )
+            if not 0 < (shard.trained or 0) <= shard.tokens:
+                raise ValueError(f"{shard.file} trains on {shard.trained} of {shard.tokens} tokens")
+        return self
 
     @model_validator(mode="after")
     def _room_for_every_id(self) -> "Index":
@@ -93,8 +130,17 @@ class Index(_Strict):
         return [*self.training, *self.held_out]
 
     @property
+    def row_tokens(self) -> int:
+        """Tokens of one sequence of a set of conversations; the set must be one."""
+        assert self.conversations is not None
+        return self.conversations.sequence_length + 1
+
+    @property
     def bytes_per_token(self) -> float | None:
-        """Bytes of text per token of the held-out part; None if unknown, or if nothing is held out."""
+        """Bytes of text per token of the held-out part; None if unknown, if nothing is held out, or for a set of
+        conversations, whose loss is that of a part of the text."""
+        if self.conversations is not None:
+            return None
         known = [(shard.bytes, shard.tokens) for shard in self.held_out if shard.bytes is not None]
         if len(known) < len(self.held_out) or not known:
             return None
@@ -103,13 +149,18 @@ class Index(_Strict):
     def digest(self) -> str:
         """Return the digest of the set: of its shards' contents, whatever their files and the tokenizer are called."""
         fields = {"format", "dtype", "vocabulary", "tokenizer_digest", "end", "training", "held_out"}
-        names = {"__all__": {"file", "offset"}}
+        names = {"__all__": {"file", "offset"} | ({"trained"} if self.format == 1 else set())}
         content = self.model_dump(include=fields, exclude={"training": names, "held_out": names})
+        if self.conversations is not None:
+            content["sequence_length"] = self.conversations.sequence_length
         return blake3(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def text(self) -> str:
         """Return the content of index.json."""
-        return json.dumps(self.model_dump(), indent=1, ensure_ascii=False) + "\n"
+        shards = {"__all__": {"trained"}}
+        only_format_2: Any = {"conversations": True, "training": shards, "held_out": shards}
+        document = self.model_dump(exclude=only_format_2 if self.format == 1 else None)
+        return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
 
 
 def item_of(dtype: DtypeName) -> Item:

@@ -20,19 +20,24 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from blake3 import blake3
 from pydantic import BaseModel, Field, ValidationError
 
 from outerstep.common.files import NEW, replace_file, try_lock
+from protocol.spec.sections import DataSpec
 from protocol.validation_errors import explain_all
 from worker.data.sources.documents import TASK_BYTES
-from worker.data.sources.source import TextSource
+from worker.data.sources.rows import row_format
+from worker.data.sources.source import TextSource, find_source
+from worker.data.tokens.conversations import ConversationEncoder, load_chat_template
 from worker.data.tokens.index import (
     FILE,
     PROGRESS,
+    Conversations,
+    DtypeName,
     Index,
     Item,
     Shard,
@@ -42,7 +47,16 @@ from worker.data.tokens.index import (
     read_index,
     total,
 )
-from worker.data.tokens.tokenising import TaskTokens, TokenisedText, tokenised
+from worker.data.tokens.marks import TRAINED
+from worker.data.tokens.tokenising import (
+    ConversationEncoding,
+    DocumentEncoding,
+    Encoding,
+    LeftOut,
+    TaskTokens,
+    TokenisedText,
+    tokenised,
+)
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError, Stopped
 
@@ -64,13 +78,48 @@ class Recipe:
     tokenizer: Tokenizer
     shard_tokens: int = SHARD_TOKENS
     task_bytes: int = TASK_BYTES
+    conversations: ConversationEncoding | None = None  # None: the sources are text
 
     def digest(self) -> str:
         """Return the identity of the recipe: files by name, size and time, the tokenizer by its content."""
         tokenizer = (self.tokenizer.digest, self.tokenizer.end)
         sources = [source.identity() for source in self.sources]
-        parts = [1, sources, tokenizer, self.shard_tokens, self.task_bytes]
+        parts: list[Any] = [1, sources, tokenizer, self.shard_tokens, self.task_bytes]
+        if self.conversations is not None:
+            parts.append(self.conversations.identity())
         return blake3(json.dumps(parts, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def dtype(self) -> DtypeName:
+        """The dtype of the ids: of those with marks if they are conversations."""
+        return dtype_for(self.tokenizer.vocabulary) if self.conversations is None else "uint32"
+
+    @property
+    def encoding(self) -> Encoding:
+        """How the sources become ids."""
+        return self.conversations or DocumentEncoding(self.tokenizer, item_of(self.dtype))
+
+    @property
+    def whole_sequences(self) -> int:
+        """Tokens per shard: `shard_tokens`, or a little less so that no sequence of conversations is cut."""
+        row = 1 if self.conversations is None else self.conversations.sequence_length + 1
+        return max(self.shard_tokens // row, 1) * row
+
+
+def recipe_of(
+    data: DataSpec, tokenizer: Tokenizer, held_out: str | None = None, shard_tokens: int = SHARD_TOKENS
+) -> Recipe:
+    """Return what the token set of this [data] is made of. `held_out`: a second source, which is held out as a whole;
+    nothing of the first one is then. Raises DataError."""
+    rows = row_format(data.format, data.column)
+    sources = [find_source(data.source, rows, data.holdout if held_out is None else 0.0)]
+    if held_out is not None:
+        sources.append(find_source(held_out, rows, 1.0))
+    conversations = None
+    if data.format != "text":
+        encoder = ConversationEncoder(tokenizer, load_chat_template(tokenizer), data.trains_on)
+        conversations = ConversationEncoding(encoder, data.sequence_length, data.packing)
+    return Recipe(sources, tokenizer, shard_tokens, conversations=conversations)
 
 
 class Progress(NamedTuple):
@@ -88,6 +137,8 @@ class _Written(BaseModel):
     tokens: int = 0
     documents: int = 0
     bytes: int = 0
+    trained: int | None = None
+    left_out: LeftOut = Field(default_factory=LeftOut)
 
     @property
     def all_tokens(self) -> int:
@@ -148,14 +199,16 @@ def _prepare(
         check_sizes(index.shards, index.item, out)
         (out / PROGRESS).unlink(missing_ok=True)  # left by a process that was killed before it could delete it
         return index
-    item = item_of(dtype_for(recipe.tokenizer.vocabulary))
+    item, marked = item_of(recipe.dtype), recipe.conversations is not None
     state = _read_state(out, made_from, item)
-    training = _ShardWriter(out, "train", item, recipe.shard_tokens, state.training)
-    held_out = _ShardWriter(out, "held-out", item, recipe.shard_tokens, state.held_out)
+    training, held_out = (
+        _ShardWriter(out, prefix, item, recipe.whole_sequences, written, marked=marked)
+        for prefix, written in (("train", state.training), ("held-out", state.held_out))
+    )
     sizes = [source.size for source in recipe.sources]
     of = None if None in sizes else sum(size or 0 for size in sizes)
     try:
-        with closing(_tokenised(recipe, state, item, processes)) as tasks:  # closing ends the processes
+        with closing(_tokenised(recipe, state, processes)) as tasks:  # closing ends the processes
             for task in tasks:
                 training.add(task.training)
                 held_out.add(task.held_out)
@@ -174,21 +227,33 @@ def _prepare(
     return _finish(recipe, out, made_from, training.written, held_out.written)
 
 
-def _tokenised(recipe: Recipe, state: _State, item: Item, processes: int) -> Generator[TaskTokens, None, None]:
+def _tokenised(recipe: Recipe, state: _State, processes: int) -> Generator[TaskTokens, None, None]:
     """Yield the tokens of the remaining tasks, source by source."""
     while state.source < len(recipe.sources):
         tasks = recipe.sources[state.source].tasks(state.tasks, state.rows, recipe.task_bytes)
-        yield from tokenised(tasks, recipe.tokenizer, item, processes)
+        yield from tokenised(tasks, recipe.encoding, processes)
         state.source, state.tasks, state.rows = state.source + 1, 0, 0
 
 
 def _finish(recipe: Recipe, out: Path, made_from: str, training: _Written, held_out: _Written) -> Index:
     names = ", ".join(source.name for source in recipe.sources)
+    left_out = training.left_out + held_out.left_out
     if not training.shards:
-        raise DataError(f"{names} has no text to train on; add text, or hold out less")
-    tokenizer = recipe.tokenizer
+        dropped = "".join(f"; {count} conversations have {reason}" for reason, count in left_out.dropped.items())
+        raise DataError(f"{names} has no text to train on{dropped}; add text, or hold out less")
+    tokenizer, conversations = recipe.tokenizer, None
+    if (given := recipe.conversations) is not None:
+        conversations = Conversations(
+            sequence_length=given.sequence_length,
+            train_on=given.conversations.train_on,
+            packing=given.packing,
+            longest=left_out.longest,
+            truncated=left_out.truncated,
+            dropped=left_out.dropped,
+        )
     index = Index(
-        dtype=dtype_for(tokenizer.vocabulary),
+        format=1 if conversations is None else 2,
+        dtype=recipe.dtype,
         vocabulary=tokenizer.vocabulary,
         tokenizer=tokenizer.name,
         tokenizer_digest=tokenizer.digest,
@@ -197,6 +262,7 @@ def _finish(recipe: Recipe, out: Path, made_from: str, training: _Written, held_
         made_from=made_from,
         training=training.shards,
         held_out=held_out.shards,
+        conversations=conversations,
     )
     tokenizer.save(out / TOKENIZER)
     _write(out / FILE, index.text())
@@ -249,11 +315,14 @@ def _locked(out: Path, stop: threading.Event | None) -> Iterator[None]:
 
 
 class _ShardWriter:
-    """Writes one part of a set, continuing after `written`, in shards of `shard_tokens`: PREFIX-00000.bin and so on."""
+    """Writes one part of a set, continuing after `written`, in shards of `shard_tokens`: PREFIX-00000.bin and so on.
+    `marked`: the ids have marks."""
 
-    def __init__(self, directory: Path, prefix: str, item: Item, shard_tokens: int, written: _Written) -> None:
+    def __init__(
+        self, directory: Path, prefix: str, item: Item, shard_tokens: int, written: _Written, *, marked: bool
+    ) -> None:
         self._directory, self._prefix, self._item, self._shard_tokens = directory, prefix, item, shard_tokens
-        self.written = written
+        self.written, self._marked = written, marked
         self._hasher = blake3()
         self._file: BinaryIO | None = None
         if written.tokens:
@@ -265,6 +334,9 @@ class _ShardWriter:
         while at < len(ids):
             stop = min(len(ids), at + self._shard_tokens - self.written.tokens)
             self._append(ids[at:stop].tobytes())
+            if self._marked:
+                trained = int(np.count_nonzero(ids[at:stop].astype(np.uint32) & np.uint32(TRAINED)))
+                self.written.trained = (self.written.trained or 0) + trained
             first, last = np.searchsorted(text.starts, (at, stop))
             if stop == len(ids):
                 last = len(text.starts)
@@ -274,6 +346,7 @@ class _ShardWriter:
             if self.written.tokens == self._shard_tokens:
                 self.finish_shard()
             at = stop
+        self.written.left_out += text.left_out
 
     def sync(self) -> None:
         """Make the appended ids durable."""
@@ -294,8 +367,9 @@ class _ShardWriter:
             digest=self._hasher.hexdigest(),
             documents=written.documents,
             bytes=written.bytes,
+            trained=written.trained,
         )
-        self.written, self._hasher = _Written(shards=[*written.shards, shard]), blake3()
+        self.written, self._hasher = _Written(shards=[*written.shards, shard], left_out=written.left_out), blake3()
 
     def close(self) -> None:
         """Close the growing shard's file without finishing the shard."""

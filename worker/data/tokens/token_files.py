@@ -20,6 +20,7 @@ from blake3 import blake3
 
 from worker.data.order import WINDOW_SHARDS, Integers
 from worker.data.tokens.index import AGAIN, Index, Shard
+from worker.data.tokens.marks import IDS
 from worker.data.tokens.tokenizer import Tokens
 from worker.errors import DataError
 
@@ -35,6 +36,7 @@ class TokenFiles:
         self.tokens = [shard.tokens for shard in shards]
         self._shards = shards
         self._item, self._vocabulary = index.item, index.vocabulary
+        self._marked = index.conversations is not None
         self._opening = threading.Lock()  # so that concurrent threads open a shard only once
         # A file that drops out of the cache is closed when its last user releases it.
         self._file = lru_cache(OPEN_FILES)(open_shard)
@@ -54,13 +56,17 @@ class TokenFiles:
                 raise DataError(
                     f"{file.name} was cut short: {count} of {row.nbytes} bytes could be read at {begin}; {AGAIN}"
                 )
-        if len(out) and int(out.max()) >= self._vocabulary:
-            self._raise_id_too_large(out, shards, starts)
+        if len(out) and int((ids := self._ids(out)).max()) >= self._vocabulary:
+            self._raise_id_too_large(ids, shards, starts)
         return out
 
     def _open_file(self, shard: int) -> IO[bytes]:
         with self._opening:
             return self._file(shard)
+
+    def _ids(self, out: Tokens) -> Tokens:
+        """Return the ids without marks."""
+        return out & np.uint32(IDS) if self._marked else out
 
     def _raise_id_too_large(self, out: Tokens, shards: Integers, starts: Integers) -> None:
         row, column = np.unravel_index(int(out.argmax()), out.shape)

@@ -12,18 +12,40 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from worker.data.sources.documents import Piece, Task
+from worker.data.tokens.conversations import ConversationEncoder
+from worker.data.tokens.marks import TRAINED
+from worker.data.tokens.packing import pack
 from worker.data.tokens.tokenizer import Ids, Tokenizer, Tokens
 from worker.errors import DataError
 
 _BATCH_BYTES = 1 << 20
 
 Encoder = Callable[[Sequence[str]], list[Ids]]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """What sequences of fixed length leave out of conversations: the number that were `truncated`, those that were
+    `dropped` by reason, and the tokens of the `longest` conversation before it was truncated."""
+
+    truncated: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    longest: int = 0
+
+    def __add__(self, other: "LeftOut") -> "LeftOut":
+        reasons = sorted(self.dropped | other.dropped)
+        return LeftOut(
+            self.truncated + other.truncated,
+            {reason: self.dropped.get(reason, 0) + other.dropped.get(reason, 0) for reason in reasons},
+            max(self.longest, other.longest),
+        )
 
 
 @dataclass(frozen=True)
@@ -34,6 +56,59 @@ class TokenisedText:
     starts: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
     begins: npt.NDArray[np.bool_]  # whether a document begins with the piece
+    left_out: LeftOut = LeftOut()
+
+
+class Collector(Protocol):
+    """Collects the training or the held-out ids of a task."""
+
+    def add(self, piece: Piece, ids: Ids) -> None: ...
+
+    def text(self) -> TokenisedText: ...
+
+
+class Encoding(Protocol):
+    """How text becomes ids. It can be sent to other processes."""
+
+    def encoder(self) -> Encoder:
+        """Return a function that tokenises several pieces of text at once."""
+
+    def collector(self) -> Collector: ...
+
+
+@dataclass(frozen=True)
+class DocumentEncoding:
+    """Text as documents of ids of this dtype, end to end."""
+
+    tokenizer: Tokenizer
+    dtype: npt.DTypeLike
+
+    def encoder(self) -> Encoder:
+        return self.tokenizer.encoder()
+
+    def collector(self) -> Collector:
+        return _Documents(self.tokenizer.end, self.dtype)
+
+
+@dataclass(frozen=True)
+class ConversationEncoding:
+    """Conversations as sequences of `sequence_length` tokens; see worker/data/tokens/conversations.py."""
+
+    conversations: ConversationEncoder
+    sequence_length: int
+    packing: bool
+
+    def identity(self) -> list[Any]:
+        """Return values that determine the ids, beside the sources and the tokenizer."""
+        return [*self.conversations.identity(), self.sequence_length, self.packing]
+
+    def encoder(self) -> Encoder:
+        return self.conversations.encoder()
+
+    def collector(self) -> Collector:
+        tokenizer = self.conversations.tokenizer
+        pad = next(each for each in (tokenizer.pad, tokenizer.end, 0) if each is not None)
+        return _Sequences(self.sequence_length, pad, packing=self.packing)
 
 
 @dataclass(frozen=True)
@@ -46,17 +121,15 @@ class TaskTokens:
     held_out: TokenisedText
 
 
-def tokenised(
-    tasks: Iterable[Task], tokenizer: Tokenizer, dtype: npt.DTypeLike, processes: int
-) -> Iterator[TaskTokens]:
+def tokenised(tasks: Iterable[Task], encoding: Encoding, processes: int) -> Iterator[TaskTokens]:
     """Yield the result of each task, in order. Raises DataError for the first task in that order that fails."""
     if processes == 1:
-        encode = tokenizer.encoder()
+        encode = encoding.encoder()
         for task in tasks:
-            yield tokenise(task, encode, tokenizer.end, dtype)
+            yield tokenise(task, encode, encoding)
         return
     pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(tokenizer, dtype)
+        processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(encoding,)
     )
     try:
         pending: deque[Future[TaskTokens]] = deque()
@@ -74,9 +147,9 @@ def tokenised(
         pool.shutdown(cancel_futures=True)
 
 
-def tokenise(task: Task, encode: Encoder, end: int | None, dtype: npt.DTypeLike) -> TaskTokens:
-    """Return the ids of a task. Each document is followed by the id `end`, unless that is None."""
-    parts = (_IdCollector(end, dtype), _IdCollector(end, dtype))
+def tokenise(task: Task, encode: Encoder, encoding: Encoding) -> TaskTokens:
+    """Return the ids of a task. `encode` is from `encoding.encoder()`."""
+    parts = (encoding.collector(), encoding.collector())
     batch: list[Piece] = []
     size = 0
     for piece in task.pieces():
@@ -89,13 +162,13 @@ def tokenise(task: Task, encode: Encoder, end: int | None, dtype: npt.DTypeLike)
     return TaskTokens(task.size, task.rows, parts[False].text(), parts[True].text())
 
 
-def _encode(batch: Sequence[Piece], encode: Encoder, parts: "tuple[_IdCollector, _IdCollector]") -> None:
+def _encode(batch: Sequence[Piece], encode: Encoder, parts: tuple[Collector, Collector]) -> None:
     for piece, ids in zip(batch, encode([piece.text for piece in batch]), strict=True):
         parts[piece.held_out].add(piece, ids)
 
 
-class _IdCollector:
-    """Collects the training or the held-out ids of a task."""
+class _Documents:
+    """Collects documents end to end, each followed by the id `end`, unless that is None."""
 
     def __init__(self, end: int | None, dtype: npt.DTypeLike) -> None:
         self._dtype = dtype
@@ -125,18 +198,58 @@ class _IdCollector:
         )
 
 
+class _Sequences:
+    """Collects conversations in sequences of `length` tokens and the one after them, the last target: several in one if
+    `packing`, otherwise one. The rest of a sequence is filled with the id `pad`."""
+
+    def __init__(self, length: int, pad: int, *, packing: bool) -> None:
+        self._row, self._pad, self._packing = length + 1, pad, packing
+        self._conversations: list[Ids] = []
+        self._sizes: list[int] = []
+        self._left_out = LeftOut()
+
+    def add(self, piece: Piece, ids: Ids) -> None:
+        kept = ids[: self._row]
+        truncated = len(ids) > len(kept)
+        reason = None
+        if not (kept & np.uint32(TRAINED)).any():
+            cut = truncated and bool((ids & np.uint32(TRAINED)).any())
+            reason = f"nothing to train on in the first {self._row} tokens" if cut else "nothing to train on"
+        self._left_out += LeftOut(int(truncated and reason is None), {reason: 1} if reason else {}, len(ids))
+        if reason is None:
+            self._conversations.append(kept)
+            self._sizes.append(piece.size)
+
+    def text(self) -> TokenisedText:
+        lengths = [len(ids) for ids in self._conversations]
+        sequences = pack(lengths, self._row) if self._packing else [[i] for i in range(len(lengths))]
+        ids = np.full((len(sequences), self._row), self._pad, np.uint32)
+        starts, order = [], []
+        for row, members in enumerate(sequences):
+            at = 0
+            for i in members:
+                ids[row, at : at + lengths[i]] = self._conversations[i]
+                starts.append(row * self._row + at)
+                order.append(i)
+                at += lengths[i]
+        sizes = np.array([self._sizes[i] for i in order], np.int64)
+        return TokenisedText(
+            ids.reshape(-1), np.array(starts, np.int64), sizes, np.ones(len(order), bool), self._left_out
+        )
+
+
 # --- in a tokenising process --------------------------------------------------------------------------------------
 
 _here: Callable[[Task], TaskTokens]
 
 
-def _begin(tokenizer: Tokenizer, dtype: npt.DTypeLike) -> None:
+def _begin(encoding: Encoding) -> None:
     global _here
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process that collects the results
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    encode = tokenizer.encoder()
-    _here = lambda task: tokenise(task, encode, tokenizer.end, dtype)  # noqa: E731
+    encode = encoding.encoder()
+    _here = lambda task: tokenise(task, encode, encoding)  # noqa: E731
 
 
 def _end_with_parent() -> None:

@@ -22,6 +22,8 @@ from worker.errors import DataError
 IN_BYTES = "bytes"
 BYTES = 256  # the vocabulary of text that is read as bytes
 FILE = "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"  # a directory with others
 _SPECIAL_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # they name the special tokens
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -49,7 +51,7 @@ class Tokenizer:
         """Return a function that tokenises several texts at once, without adding special tokens."""
         if self.file is None:
             return lambda texts: [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
-        fast = _fast(self.file.read_bytes(), self.file)
+        fast = self.fast()
 
         def encode(texts: Sequence[str]) -> list[Ids]:
             try:
@@ -62,13 +64,30 @@ class Tokenizer:
 
         return encode
 
+    def fast(self) -> Any:
+        """Return a new `tokenizers.Tokenizer` without truncation and padding, which takes special tokens as text.
+        Raises DataError for bytes, and if its file cannot be read."""
+        if self.file is None:
+            raise DataError(f'data.tokenizer = "{self.name}" has no {FILE}; name a tokenizer')
+        return _fast(self.file.read_bytes(), self.file)
+
     def save(self, directory: Path) -> None:
-        """Copy its files into `directory`, from which `load_tokenizer` can load it. Does nothing for bytes."""
-        if self.file is not None:
-            directory.mkdir(exist_ok=True)
-            for name in (FILE, *_SPECIAL_FILES):
-                if (path := self.file.parent / name).is_file():
-                    shutil.copyfile(path, directory / name)
+        """Copy its files into `directory`, from which `load_tokenizer` can load it, and its chat templates. Does
+        nothing for bytes."""
+        if self.file is None:
+            return
+        directory.mkdir(exist_ok=True)
+        root = self.file.parent
+        for path in (root / FILE, *(root / name for name in _SPECIAL_FILES), *template_files(root)):
+            if path.is_file():
+                copy = directory / path.relative_to(root)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
+
+
+def template_files(directory: Path) -> list[Path]:
+    """Return the files with chat templates in a tokenizer's directory, the default one first."""
+    return [*directory.glob(TEMPLATE), *sorted((directory / TEMPLATES).glob("*.jinja"))]
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -135,9 +154,9 @@ def _end(directory: Path, fast: Any, name: str) -> int:
 def _special(directory: Path, fast: Any, key: str) -> int | None:
     """Return the id of the special token that the tokenizer's files name as `key`; None if they name none."""
     for file in (directory / each for each in _SPECIAL_FILES):
-        token = _read_json(file).get(key) if file.is_file() else None
+        token = read_json(file).get(key)
         if token is not None:
-            text = str(token.get("content") if isinstance(token, dict) else token)
+            text = _content(token)
             found = fast.token_to_id(text)
             if found is None:
                 raise DataError(
@@ -148,7 +167,27 @@ def _special(directory: Path, fast: Any, key: str) -> int | None:
     return None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def special_tokens(directory: Path) -> dict[str, str]:
+    """Return the texts of the special tokens that the tokenizer's files name, by key: bos_token, eos_token etc."""
+    named: dict[str, str] = {}
+    for file in reversed(_SPECIAL_FILES):
+        tokens = read_json(directory / file).items()
+        named |= {key: _content(token) for key, token in tokens if key.endswith("_token") and _is_token(token)}
+    return named
+
+
+def _is_token(found: Any) -> bool:
+    return isinstance(found, str) or (isinstance(found, dict) and isinstance(found.get("content"), str))
+
+
+def _content(token: Any) -> str:
+    return str(token.get("content") if isinstance(token, dict) else token)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object in a file; empty if there is no such file. Raises DataError."""
+    if not file.is_file():
+        return {}
     try:
         document = json.loads(file.read_bytes())
     except ValueError as error:
@@ -163,11 +202,11 @@ def _download(name: str) -> Path:
 
     try:
         file = Path(hf_hub_download(name, FILE))
-        for each in _SPECIAL_FILES:
+        for each in (*_SPECIAL_FILES, TEMPLATE, f"{TEMPLATES}/tool_use.jinja"):
             try:
                 hf_hub_download(name, each)
             except EntryNotFoundError:
-                continue  # one of them suffices; `_end` raises if there is none
+                continue  # one special file suffices; `_end` raises if there is none
     except Exception as error:  # from the hub, from the HTTP client of its version, from the disk
         reason = " ".join(str(error).split())
         raise DataError(

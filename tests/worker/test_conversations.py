@@ -1,0 +1,475 @@
+"""Conversations as token ids: what is trained on, how they are packed, and what is reported if they cannot be used."""
+
+import json
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protocol.errors import SpecError
+from protocol.spec.run import RunSpec, parse_spec
+from tests.support.conversations import conversation, write_conversations, write_rows
+from tests.support.tokenizers import CHATML, CHATML_MARKED, TURN_END, write_chat_tokenizer, write_tokenizer
+from worker.data.open_training_set import open_training_set
+from worker.data.sources.documents import HoldOut
+from worker.data.sources.rows import ConversationRows, RowError, without_nulls
+from worker.data.tokens.conversations import ConversationEncoder, TrainOn, load_chat_template
+from worker.data.tokens.index import read_index
+from worker.data.tokens.marks import BEGINS, IDS, TRAINED
+from worker.data.tokens.packing import pack
+from worker.data.tokens.preparing import Recipe, prepare, recipe_of
+from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from worker.errors import DataError, Stopped
+
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "be kind"},
+    {"role": "user", "content": "who waits, 😀?"},
+    {"role": "assistant", "content": "the worker waits é"},
+    {"role": "user", "content": "and sends?"},
+    {"role": "assistant", "content": "the delta 😀"},
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
+
+
+def chat_tokenizer(tmp_path: Path, template: str | None = CHATML) -> Tokenizer:
+    return load_tokenizer(str(write_chat_tokenizer(tmp_path / "tokenizer", template)))
+
+
+def encoded(tokenizer: Tokenizer, example: Any, train_on: TrainOn = "assistant") -> np.ndarray:
+    encode = ConversationEncoder(tokenizer, load_chat_template(tokenizer), train_on).encoder()
+    (ids,) = encode([json.dumps(example)])
+    return ids
+
+
+def trained_text(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
+    """The text of each run of tokens that are trained on."""
+    fast = tokenizer.fast()
+    runs: list[list[int]] = []
+    marked = (ids & TRAINED) != 0
+    for place in range(len(ids)):
+        if marked[place]:
+            if not (place and marked[place - 1]):
+                runs.append([])
+            runs[-1].append(int(ids[place] & IDS))
+    return [fast.decode(run, skip_special_tokens=False) for run in runs]
+
+
+# --- what is trained on -------------------------------------------------------------------------------------------
+
+
+def test_ids_and_marks_are_those_of_apply_chat_template(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = chat_tokenizer(tmp_path, CHATML_MARKED)
+    ids = encoded(tokenizer, {"messages": TALK})
+    by_transformers = AutoTokenizer.from_pretrained(tokenizer.name)
+    expected: Any = by_transformers.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
+    assert (ids & IDS).tolist() == expected["input_ids"]
+    assert ((ids & TRAINED) != 0).astype(int).tolist() == expected["assistant_masks"]
+    assert np.flatnonzero(ids & BEGINS).tolist() == [0]
+
+
+def test_without_marks_in_the_template_the_same_tokens_are_found(tmp_path: Path) -> None:
+    marked = encoded(chat_tokenizer(tmp_path / "marked", CHATML_MARKED), {"messages": TALK})
+    tokenizer = chat_tokenizer(tmp_path)
+    found = encoded(tokenizer, {"messages": TALK})
+    assert found.tolist() == marked.tolist()
+    assert trained_text(tokenizer, found) == [f"the worker waits é{TURN_END}", f"the delta 😀{TURN_END}"]
+
+
+def test_all_but_the_first_token_can_be_trained_on(tmp_path: Path) -> None:
+    ids = encoded(chat_tokenizer(tmp_path), {"messages": TALK}, "all")
+    assert ((ids & TRAINED) != 0).tolist() == [False] + [True] * (len(ids) - 1)
+
+
+def test_a_prompt_and_its_completion(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path, None)
+    example = {"prompt": "who waits?", "completion": " the worker"}
+    ids = encoded(tokenizer, example, "completion")
+    assert trained_text(tokenizer, ids) == [f" the worker{TURN_END}"]  # it learns to end, as with TRL
+    assert tokenizer.fast().decode((ids & IDS).tolist()) == "who waits? the worker"
+    ended = encoded(tokenizer, {"prompt": "who waits?", "completion": f" the worker{TURN_END}"}, "completion")
+    assert ended.tolist() == ids.tolist()
+
+
+def test_a_prompt_and_its_completion_of_messages(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path)
+    example = {"prompt": TALK[:2], "completion": TALK[2:]}
+    (found,) = trained_text(tokenizer, encoded(tokenizer, example, "completion"))
+    assert found.startswith("the worker waits é")
+    assert "and sends?" in found
+    assert found.endswith(f"the delta 😀{TURN_END}")
+
+
+def test_tools_and_arguments_reach_the_template(tmp_path: Path) -> None:
+    template = "{{ tools | tojson if tools else 'none' }}{{ mood }}{{ eos_token }}" + CHATML
+    tokenizer = chat_tokenizer(tmp_path, template)
+    example = {"messages": TALK, "tools": [{"name": "wait"}], "chat_template_kwargs": {"mood": "calm"}}
+    text = tokenizer.fast().decode((encoded(tokenizer, example) & IDS).tolist(), skip_special_tokens=False)
+    assert text.startswith(f'[{{"name": "wait"}}]calm{TURN_END}')
+
+
+def test_a_template_for_tools_is_used_if_there_is_one(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path)
+    (tmp_path / "tokenizer" / "additional_chat_templates").mkdir()
+    (tmp_path / "tokenizer" / "additional_chat_templates" / "tool_use.jinja").write_text("with tools " + CHATML)
+    with_tools = encoded(tokenizer, {"messages": TALK, "tools": [{"name": "wait"}]})
+    assert tokenizer.fast().decode((with_tools & IDS).tolist()).startswith("with tools")
+    tokenizer.save(tmp_path / "copy")
+    assert load_chat_template(load_tokenizer(str(tmp_path / "copy"))).templates.keys() == {"default", "tool_use"}  # type: ignore[union-attr]
+
+
+def test_templates_in_the_configuration(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path, None)
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    given = json.loads(config.read_text())
+    config.write_text(json.dumps(given | {"chat_template": CHATML}))
+    expected = encoded(tokenizer, {"messages": TALK})
+    config.write_text(json.dumps(given | {"chat_template": [{"name": "default", "template": CHATML}]}))
+    assert encoded(tokenizer, {"messages": TALK}).tolist() == expected.tolist()
+
+
+FORGETFUL = (  # renders an earlier answer without its thoughts once another message follows, as Qwen 3 does
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}"
+    "{{ message.content if loop.last else message.content.split('</think>') | last }}{{ '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_a_template_whose_answers_cannot_be_found_exactly_is_rejected_by_name(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path, FORGETFUL)
+    thinking = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "hm</think>yes"}]
+    assert trained_text(tokenizer, encoded(tokenizer, {"messages": thinking})) == [f"hm</think>yes{TURN_END}"]
+    with pytest.raises(DataError, match=r"tokenizer'.* differently once others follow.*train_on = \"all\""):
+        encoded(tokenizer, {"messages": thinking * 2})
+    assert len(encoded(tokenizer, {"messages": thinking * 2}, "all"))
+
+
+def test_a_template_that_rejects_a_conversation(tmp_path: Path) -> None:
+    template = "{{ raise_exception('roles must alternate') if messages[0].role == 'assistant' }}" + CHATML
+    with pytest.raises(DataError, match=r"rejects the conversation .*the worker waits.*roles must alternate"):
+        encoded(chat_tokenizer(tmp_path, template), {"messages": TALK[2:3]})
+
+
+def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no chat template; put its chat_template.jinja into"):
+        encoded(chat_tokenizer(tmp_path, None), {"messages": TALK})
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------
+
+
+def example_of(row: Any, row_format: Any = "chat") -> Any:
+    (piece,) = ConversationRows(row_format).pieces(row, HoldOut(0.0))
+    return json.loads(piece.text)
+
+
+def test_both_conventions_of_messages() -> None:
+    assert example_of({"messages": TALK, "id": 3}) == {"messages": TALK}
+    share_gpt = [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "you"}]
+    roles = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "you"}]
+    assert example_of({"conversations": share_gpt}) == {"messages": roles}
+
+
+def test_what_belongs_to_a_conversation() -> None:
+    tools = [{"type": "function", "function": {"name": "wait"}}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "wait", "arguments": {}}}]}
+    found = example_of({"messages": [*TALK[:2], call], "tools": json.dumps(tools), "chat_template_kwargs": {}})
+    assert found == {
+        "messages": [*TALK[:2], {key: value for key, value in call.items() if value is not None}],
+        "tools": tools,
+    }
+    assert without_nulls({"a": [{"b": None, "c": [None, 1]}]}) == {"a": [{"c": [None, 1]}]}
+
+
+@pytest.mark.parametrize(
+    ("row_format", "row", "message"),
+    [
+        ("chat", {"text": "x"}, r"needs \"messages\", found 'text'$"),
+        ("chat", {"prompt": "x", "completion": "y"}, 'use the format "completion"'),
+        ("completion", {"messages": TALK}, 'use the format "chat"'),
+        ("chat", [], "expected an object with a conversation, found an empty list"),
+        ("chat", {"messages": "hello"}, '"messages" is text, not a list of messages'),
+        ("chat", {"messages": []}, "is an empty list"),
+        ("chat", {"messages": [TALK[0], 7]}, r"messages\[1\] is int, not an object"),
+        ("chat", {"messages": [{"content": "x"}]}, r"messages\[0\] has no \"role\""),
+        ("chat", {"messages": [{"role": "user"}]}, r"messages\[0\] has no \"content\""),
+        ("chat", {"messages": [{"role": "user", "content": 3}]}, r"messages\[0\] has no \"content\""),
+        ("chat", {"messages": TALK, "tools": "{"}, '"tools" is not valid JSON'),
+        ("chat", {"messages": TALK, "tools": {"name": "wait"}}, '"tools" is an object, not an empty list'),
+        ("chat", {"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
+        ("completion", {"prompt": "x", "completion": TALK}, "must be texts, or both lists"),
+    ],
+)
+def test_rows_that_are_no_conversation(row_format: Any, row: Any, message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        example_of(row, row_format)
+
+
+def test_the_line_of_a_wrong_row_is_named(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "talk.jsonl", [{"messages": TALK}, {"messages": []}])
+    with pytest.raises(DataError, match=r"talk.jsonl, line 2: its \"messages\" is an empty list"):
+        prepare(recipe(file, tmp_path), tmp_path / "set", processes=1)
+
+
+def test_conversations_in_parquet(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows: list[dict[str, Any]] = [{"id": n, "messages": conversation(n), "tools": None} for n in range(20)]
+    rows[3]["messages"][1]["tool_calls"] = [{"name": "wait"}]  # null in all other messages
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "talk.parquet")
+    lines = write_rows(tmp_path / "talk.jsonl", rows)
+    indexes = [
+        prepare(recipe(file, tmp_path), tmp_path / f"set{file.suffix}", processes=1)
+        for file in (tmp_path / "talk.parquet", lines)
+    ]
+    assert indexes[0].digest() == indexes[1].digest()
+
+
+# --- packing --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 30), max_size=60))
+def test_packing_places_every_conversation_once_and_wastes_little(lengths: list[int]) -> None:
+    sequences = pack(lengths, 30)
+    assert sorted(chain.from_iterable(sequences)) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in sequence) <= 30 for sequence in sequences)
+    assert 9 * len(sequences) <= 11 * len(lengths) + 6
+    assert sum(sum(lengths[i] for i in sequence) <= 15 for sequence in sequences) <= 1, "two could share one"
+
+
+# --- token sets -----------------------------------------------------------------------------------------------------
+
+
+def spec(source: Path, tmp_path: Path | None, data: str = "", *, length: int = 100, batch: int = 2) -> RunSpec:
+    named = "" if tmp_path is None else f"tokenizer = {str(tmp_path / 'tokenizer')!r}\n"
+    return parse_spec(
+        f'name = "r"\nmodel.preset = "tiny"\nmodel.vocab_size = 300\nsync.rounds = 1\ninner.batch_size = {batch}\n'
+        f"[data]\nsource = {str(source)!r}\n{named}format = 'chat'\nsequence_length = {length}\n{data}"
+    )
+
+
+def recipe(source: Path, tmp_path: Path, data: str = "", *, length: int = 100) -> Recipe:
+    tokenizer = chat_tokenizer(tmp_path)
+    return recipe_of(spec(source, tmp_path, data, length=length).data, tokenizer, shard_tokens=1000)
+
+
+def conversations_in(directory: Path, held_out: bool) -> list[list[int]]:
+    """The ids of each conversation in the shards, without padding, which follows the last one of a sequence."""
+    index, found = read_index(directory / "index.json"), []
+    for shard in index.held_out if held_out else index.training:
+        for row in np.fromfile(directory / shard.file, "<u4").reshape(-1, index.row_tokens):
+            starts = [*np.flatnonzero(row & BEGINS).tolist(), len(row)]
+            found += [row[start:stop].tolist() for start, stop in pairwise(starts)]
+    return found
+
+
+def test_every_conversation_is_there_once(tmp_path: Path) -> None:
+    source = write_conversations(tmp_path / "talk.jsonl")
+    index = prepare(recipe(source, tmp_path, "holdout = 0.2", length=160), tmp_path / "set", processes=1)
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    encode = ConversationEncoder(tokenizer, load_chat_template(tokenizer), "assistant").encoder()
+    wanted = encode([json.dumps({"messages": conversation(number, number % 3 + 1)}) for number in range(60)])
+    found = [each for part in (False, True) for each in conversations_in(tmp_path / "set", part)]
+    pad = load_tokenizer(str(tmp_path / "tokenizer")).pad
+
+    def without_padding(ids: list[int]) -> tuple[int, ...]:
+        while ids and ids[-1] == pad:
+            ids = ids[:-1]
+        return tuple(ids)
+
+    assert sorted(map(without_padding, found)) == sorted(tuple(ids.tolist()) for ids in wanted)
+    assert index.format == 2
+    assert len(index.training) > 1
+    assert all(shard.tokens % 161 == 0 for shard in index.shards)
+    counted = [int(np.count_nonzero(ids & TRAINED)) for ids in wanted]
+    assert sum(shard.trained or 0 for shard in index.shards) == sum(counted)
+    assert sum(shard.documents or 0 for shard in index.shards) == 60
+    assert index.conversations is not None
+    assert (index.conversations.longest, index.conversations.truncated) == (max(map(len, wanted)), 0)
+    used = sum(map(len, wanted)) / sum(shard.tokens for shard in index.shards)
+    assert used > 0.8, "one conversation in each would use a third"
+
+
+def test_processes_change_nothing_and_neither_does_stopping(tmp_path: Path) -> None:
+    import threading
+
+    source = write_conversations(tmp_path / "talk.jsonl", 100)
+    small = recipe(source, tmp_path)
+    small = Recipe(small.sources, small.tokenizer, small.shard_tokens, 4000, small.conversations)
+    once = prepare(small, tmp_path / "once", processes=1)
+    prepare(small, tmp_path / "twice", processes=2)
+    stop, seen = threading.Event(), []
+
+    def stop_now(progress: Any) -> None:
+        seen.append(progress)
+        stop.set()
+
+    while True:
+        stop.clear()
+        try:
+            prepare(small, tmp_path / "stopped", processes=1, report=stop_now, stop=stop)
+            break
+        except Stopped:
+            continue
+    assert len(seen) > 3
+    for name in ("twice", "stopped"):
+        assert read_index(tmp_path / name / "index.json") == once
+        for shard in once.shards:
+            assert (tmp_path / name / shard.file).read_bytes() == (tmp_path / "once" / shard.file).read_bytes()
+
+
+def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
+    question = {"role": "user", "content": "who? " * 40}
+    rows = [
+        {"messages": [TALK[1], {"role": "assistant", "content": "the worker waits " * 40}]},  # truncated
+        {"messages": [question, TALK[2]]},  # its answer is beyond the end
+        {"messages": [TALK[1]]},  # nobody answers
+        {"messages": TALK},
+    ]
+    source = write_rows(tmp_path / "talk.jsonl", rows)
+    index = prepare(recipe(source, tmp_path, "holdout = 0.0"), tmp_path / "set", processes=1)
+    found = index.conversations
+    assert found is not None
+    assert found.truncated == 1
+    assert found.dropped == {"nothing to train on": 1, "nothing to train on in the first 101 tokens": 1}
+    assert found.longest > 101
+    assert sum(shard.documents or 0 for shard in index.training) == 2
+
+
+def test_nothing_to_train_on(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "talk.jsonl", [{"messages": TALK[:2]}])
+    with pytest.raises(DataError, match="no text to train on; 1 conversations have nothing to train on"):
+        prepare(recipe(source, tmp_path), tmp_path / "set", processes=1)
+
+
+def test_another_template_is_another_set(tmp_path: Path) -> None:
+    source = write_conversations(tmp_path / "talk.jsonl")
+    write_chat_tokenizer(tmp_path / "tokenizer")
+    before = open_training_set(spec(source, tmp_path)).summary
+    write_chat_tokenizer(tmp_path / "tokenizer", CHATML.replace("\\n", " "))
+    assert open_training_set(spec(source, tmp_path)).summary.digest != before.digest
+
+
+def test_units_have_whole_sequences_with_marks(tmp_path: Path) -> None:
+    source = write_conversations(tmp_path / "talk.jsonl")
+    write_chat_tokenizer(tmp_path / "tokenizer")
+    data = open_training_set(spec(source, tmp_path, "holdout = 0.2"))
+    units = [data.unit(number) for number in range(data.units_per_epoch)]
+    assert all(unit.shape == (2, 101) for unit in units)
+    assert all((unit[:, 0] & BEGINS).all() for unit in units)
+    assert all(((unit & TRAINED) != 0).any(dim=1).all() for unit in units)
+    held_out = list(data.held_out_batches(10**6))
+    assert data.held_out_tokens == sum(int(((batch & TRAINED) != 0).sum()) for batch in held_out)
+    assert data.bytes_per_token is None
+
+
+def test_without_packing_each_has_one_and_batches_are_short(tmp_path: Path) -> None:
+    source = write_conversations(tmp_path / "talk.jsonl")
+    write_chat_tokenizer(tmp_path / "tokenizer")
+    data = open_training_set(spec(source, tmp_path, "packing = false\nholdout = 0.0", length=400))
+    assert data.units_per_epoch == 30
+    for number in range(30):
+        unit = data.unit(number)
+        assert ((unit & BEGINS) != 0).sum(dim=1).tolist() == [1, 1]
+        last = int(((unit & TRAINED) != 0).any(dim=0).nonzero().max())
+        assert last < unit.shape[1] <= last + 65
+        assert (unit.shape[1] - 1) % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"length": 50}, r"sequence_length = 100, but data.sequence_length is 50: set data.sequence_length = 100"),
+        ({"data": "train_on = 'all'"}, r'train_on = "assistant", but data.train_on is "all"'),
+        ({"data": "packing = false"}, r"packing = true, but data.packing is false"),
+    ],
+)
+def test_a_set_that_was_prepared_otherwise(tmp_path: Path, changed: Any, message: str) -> None:
+    source = write_conversations(tmp_path / "talk.jsonl")
+    prepare(recipe(source, tmp_path), tmp_path / "set", processes=1)
+    assert open_training_set(spec(tmp_path / "set", None)).units_per_epoch > 5
+    with pytest.raises(DataError, match=message):
+        open_training_set(spec(tmp_path / "set", None, **changed))
+
+
+def test_sets_of_text_and_of_conversations_are_not_confused(tmp_path: Path) -> None:
+    source = write_conversations(tmp_path / "talk.jsonl")
+    prepare(recipe(source, tmp_path), tmp_path / "set", processes=1)
+    text = parse_spec(f'name="r"\nmodel.preset="tiny"\nsync.rounds=1\n[data]\nsource={str(tmp_path / "set")!r}')
+    with pytest.raises(DataError, match=r'is a token set of conversations: set data.format = "chat"'):
+        open_training_set(text)
+    lines = write_rows(tmp_path / "text.jsonl", [{"text": "the worker waits"}] * 200)
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "plain")))
+    prepare(recipe_of(text.data.model_copy(update={"source": str(lines)}), tokenizer), tmp_path / "text", processes=1)
+    with pytest.raises(DataError, match="is a token set of text"):
+        open_training_set(spec(tmp_path / "text", None))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"format": 1}, "format 1 has no conversations"),
+        ({"conversations": None}, "format 2 needs conversations"),
+        ({"dtype": "uint16"}, "format 2 has ids below"),
+        ({"shard": {"tokens": 100}}, "100 tokens, no multiple of the 101 of a sequence"),
+        ({"shard": {"trained": 0}}, "trains on 0 of"),
+        ({"shard": {"trained": None}}, "trains on None of"),
+    ],
+)
+def test_an_index_that_contradicts_itself(tmp_path: Path, edit: dict[str, Any], message: str) -> None:
+    source = write_conversations(tmp_path / "talk.jsonl")
+    prepare(recipe(source, tmp_path), tmp_path / "set", processes=1)
+    index = json.loads((tmp_path / "set" / "index.json").read_text())
+    index["training"][0].update(edit.pop("shard", {}))
+    (tmp_path / "set" / "index.json").write_text(json.dumps(index | edit))
+    with pytest.raises(DataError, match=message):
+        read_index(tmp_path / "set" / "index.json")
+
+
+def test_text_files_are_no_conversations(tmp_path: Path) -> None:
+    (tmp_path / "talk.txt").write_text("user: who waits?")
+    write_chat_tokenizer(tmp_path / "tokenizer")
+    with pytest.raises(DataError, match="talk.txt is text, but conversations are read from .jsonl"):
+        open_training_set(spec(tmp_path / "talk.txt", tmp_path))
+    with pytest.raises(DataError, match=r'data.format = "chat" needs data.tokenizer'):
+        open_training_set(spec(write_conversations(tmp_path / "talk.jsonl"), None))
+
+
+# --- the spec -------------------------------------------------------------------------------------------------------
+
+SPEC = 'name = "r"\nmodel.preset = "tiny"\nsync.rounds = 1\n'
+
+
+def test_defaults_by_format() -> None:
+    assert parse_spec(SPEC).data.sequence_length == 256
+    chat = parse_spec(SPEC + 'data.format = "chat"').data
+    assert (chat.sequence_length, chat.trains_on, chat.packing) == (1024, "assistant", True)
+    completion = parse_spec(SPEC + 'data.format = "completion"\ndata.sequence_length = 300').data
+    assert (completion.sequence_length, completion.trains_on) == (300, "completion")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ('train_on = "all"', r'train_on = "all" does not exist for format = "text": leave it out'),
+        ('format = "chat"\ntrain_on = "completion"', 'use "assistant" or "all"'),
+        ("packing = true", 'data.packing does nothing with format = "text"'),
+        ('format = "chat"\ncolumn = "messages"', 'data.column does nothing with format = "chat"'),
+        ('format = "chat"\ntokenizer = "bytes"', 'not "bytes"'),
+        ('format = "chat"\nsource = "custom"', 'does nothing with source = "custom"'),
+    ],
+)
+def test_settings_that_do_not_fit_together(data: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        parse_spec(f"{SPEC}[data]\n{data}")
