@@ -122,6 +122,11 @@ class Member:
         headers = {"Content-Digest": content_digest(digest(body)), **headers}
         return self.http.put(path, content=body, headers=headers)
 
+    @property
+    def unit_tokens(self) -> int:
+        """The weight of a unit of its training set."""
+        return (self.data and self.data.unit_tokens) or self.spec.unit_tokens
+
     def base(self, fragment: int) -> bytes:
         state = StateHash()
         state.update(self.theta[fragment].data, self.momentum[fragment].data)
@@ -142,7 +147,7 @@ class Member:
             "frame_bytes": [len(frame) for frame in frames],
             "worker": self.name,
             "base": self.base(fragment),
-            "tokens": units * self.spec.unit_tokens,
+            "tokens": units * self.unit_tokens,
             "inner_steps": assignment.inner_steps,
             "loss": 1.5,
             "norm": float(np.linalg.norm(values)),

@@ -187,7 +187,7 @@ def _judged(
         worker: Evidence(
             measure,
             weight=given[worker].tokens / total,
-            work=given[worker].tokens / task.unit_tokens,
+            work=given[worker].tokens / task.unit_tokens[worker],
             late=given[worker].lateness.late,
             missed=given[worker].lateness.missed,
             all_late=given[worker].lateness.all_late,

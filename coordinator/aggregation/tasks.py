@@ -82,7 +82,7 @@ class Collected(_Data):
 class Aggregate(Collected):
     """Judge the contributions, and make the delta.
 
-    unit_tokens      the tokens of one work unit
+    unit_tokens      by worker: the weight of one of its work units, in tokens
     usual            the median reference of the fragment's last rounds; None in its first one
     clipped          as `judge` has it
     least_agreement  as `judge` has it
@@ -91,7 +91,7 @@ class Aggregate(Collected):
     """
 
     kind: Literal["aggregate"] = "aggregate"
-    unit_tokens: int
+    unit_tokens: dict[str, int]
     usual: float | None
     clipped: float
     least_agreement: float

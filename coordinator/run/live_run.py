@@ -209,7 +209,24 @@ class LiveRun:
         self.not_direct: set[str] = set()  # workers that have uploaded an invalid payload to the store
         self.events_recorded = 0  # since the last trimming
         self.similarity = SimilarityHistory()
+        self._unit_tokens: dict[str, int] = {}  # by worker, of its private data; never changes
         self.counters = Counters()
+
+    def unit_tokens(self, worker: str | None) -> int:
+        """Return the weight of one work unit of the worker's training set, in tokens. None: of the set that all workers
+        share."""
+        data = self.spec.data
+        if data.format == "text":
+            return self.spec.unit_tokens
+        if not data.private:
+            shared = None if self._model is None or self._model.data is None else self._model.data.unit_tokens
+            return shared or self.spec.unit_tokens
+        assert worker is not None, "private data belong to a worker"
+        if worker not in self._unit_tokens:
+            with self.context.database.read() as session:
+                own = select(WorkerRow.unit_tokens).where(WorkerRow.run_id == self.id, WorkerRow.name == worker)
+                self._unit_tokens[worker] = session.scalar(own) or self.spec.unit_tokens
+        return self._unit_tokens[worker]
 
     def note_vanished(self, *names: str) -> None:
         """Record that blobs are deleted or moved: uploads of them must not be accepted. Call it under the lock."""
@@ -398,7 +415,7 @@ class Change:
         self.row.round, self.row.step = opening.number + 1, step
         self.after_commit(partial(setattr, self.run, "_open", None))
         self.after_commit(partial(self.run.members.end_round, opening.assigned, opening.contributed))
-        seen = opening.step_times(self.run.spec.unit_tokens)
+        seen = opening.step_times(self.run.unit_tokens)
         self.after_commit(partial(self.run.step_rates.observe, seen, self.run.members.claimed_step_rates()))
         self.after_commit(partial(setattr, self.run, "_round", opening.number + 1))
         self.after_commit(partial(setattr, self.run, "_step", step))

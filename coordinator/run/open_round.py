@@ -1,6 +1,6 @@
 """The open round in memory: which workers have an assignment for it, and what each fragment has collected."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from coordinator.aggregation.tasks import NOT_LATE, Lateness
@@ -134,14 +134,14 @@ class OpenRound:
         """The workers that have contributed to any fragment."""
         return {worker for fragment in self.fragments for worker in fragment.contributed}
 
-    def step_times(self, unit_tokens: int) -> dict[str, tuple[int, float]]:
+    def step_times(self, unit_tokens: Callable[[str], int]) -> dict[str, tuple[int, float]]:
         """Return (steps, seconds) of each contributor's first contribution: the inner steps in it, and the time from
-        the worker's assignment to its arrival."""
+        the worker's assignment to its arrival. `unit_tokens` returns the weight of a worker's unit."""
         first: dict[str, tuple[float, int]] = {}
         for fragment in self.fragments:
             for worker, each in fragment.contributed.items():
                 if each.at is not None and worker in self.handed_out:
-                    mine = each.at - self.handed_out[worker], each.tokens // unit_tokens
+                    mine = each.at - self.handed_out[worker], each.tokens // unit_tokens(worker)
                     first[worker] = min(first.get(worker, mine), mine)
         return {worker: (steps, seconds) for worker, (seconds, steps) in first.items()}
 

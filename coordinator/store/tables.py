@@ -135,7 +135,8 @@ class WorkerRow(Base):
     will own it.
 
     `contributions` counts the rounds that it contributed to, and `place` the workers that joined the run before it.
-    With private data, `units` is the number of units per epoch of the worker's own training set (null if not reported);
+    With private data, `units` is the number of units per epoch of the worker's own training set (null if not reported)
+    and `unit_tokens` the weight of one, if it is conversations;
     `next_unit` and `checked_epochs` have the same meaning as in `RunRow`, for that set. `reputation` is a
     `coordinator.trust.quarantine.Reputation`, empty for a newcomer. `suspected` is True once the guard has reported the
     worker. `refuted_state` is the last state where its held-out loss differed from all others; null if there is none.
@@ -164,6 +165,7 @@ class WorkerRow(Base):
     account: Mapped[dict[str, Any]] = _account()
     place: Mapped[int] = _counter()
     units: Mapped[int | None]
+    unit_tokens: Mapped[int | None]
     next_unit: Mapped[int] = _counter()
     checked_epochs: Mapped[int] = _counter()
     token: Mapped[str | None] = mapped_column(name_type(16))

@@ -45,9 +45,9 @@ def check_header(
         raise Problem(
             "invalid-payload", f"header field units is {header.units[:3]}…: give at least one range, none of them empty"
         )
-    if header.tokens % run.spec.unit_tokens:
+    if header.tokens % (unit_tokens := run.unit_tokens(worker)):
         raise Problem(
-            "invalid-payload", f"header field tokens is {header.tokens}, no multiple of {run.spec.unit_tokens} per unit"
+            "invalid-payload", f"header field tokens is {header.tokens}, no multiple of {unit_tokens} per unit"
         )
 
 
@@ -120,7 +120,7 @@ def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) 
     sent, some from this round and some from the one before. But the contribution names only units that no earlier one
     has named.
     """
-    weight, units = header.tokens // run.spec.unit_tokens, sum(stop - start for start, stop in header.units)
+    weight, units = header.tokens // run.unit_tokens(header.worker), sum(stop - start for start, stop in header.units)
     by_round, inner_steps = _units_by_round(run, opening, header)
     if by_round.total() < units:
         raise Problem(
@@ -156,7 +156,7 @@ def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:
         used = carrying.weighed_tokens(session, run, worker, header.fragment, rounds[:-1])
     largest = max(assigned.values(), default=0)
     within = sum(steps for round_, steps in assigned.items() if round_ in rounds)
-    unused = within + largest - used // run.spec.unit_tokens
+    unused = within + largest - used // run.unit_tokens(worker)
     return max(unused if run.spec.sync.streams else min(unused, largest), 0)
 
 

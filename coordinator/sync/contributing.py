@@ -7,6 +7,7 @@ wait for the lock at the same time are committed together.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from sqlalchemy import bindparam, insert, update
 
@@ -267,7 +268,7 @@ def _count(change: Change, opening: OpenRound, accepted: Sequence[Arrival], unit
     consumed."""
     run = change.run
     known = {worker for fragment in opening.fragments for worker in fragment.contributed}
-    counts = []
+    counts = list[dict[str, Any]]()
     for arrival, consumed in zip(accepted, units, strict=True):
         worker = arrival.header.worker
         counts.append(
@@ -275,7 +276,7 @@ def _count(change: Change, opening: OpenRound, accepted: Sequence[Arrival], unit
                 "of_run": run.id,
                 "of_worker": worker,
                 "more_contributions": int(worker not in known),  # counts once per round, not per fragment
-                "more_tokens": consumed * run.spec.unit_tokens,
+                "more_tokens": consumed * run.unit_tokens(worker),
                 "more_bytes": arrival.size,
                 "is_direct": arrival.sha256 is not None,
             }
@@ -287,7 +288,7 @@ def _count(change: Change, opening: OpenRound, accepted: Sequence[Arrival], unit
         _COUNT_RUN,
         {
             "of_run": run.id,
-            "more_tokens": sum(units) * run.spec.unit_tokens,
+            "more_tokens": sum(each["more_tokens"] for each in counts),
             "more_bytes": sum(arrival.size for arrival in accepted),
         },
     )

@@ -132,10 +132,15 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
         base=base,
         sync=run.spec.sync,
         contributions={
-            worker: Given(digest=each.digest, sha256=each.sha256, tokens=weights[worker], lateness=each.lateness)
+            worker: Given(
+                digest=each.digest,
+                sha256=each.sha256,
+                tokens=weights[worker],
+                lateness=each.lateness,
+            )
             for worker, each in contributed.items()
         },
-        unit_tokens=run.spec.unit_tokens,
+        unit_tokens={worker: run.unit_tokens(worker) for worker in contributed},
         **judged._asdict(),
         state=state,
     )
@@ -243,6 +248,7 @@ def _forget(change: Change, row: ContributionRow) -> None:
     ).first()
     if others is None:
         units = unconsume_units(session, run.id, row.worker, row.round, live=row.worker in run.members)
-        run_row.tokens -= units * run.spec.unit_tokens
+        tokens = units * run.unit_tokens(row.worker)
+        run_row.tokens -= tokens
         worker.contributions -= 1
-        worker.tokens -= units * run.spec.unit_tokens
+        worker.tokens -= tokens

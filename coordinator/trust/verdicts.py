@@ -139,6 +139,7 @@ def conclude_round(change: Change, opening: OpenRound) -> None:
             factors[worker] = max(factors.get(worker, 0.0), verdict["factor"])
     for worker in sorted(worker for worker, factor in factors.items() if factor == 0):
         units = unconsume_units(session, run.id, worker, opening.number, live=False)
-        change.row.tokens -= units * run.spec.unit_tokens
-        change.worker_row(worker).tokens -= units * run.spec.unit_tokens
+        tokens = units * run.unit_tokens(worker)
+        change.row.tokens -= tokens
+        change.worker_row(worker).tokens -= tokens
     update_reputations(change, opening.number, factors)

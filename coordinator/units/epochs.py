@@ -129,7 +129,7 @@ def _count_fault(change: Change, pool: Pool) -> str | None:
             UnitRangeRow.start < pool.next,
         )
     )
-    tokens, unit_tokens = pool.row.tokens, change.run.spec.unit_tokens
+    tokens, unit_tokens = pool.row.tokens, change.run.unit_tokens(pool.worker)
     if (consumed or 0) * unit_tokens == tokens:
         return None
     return f"{consumed} units are consumed, but contributions contained {tokens / unit_tokens:g}"

@@ -76,7 +76,7 @@ def _restore_step_rates(run: LiveRun) -> None:
         rows = session.execute(
             steps.where(ContributionRow.run_id == run.id, ContributionRow.round == run.round - 1)
         ).all()
-    seen = {worker: (tokens // run.spec.unit_tokens, math.inf) for worker, tokens in rows}
+    seen = {worker: (tokens // run.unit_tokens(worker), math.inf) for worker, tokens in rows}
     run.step_rates.observe(seen, run.members.claimed_step_rates())
 
 

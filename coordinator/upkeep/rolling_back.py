@@ -177,7 +177,7 @@ def _return_units(change: Change, to: int) -> None:
     returned = return_since(session, run.id, to)
     for pool in all_pools(session, run):
         own = [(start, stop) for start, stop in returned if pool.first <= start < pool.next]
-        tokens = sum(stop - start for start, stop in own) * run.spec.unit_tokens
+        tokens = sum(stop - start for start, stop in own) * run.unit_tokens(pool.worker)
         pool.row.tokens -= tokens
         if pool.worker is not None:
             change.row.tokens -= tokens

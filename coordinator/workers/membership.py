@@ -26,7 +26,7 @@ from protocol.messages import (
     WorkerState,
     data_difference,
 )
-from protocol.spec.run import PRIVATE_WORKERS
+from protocol.spec.run import PRIVATE_WORKERS, RunSpec
 from protocol.spec.sections import check_pin
 
 DRAINING_S = 5.0  # a worker that cannot join a draining run retries after this time
@@ -122,16 +122,17 @@ def _next_place(change: Change) -> int:
 
 
 def _bring_own_data(row: WorkerRow, data: DataSummary | None) -> None:
-    """Record the length of the worker's own training set. Raises Problem if it was different before: the same units
-    would then mean other rows."""
-    units = None if data is None else data.units
-    if row.epoch and row.units != units:
+    """Record the length of the worker's own training set, and the weight of its units. Raises Problem if they were
+    different before: the same units would then mean other rows."""
+    units, unit_tokens = (None, None) if data is None else (data.units, data.unit_tokens)
+    if row.epoch and (row.units, row.unit_tokens) != (units, unit_tokens):
         raise Problem(
             "data-mismatch",
-            f"the training set of {row.name} has {_units(units)} per epoch, but had {_units(row.units)} when it first "
-            "joined; use that one, or join with the new one under another name",
+            f"the training set of {row.name} has {_units(units, unit_tokens)} per epoch, but had "
+            f"{_units(row.units, row.unit_tokens)} when it first joined; use that one, or join with the new one under "
+            "another name",
         )
-    row.units = units
+    row.units, row.unit_tokens = units, unit_tokens
 
 
 def check_rows(run: LiveRun, worker: str, rows: int) -> None:
@@ -149,8 +150,9 @@ def check_rows(run: LiveRun, worker: str, rows: int) -> None:
         )
 
 
-def _units(count: int | None) -> str:
-    return "an unknown number of units" if count is None else f"{count} units"
+def _units(count: int | None, tokens: int | None) -> str:
+    known = "an unknown number of units" if count is None else f"{count} units"
+    return known if tokens is None else f"{known} of {tokens} trained tokens"
 
 
 def _model(change: Change, request: JoinRequest) -> RunModel:
@@ -163,6 +165,7 @@ def _model(change: Change, request: JoinRequest) -> RunModel:
             f"data.digest is {request.data.digest}: with data.private = {str(private).lower()} a worker sends "
             f"{'no digest, only the length of its training set' if private else 'the digest of its training set'}",
         )
+    _check_unit_tokens(run.spec, request.data)
     if model is None:
         try:
             layout = run.spec.sync.plan_layout(request.tensors)
@@ -190,6 +193,20 @@ def _model(change: Change, request: JoinRequest) -> RunModel:
         model = model.model_copy(update={"data": request.data})
         change.set_model(model)
     return model
+
+
+def _check_unit_tokens(spec: RunSpec, data: DataSummary | None) -> None:
+    """Raise Problem unless the worker reports the weight of its units exactly if its data are conversations, and not
+    more tokens than a unit has."""
+    given = None if data is None else data.unit_tokens
+    if spec.data.format == "text" and given is not None:
+        raise Problem("data-mismatch", f'data.unit_tokens is {given}, but with data.format = "text" it must be null')
+    if spec.data.format != "text" and data is not None and not 0 < (given or 0) <= spec.unit_tokens:
+        raise Problem(
+            "data-mismatch",
+            f'data.unit_tokens is {given}: with data.format = "{spec.data.format}" it is the number of trained tokens '
+            f"of a unit, 1 to {spec.unit_tokens}",
+        )
 
 
 def change_worker(run: LiveRun, worker: str, request: WorkerChange, by: Actor) -> None:

@@ -45,8 +45,14 @@ def open_data(spec: RunSpec, settings: BoxSettings, stop: threading.Event) -> Da
 
 def judge_data(seen: Data, run: RunDetail) -> list[Finding]:
     spec = run.spec
-    tokens = count_text(seen.units * spec.unit_tokens)
+    trained = seen.summary.unit_tokens
+    tokens = count_text(seen.units * (trained or spec.unit_tokens))
     said = f"{seen.source}: {seen.units} units of {spec.unit_tokens} tokens, {tokens} tokens in total"
+    if trained is not None:
+        said = (
+            f"{seen.source}: {seen.units} units of {spec.unit_tokens} tokens, {trained} of which are trained on; "
+            f"{tokens} in total"
+        )
     if run.data is not None and (difference := data_difference(seen.summary, run.data, spec.data)):
         return [wrong("data", difference, "copy the run's files here, or give their place with --data")]
     if spec.data.private:

@@ -7,7 +7,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from protocol.fragments import Layout
 from protocol.messages.base import Account, Count, HexDigest, ReplyModel, RequestModel
-from protocol.spec.run import RunSpec
+from protocol.spec.run import MAX_UNIT_TOKENS, RunSpec
 from protocol.spec.sections import DataSpec
 
 
@@ -18,12 +18,16 @@ class DataSummary(RequestModel):
     are null for bytes, or if unknown.
 
     With `data.private` the digest is null: it would reveal whether a worker has a text that somebody else knows.
+
+    `unit_tokens` is the weight of a unit of conversations in the mean: how many tokens of one are trained on, averaged
+    over the set and rounded. Null for text, where every unit has `batch_size` · `sequence_length`.
     """
 
     digest: HexDigest | None = None
     units: Annotated[int, Field(gt=0, lt=1 << 60)]
     tokenizer: Annotated[str, Field(max_length=4096)] | None = None
     tokenizer_digest: HexDigest | None = None
+    unit_tokens: Annotated[int, Field(gt=0, le=MAX_UNIT_TOKENS)] | None = None
 
     @model_serializer(mode="wrap")
     def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def data_difference(worker: DataSummary | None, run: DataSummary | None, spec: D
 
 
 def _identity(data: DataSummary | None) -> object:
-    return data and (data.digest, data.units)
+    return data and (data.digest, data.units, data.unit_tokens)
 
 
 def _tokenizer(data: DataSummary) -> str:
@@ -67,7 +71,10 @@ def _tokenizer(data: DataSummary) -> str:
 
 
 def _data(data: DataSummary | None) -> str:
-    return "none" if data is None else f"digest={data.digest} units={data.units}"
+    if data is None:
+        return "none"
+    trained = "" if data.unit_tokens is None else f" unit_tokens={data.unit_tokens}"
+    return f"digest={data.digest} units={data.units}{trained}"
 
 
 class RunState(StrEnum):

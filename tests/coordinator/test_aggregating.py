@@ -147,10 +147,10 @@ def task_of(codec: str, vectors: Sequence[np.ndarray], blobs: MemoryBlobs, rule:
         base=bytes(32),
         sync=sync,
         contributions={},
+        unit_tokens={f"w{i}": 1 for i in range(len(vectors))},
         usual=None,
         clipped=1.25,
         least_agreement=0.25,
-        unit_tokens=1,
     )
     for i, values in enumerate(vectors):
         content = payload_bytes(values, f"w{i}", codec)

@@ -58,7 +58,12 @@ def connection(url: URL) -> Iterator[Connection]:
 
 def average(round_: int = 0, **fields: Any) -> Aggregate:
     given = {"a": Given(digest=b"\1" * 32, sha256=None, tokens=8)}
-    settings: dict[str, Any] = {"usual": None, "clipped": 1.25, "least_agreement": 0.25, "unit_tokens": 8, **fields}
+    settings: dict[str, Any] = {
+        "usual": None,
+        "clipped": 1.25,
+        "least_agreement": 0.25,
+        "unit_tokens": {"a": 8},
+    } | fields
     sync = SyncSpec(rounds=2)
     return Aggregate(
         run="r", round=round_, fragment=0, elements=5, base=b"\2" * 32, sync=sync, contributions=given, **settings

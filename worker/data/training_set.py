@@ -146,7 +146,11 @@ class Sequences:
                 f"{self._batch * self._length + 1}; add text, or lower batch_size or sequence_length"
             )
         self.summary = DataSummary(
-            digest=digest, units=self.units_per_epoch, tokenizer=tokenizer, tokenizer_digest=tokenizer_digest
+            digest=digest,
+            units=self.units_per_epoch,
+            tokenizer=tokenizer,
+            tokenizer_digest=tokenizer_digest,
+            unit_tokens=None if index is None or conversations is None else _unit_tokens(index, self._batch),
         )
 
     def unit(self, number: int) -> Tensor:
@@ -185,6 +189,13 @@ class Sequences:
         if self._trims:
             tokens = tokens[:, : _trained_columns(tokens)]
         return torch.from_numpy(tokens.astype(np.int64))
+
+
+def _unit_tokens(index: Index, batch_size: int) -> int:
+    """Return how many tokens of a unit of a set of conversations are trained on, on average, rounded."""
+    sequences = sum(shard.tokens for shard in index.training) // index.row_tokens
+    trained = sum(shard.trained or 0 for shard in index.training)
+    return max(round(trained * batch_size / sequences), 1)
 
 
 def _trained_columns(tokens: Tokens) -> int:

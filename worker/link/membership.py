@@ -39,6 +39,11 @@ class Membership:
         self.epoch = 0  # changes whenever the worker has rejoined
         self.rows: int | None = None  # in the data set from which a script's loader draws the run's units
 
+    @property
+    def unit_tokens(self) -> int | None:
+        """The weight of a unit of this worker's training set; None if it is `RunSpec.unit_tokens`."""
+        return None if self._request.data is None else self._request.data.unit_tokens
+
     def describe(self, data: DataSummary) -> None:
         """Join with this training set, which the coordinator compares between workers."""
         self._request = self._request.model_copy(update={"data": data})

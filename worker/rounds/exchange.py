@@ -208,7 +208,7 @@ class Exchange:
             frame_bytes=frame_bytes,
             worker=self.membership.worker,
             base=self.state.fragment_digest(contribution.fragment),
-            tokens=contribution.weight * self.spec.unit_tokens,
+            tokens=contribution.weight * (self.membership.unit_tokens or self.spec.unit_tokens),
             inner_steps=contribution.inner_steps,
             loss=contribution.loss,
             norm=norm,
