@@ -7,10 +7,12 @@ the payloads that must be rejected.
 import itertools
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from docs import refused_payloads
@@ -36,7 +38,8 @@ from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import DataSpec, InnerSpec, SyncSpec
 from worker.data.open_training_set import TextData, open_training_set
-from worker.data.tokens.index import Index, Shard
+from worker.data.tokens.index import Conversations, Index, Shard
+from worker.data.tokens.marks import BEGINS, IDS, TRAINED
 from worker.line.store_upload import announcement
 
 DIRECTORY = Path(__file__).parent / "vectors"
@@ -318,6 +321,11 @@ def rows(unit: Tensor) -> list[str]:
 
 
 def token_sets() -> Document:
+    """Return token sets, of text and of conversations."""
+    return [text_tokens(), conversations()]
+
+
+def text_tokens() -> dict[str, Any]:
     """Return a token set of two windows with shards of different lengths: its digest, and the rows of two epochs."""
     sizes = [9, 30, 4, 17, 23, 12, 5, 26, 14, 20]
     parts = [(((np.arange(n) + 50 * i) * 7) % 1000).astype("<u2") for i, n in enumerate([*sizes, 11])]
@@ -335,23 +343,71 @@ def token_sets() -> Document:
         training=shards[:-1],
         held_out=shards[-1:],
     )
+    return token_set(index, parts, seed=7, sequence_length=4, batch_size=3)
+
+
+def conversations() -> dict[str, Any]:
+    """Return a set of conversations with their marks, in shards of 6, 9 and 4 sequences of 4 tokens and one."""
+    draw = np.random.RandomState(3)
+    parts = []
+    for sequences in (6, 9, 4):
+        ids = draw.randint(1, 1000, (sequences, 5)).astype("<u4")
+        ids[:, 1:] |= (draw.random_sample((sequences, 4)) < 0.4) * np.uint32(TRAINED)
+        ids[:, 4] |= np.uint32(TRAINED)
+        ids[:, 0] |= np.uint32(BEGINS)
+        ids[::2, 2] = ids[::2, 2] & np.uint32(IDS) | np.uint32(BEGINS)  # a second one begins there
+        parts.append(ids.reshape(-1))
+    shards = [
+        Shard(
+            file=f"{i}.bin",
+            tokens=len(ids),
+            digest=digest(ids.tobytes()).hex(),
+            documents=int(np.count_nonzero(ids & np.uint32(BEGINS))),
+            bytes=4 * len(ids),
+            trained=int(np.count_nonzero(ids & np.uint32(TRAINED))),
+        )
+        for i, ids in enumerate(parts)
+    ]
+    index = Index(
+        format=2,
+        dtype="uint32",
+        vocabulary=1000,
+        tokenizer="demo",
+        tokenizer_digest=digest(b"demo").hex(),
+        end=0,
+        source="demo",
+        training=shards[:-1],
+        held_out=shards[-1:],
+        conversations=Conversations(
+            sequence_length=4, train_on="assistant", packing=True, longest=5, truncated=0, dropped={}
+        ),
+    )
+    return token_set(index, parts, seed=7, sequence_length=4, batch_size=2)
+
+
+def token_set(
+    index: Index, parts: Sequence[npt.NDArray[Any]], *, seed: int, sequence_length: int, batch_size: int
+) -> dict[str, Any]:
+    """Return a token set with the ids `parts` in its shards: its digest, and the rows of two epochs."""
+    shards = index.shards
     with tempfile.TemporaryDirectory() as directory:
         for shard, ids in zip(shards, parts, strict=True):
             Path(directory, shard.file).write_bytes(ids.tobytes())
         Path(directory, "index.json").write_text(index.text())
-        inner, sync, model = InnerSpec(batch_size=3), SyncSpec(rounds=1), ModelSpec(preset="tiny")
-        source = DataSpec(source=directory, sequence_length=4)
-        read = open_training_set(RunSpec(name="demo", seed=7, model=model, data=source, inner=inner, sync=sync))
-        return [
-            {
-                "spec": {"seed": 7, "sequence_length": 4, "batch_size": 3},
-                "index": index.model_dump(),
-                "shards": {shard.file: ids.tobytes().hex() for shard, ids in zip(shards, parts, strict=True)},
-                "digest": read.summary.digest,
-                "units": read.units_per_epoch,
-                "rows": [json.dumps(read.unit(unit).tolist()) for unit in range(2 * read.units_per_epoch)],
-            }
-        ]
+        inner, sync, model = InnerSpec(batch_size=batch_size), SyncSpec(rounds=1), ModelSpec(preset="tiny")
+        source = DataSpec(
+            source=directory, sequence_length=sequence_length, format="text" if index.format == 1 else "chat"
+        )
+        read = open_training_set(RunSpec(name="demo", seed=seed, model=model, data=source, inner=inner, sync=sync))
+        return {
+            "spec": {"seed": seed, "sequence_length": sequence_length, "batch_size": batch_size},
+            "index": json.loads(index.text()),
+            "shards": {shard.file: ids.tobytes().hex() for shard, ids in zip(shards, parts, strict=True)},
+            "digest": read.summary.digest,
+            "units": read.units_per_epoch,
+            "unit_tokens": read.summary.unit_tokens,
+            "rows": [json.dumps(read.unit(unit).tolist()) for unit in range(2 * read.units_per_epoch)],
+        }
 
 
 def read_text(files: dict[str, str], *, seed: int, sequence_length: int, batch_size: int, holdout: float) -> TextData:

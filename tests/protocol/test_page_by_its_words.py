@@ -7,6 +7,7 @@ import json
 import math
 import re
 import struct
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -293,23 +294,33 @@ def test_token_sets_are_what_the_page_says() -> None:
             assert blake3(content).hexdigest() == shard["digest"]
         keys = ("format", "dtype", "vocabulary", "tokenizer_digest", "end", "training", "held_out")
         kept = {key: index[key] for key in keys}
+        talk = index["format"] == 2
+        if talk:
+            kept["sequence_length"] = index["conversations"]["sequence_length"]
         for part in ("training", "held_out"):
             kept[part] = [{k: v for k, v in each.items() if k not in ("file", "offset")} for each in index[part]]
         assert blake3(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest() == case["digest"]
 
         length, batch = spec["sequence_length"], spec["batch_size"]
-        per_epoch = sum((shard["tokens"] - 1) // length for shard in index["training"]) // batch
+        stride, dtype = (length + 1, "<u4") if talk else (length, "<u2")
+        counts = [each["tokens"] // stride if talk else (each["tokens"] - 1) // length for each in index["training"]]
+        per_epoch = sum(counts) // batch
         assert per_epoch == case["units"]
-        shards = [np.frombuffer(bytes.fromhex(case["shards"][each["file"]]), "<u2") for each in index["training"]]
+        shards = [np.frombuffer(bytes.fromhex(case["shards"][each["file"]]), dtype) for each in index["training"]]
+        if talk:
+            marks = [int((ids >> 31).sum()) for ids in shards]
+            assert marks == [each["trained"] for each in index["training"]]
+            assert case["unit_tokens"] == max(round(Fraction(batch * sum(marks), sum(counts))), 1)
+            assert all((ids[::stride] >> 30 == 1).all() for ids in shards)
         rows = []
         for epoch in range(2):
             order = shuffled(len(shards), spec["seed"], epoch, 0)
             sequences: list[list[int]] = []
             for w, first in enumerate(range(0, len(order), 8)):
                 of_window = [
-                    shards[number][i * length : i * length + length + 1].tolist()
+                    shards[number][i * stride : i * stride + length + 1].tolist()
                     for number in order[first : first + 8]
-                    for i in range((len(shards[number]) - 1) // length)
+                    for i in range(counts[number])
                 ]
                 key = [spec["seed"], epoch, w] if w else [spec["seed"], epoch]
                 sequences += [of_window[place] for place in shuffled(len(of_window), *key)]
