@@ -3,19 +3,23 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
 
 from outerstep.cli.errors import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, parse_count
 from outerstep.display import table
 from protocol.spec.sections import DataSpec
+from protocol.text import printable_lines
 from protocol.validation_errors import explain_all
 
 _load = partial(import_extra, extra="worker")
@@ -50,7 +54,7 @@ def prepare(
         ),
     ] = "text",
     row_format: Annotated[
-        str, typer.Option("--format", help="text; chat for conversations; completion for prompts and completions.")
+        str, typer.Option("--data-format", help="text; chat for conversations; completion for prompts and completions.")
     ] = "text",
     train_on: Annotated[
         str | None,
@@ -102,13 +106,20 @@ def prepare(
 def show(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A token set.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every shard and check its digest.")] = False,
+    sample: Annotated[
+        int,
+        typer.Option("--sample", metavar="N", min=0, max=1000, help="Print N conversations, with what is trained on."),
+    ] = 0,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Show a token set, and check that its files exist and have the right size.
 
+    With --sample, what is trained on is highlighted, or between » and « if the output is no terminal.
+
     \b
-    Example:
+    Examples:
       outerstep data show /data/c4 --verify
+      outerstep data show /data/talk --sample 3
     """
     indexes = _load("worker.data.tokens.index", command="outerstep data show")
     index = indexes.read_index(directory / indexes.FILE)
@@ -117,14 +128,34 @@ def show(
         files = _load("worker.data.tokens.token_files", command="outerstep data show")
         for shard in index.shards:
             files.verify_file(shard, directory / shard.file, index.item.itemsize)
+    sampled = []
+    if sample:
+        sampled = _load("worker.data.tokens.samples", command="outerstep data show").samples(index, directory, sample)
     if output is Format.JSON:
-        print_json(_document(index, verify))
+        shown = {"samples": [asdict(each) for each in sampled]} if sample else {}
+        print_json(_document(index, verify) | shown)
         return
     out = console()
     for name, value in _facts(index, verify):
         out.print(f"{name:<16}{value}", markup=False)
     out.print()
     out.print(_shards_table(index))
+    for each in sampled:
+        _print_sample(out, each)
+
+
+def _print_sample(out: Console, sample: Any) -> None:
+    """Print a conversation, with what is trained on highlighted."""
+    out.print()
+    where = f"{sample.shard}, sequence {sample.sequence}: {sample.tokens} tokens, {sample.trained} trained on"
+    out.print(where, style="bold", markup=False)
+    text = Text()
+    for part in sample.parts:
+        if out.is_terminal:
+            text.append(printable_lines(part.text), style="green" if part.trained else "dim")
+        else:
+            text.append(printable_lines(f"»{part.text}«" if part.trained else part.text))
+    out.print(text)
 
 
 def _data_spec(given: dict[str, Any]) -> DataSpec:
@@ -183,21 +214,10 @@ def _summary(index: Any, out: Path, row_format: str) -> Iterator[str]:
         conversations = sum(shard.documents for shard in index.shards)
         sequences = sum(shard.tokens for shard in index.shards) // index.row_tokens
         yield f"{conversations:,} conversations in {sequences:,} sequences of {found.sequence_length:,} tokens"
-        yield from _left_out(found)
+        yield from found.left_out()
         yield f'in the spec: data.format = "{row_format}", data.sequence_length = {found.sequence_length}'
     if not tokens[1]:
         yield "nothing is held out, so runs have no held-out loss: give --holdout or --held-out, and another --out"
-
-
-def _left_out(found: Any) -> Iterator[str]:
-    """Yield what the sequences leave out of conversations."""
-    if found.truncated:
-        yield (
-            f"{found.truncated:,} were truncated to {found.sequence_length + 1:,} tokens; the longest has "
-            f"{found.longest:,}"
-        )
-    for reason, count in found.dropped.items():
-        yield f"{count:,} were left out: {reason}"
 
 
 def _facts(index: Any, verified: bool) -> Iterator[tuple[str, str]]:
@@ -210,8 +230,7 @@ def _facts(index: Any, verified: bool) -> Iterator[tuple[str, str]]:
         length, packed = found.sequence_length, "several" if found.packing else "one"
         yield "sequences", f"of {length:,} tokens, with {packed} of the conversations each"
         yield "longest", f"{found.longest:,} tokens"
-        left_out = [f"{found.truncated:,} truncated", *(f"{n:,} dropped ({why})" for why, n in found.dropped.items())]
-        yield "left out", ", ".join(left_out)
+        yield "left out", "; ".join(found.left_out()) or "nothing"
         trained, tokens = (sum(getattr(shard, key) for shard in index.shards) for key in ("trained", "tokens"))
         yield "trained on", f"{trained / tokens:.1%} of the tokens ({found.train_on})"
     yield "end", UNKNOWN if index.end is None else f"{index.end} after each document"

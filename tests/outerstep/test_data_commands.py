@@ -8,8 +8,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from outerstep.cli import app
+from tests.support.conversations import write_conversations
 from tests.support.text import write_text
-from tests.support.tokenizers import write_tokenizer
+from tests.support.tokenizers import write_chat_tokenizer, write_tokenizer
 
 Command = Callable[..., Result]
 
@@ -91,3 +92,51 @@ def test_what_cannot_be_done(
     assert done.exit_code == code
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_conversations_are_prepared_and_shown(command: Command, tmp_path: Path) -> None:
+    talk, tokenizer = write_conversations(tmp_path / "talk.jsonl"), write_chat_tokenizer(tmp_path / "tokenizer")
+    prepare = ("prepare", talk, "--tokenizer", tokenizer, "--out", tmp_path / "set", "--data-format", "chat")
+    done = command(*prepare, "--sequence-length", 100)
+    assert done.exit_code == 0, done.stderr
+    assert "conversations in " in done.stdout
+    assert "were truncated to 101 tokens" in done.stdout
+    assert 'data.format = "chat", data.sequence_length = 100' in done.stdout
+
+    shown = command("show", tmp_path / "set", "--sample", 3)
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stdout.count("trained on\n") == 3
+    assert "»the delta<|im_end|>«" in shown.stdout
+    assert "% of the tokens (assistant)" in shown.stdout
+    facts = json.loads(command("show", tmp_path / "set", "--sample", 2, "--format", "json").stdout)
+    assert len(facts["samples"]) == 2
+    for each in facts["samples"]:
+        assert each["parts"][0]["text"].startswith("<|im_start|>user\nworker ")
+        assert {part["text"].startswith("the delta") for part in each["parts"] if part["trained"]} == {True}
+    everything = json.loads(command("show", tmp_path / "set", "--sample", 1000, "--format", "json").stdout)
+    assert len(everything["samples"]) == sum(shard["tokens"] for shard in facts["training"]) // 101
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--data-format", "poem"], 2, "format"),
+        (["--data-format", "chat", "--train-on", "completion"], 2, 'does not exist for format = "chat"'),
+        (["--sequence-length", "9"], 2, "--sequence-length is for conversations"),
+        (["--data-format", "completion"], 3, 'talk.jsonl, line 1: the format "completion" needs'),
+    ],
+)
+def test_conversations_that_cannot_be_prepared(
+    command: Command, tmp_path: Path, arguments: list[str], code: int, said: str
+) -> None:
+    talk, tokenizer = write_conversations(tmp_path / "talk.jsonl"), write_chat_tokenizer(tmp_path / "tokenizer")
+    done = command("prepare", talk, "--tokenizer", tokenizer, "--out", tmp_path / "set", *arguments)
+    assert done.exit_code == code
+    assert said in done.stderr
+
+
+def test_text_has_no_conversations_to_show(command: Command, text: Path, tmp_path: Path) -> None:
+    command("prepare", text, "--tokenizer", "bytes", "--out", tmp_path / "set")
+    shown = command("show", tmp_path / "set", "--sample", 1)
+    assert shown.exit_code == 3
+    assert "is a token set of text" in shown.stderr

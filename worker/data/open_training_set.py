@@ -77,7 +77,9 @@ def open_training_set(
     cache = cache_directory("data") / recipe.digest()[:32]
     if not (cache / FILE).exists():
         log.info("preparing data.source = %r with the tokenizer %s in %s", data.source, tokenizer.name, cache)
-    prepare(recipe, cache, report=_progress_log(), stop=stop)
+    index = prepare(recipe, cache, report=_progress_log(), stop=stop)
+    for sentence in [] if index.conversations is None else index.conversations.left_out():
+        log.warning("data.source = %r: %s", data.source, sentence)
     return open_token_set(spec, cache, tokenizer)
 
 

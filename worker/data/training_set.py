@@ -213,7 +213,7 @@ def _check_conversations(data: DataSpec, found: Conversations | None) -> None:
         if data.format != "text":
             raise DataError(
                 f'{name} is a token set of text: set data.format = "text", or prepare a set of conversations with '
-                f"`outerstep data prepare --format {data.format}`"
+                f"`outerstep data prepare --data-format {data.format}`"
             )
         return
     if data.format == "text":

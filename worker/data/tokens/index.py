@@ -73,6 +73,16 @@ class Conversations(_Strict):
     truncated: _Count
     dropped: dict[str, _Count]
 
+    def left_out(self) -> list[str]:
+        """Return what was left out, a sentence each."""
+        sentences = [f"{count:,} conversations were dropped: {reason}" for reason, count in self.dropped.items()]
+        if self.truncated:
+            sentences.append(
+                f"{self.truncated:,} conversations were truncated to {self.sequence_length + 1:,} tokens; the longest "
+                f"has {self.longest:,}"
+            )
+        return sentences
+
 
 class Index(_Strict):
     """A token set: how to read its ids, and its shards in order. Of format 2 if it has `conversations`."""
