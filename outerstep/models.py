@@ -24,6 +24,7 @@ from worker.data.training_set import TrainingSet
 from worker.errors import DataError, ModelError
 from worker.export import export, load_checkpoint
 from worker.inner.evaluation import evaluate
+from worker.inner.loss import Loss, check_packing, conversations_in
 from worker.inner.micro_batch import MicroBatches
 from worker.link.client import Client
 from worker.models.building import build_model, check_vocabulary
@@ -68,7 +69,13 @@ def evaluate_model(
     check_vocabulary(model, data.vocabulary)
     check_finite(model)
     sizes = MicroBatches(None, max(TOKENS_AT_ONCE // run.spec.data.sequence_length, 1))
-    report = evaluate(model.to(device), data, run.spec.evaluation.max_tokens, device, micro_batches=sizes)
+    conversations = conversations_in(run.spec.data)
+    if conversations == "packed":
+        if (config := getattr(model, "config", None)) is not None:
+            config.use_cache = False  # with a cache, transformers takes a sequence for one conversation
+        check_packing(model)
+    loss = Loss(model.to(device), conversations=conversations)
+    report = evaluate(model, data, run.spec.evaluation.max_tokens, device, loss, sizes)
     return Evaluation(**report.model_dump())
 
 

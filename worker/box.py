@@ -20,7 +20,7 @@ from worker.errors import BoxError, DataError
 from worker.inner.data_parallel import choose_mode, distribute, replica_budget, shard
 from worker.inner.evaluation import evaluate
 from worker.inner.execution import checkpoint_activations, compile_model, flops_per_token
-from worker.inner.loss import Conversations, Loss, check_packing, find_head
+from worker.inner.loss import Loss, check_packing, conversations_in, find_head
 from worker.inner.micro_batch import MicroBatches, choose_micro_batch
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.precision import Precision, cast_parameters, loss_scaler, precision_on
@@ -91,9 +91,7 @@ def set_up(
     if spec.data.holdout and not data.held_out_tokens:
         warning = "nothing is held out, or less than a sequence of %d tokens: this worker measures no held-out loss"
         log.warning(warning, spec.data.sequence_length)
-    conversations: Conversations | None = None
-    if spec.data.format != "text":
-        conversations = "packed" if spec.data.packing else "padded"
+    conversations = conversations_in(spec.data)
     if conversations == "packed":
         check_packing(model)
     if settings.parameters == "bf16":

@@ -332,7 +332,8 @@ class DiLoCo:
     def training_set(self, source: str | None = None, *, data_root: Sequence[str] = ()) -> TrainingSet:
         """Return the run's own training set, given by `data` in its spec, so that this loop can share the run with
         `outerstep worker`. `training_set().unit(number)` is int64[batch_size, sequence_length + 1] for each number of
-        units(). Each of several processes takes its own rows, `[rank::size]`.
+        units(); of conversations (`data.format`), `outerstep.unpack` returns its inputs and targets. Each of several
+        processes takes its own rows, `[rank::size]`.
 
         Call it before `with`: the coordinator compares the set between workers as they join. `source` is where this
         machine has the data, if not where the spec says; `data_root` lists the directories and addresses that the spec

@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from protocol.spec.sections import DataSpec
 from worker.data.tokens.marks import BEGINS, IDS, TRAINED
 from worker.errors import ModelError
 from worker.inner.precision import Precision, autocast, precision_on
@@ -90,6 +91,39 @@ def chunked_cross_entropy(
     return total / mean_over
 
 
+class Inputs(NamedTuple):
+    """A batch of conversations as a model takes it.
+
+    tokens     int64[batch, length]
+    targets    int64[batch, length]: the token after each one; -100, which torch's cross_entropy ignores, if it is not
+               trained on
+    positions  int64[batch, length]: of each token in its conversation. A model of transformers that gets them as
+               `position_ids`, with `use_cache=False` and no attention mask, lets no token see another conversation
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+
+
+def unpack(batch: Tensor) -> Inputs:
+    """Return the inputs and targets of a batch of conversations, int64[batch, length + 1] with marks."""
+    tokens, following = batch[:, :-1], batch[:, 1:]
+    at = torch.arange(tokens.shape[1], device=batch.device).expand_as(tokens)
+    return Inputs(
+        tokens & IDS,
+        torch.where((following & TRAINED) != 0, following & IDS, _UNTRAINED),
+        at - torch.where((tokens & BEGINS) != 0, at, 0).cummax(dim=1).values,
+    )
+
+
+def conversations_in(data: DataSpec) -> Conversations | None:
+    """Return how batches of this [data] have conversations; None if it is text."""
+    if data.format == "text":
+        return None
+    return "packed" if data.packing else "padded"
+
+
 @torch.no_grad()
 def check_packing(model: nn.Module) -> None:
     """Raise ModelError unless the model keeps conversations in one sequence apart, given the positions of their
@@ -141,12 +175,16 @@ class Loss:
 
     def __call__(self, batch: Tensor) -> Tensor:
         """Return the mean over the targets of int64[batch, length + 1], a scalar in fp32; 0 if there are none."""
-        tokens, targets = batch[:, :-1], batch[:, 1:].flatten()
-        positions, mean_over = None, self.targets(batch)
+        positions: Tensor | None = None
+        if self.conversations is None:
+            tokens, targets = batch[:, :-1], batch[:, 1:]
+        else:
+            tokens, targets, positions = unpack(batch)
+        if self.conversations == "padded":
+            positions = None  # those of any sequence
+        mean_over, targets = self.targets(batch), targets.flatten()
         if isinstance(mean_over, Tensor):
-            positions = _positions(tokens) if self.conversations == "packed" else None
-            targets = torch.where((targets & TRAINED) != 0, targets & IDS, _UNTRAINED)
-            tokens, mean_over = tokens & IDS, mean_over.clamp(min=1)
+            mean_over = mean_over.clamp(min=1)
         with autocast(self.precision or precision_on(batch.device), batch.device):
             if self.head is not None:
                 chunk_tokens = max(LOGITS_BYTES // (4 * self.head.linear.out_features), 1)
@@ -156,12 +194,6 @@ class Loss:
                     return chunked_cross_entropy(hidden, self.head, targets, chunk_tokens, mean_over)
             logits = logits_of(self.model, tokens, positions)
         return functional.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum") / mean_over
-
-
-def _positions(tokens: Tensor) -> Tensor:
-    """Return the position of each token within its conversation, for tokens with marks; int64 of the same shape."""
-    at = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return at - torch.where((tokens & BEGINS) != 0, at, 0).cummax(dim=1).values
 
 
 def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
