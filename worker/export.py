@@ -69,7 +69,7 @@ def export(
         raise ModelError(f"the run {run.name} has no adapters to merge: its export is the whole model")
     load = partial(load_checkpoint, factories=factories) if run.spec.model.is_given else load_bare_parameters
     load = partial(load, max_parameters=max_parameters)
-    model, tokenizer = load(client, state_round), _tokenizer(run)
+    model, tokenizer = load(client, state_round), tokenizer_of(run)
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
         tokenizer.save(directory)
@@ -96,7 +96,7 @@ def export(
     return model
 
 
-def _tokenizer(run: RunDetail) -> Tokenizer | None:
+def tokenizer_of(run: RunDetail) -> Tokenizer | None:
     """Return the run's tokenizer; None, with a warning, if this machine does not have it. Bytes have a tokenizer too,
     with nothing to save."""
     name = run.spec.data.tokenizer or (run.data.tokenizer if run.data else None)

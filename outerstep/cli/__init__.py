@@ -142,6 +142,7 @@ def _run() -> typer.Typer:
         "readmit": steer.readmit,
         "release": steer.release,
         "export": models.export,
+        "chat": models.chat,
         "workers": workers.workers,
         "worker": workers.worker,
         "watch": watch.watch,

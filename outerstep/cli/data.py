@@ -117,7 +117,7 @@ def show(
     With --sample, what is trained on is highlighted, or between » and « if the output is no terminal.
 
     \b
-    Examples:
+    Example:
       outerstep data show /data/c4 --verify
       outerstep data show /data/talk --sample 3
     """

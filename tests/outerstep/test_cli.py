@@ -52,6 +52,7 @@ SHOW_NOTHING = {
         ("run", "rm"),
         ("token", "revoke"),
     },  # "it is done"
+    ("run", "chat"),  # a conversation
     ("run", "track"),  # writes what it shows; `--to jsonl` is JSON
     ("run", "pin"),  # TOML for programs
 }
@@ -69,7 +70,7 @@ def test_a_shell_completes_commands():
     words = {"_OUTERSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "outerstep run ch", "COMP_CWORD": "2"}
     command = [sys.executable, "-m", "outerstep"]
     done = subprocess.run(command, env=os.environ | words, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["checkpoints"]
+    assert done.stdout.split() == ["checkpoints", "chat"]
 
 
 def test_python_m_outerstep_is_the_command():

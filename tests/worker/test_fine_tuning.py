@@ -2,13 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
+from typer.testing import CliRunner
 
 from harness.coordinator import InThread, coordinator_thread
 from outerstep import DiLoCo, unpack
+from outerstep.chat import Chat, of_export
+from outerstep.cli import app
 from outerstep.common.exit_codes import Exit
 from outerstep.models import evaluate_model
 from protocol.messages import Scope
@@ -16,6 +20,7 @@ from tests.support.conversations import write_conversations
 from tests.support.tokenizers import CHATML_MARKED, write_chat_tokenizer
 from tests.support.trained import save_trained
 from tests.worker.runs import shown, work
+from worker.errors import DataError
 from worker.export import export
 from worker.link.client import Client, open_http
 from worker.settings import BoxSettings
@@ -101,3 +106,74 @@ def test_a_script_unpacks_conversations(coordinator: InThread, tmp_path: Path) -
     run = shown(coordinator, "talk")
     assert run.data is not None
     assert run.tokens == 12 * (run.data.unit_tokens or 0)
+
+
+# --- talking to the result ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    """A model with random weights, and a tokenizer with a chat template."""
+    save_trained(tmp_path / "export", vocab_size=300, max_position_embeddings=120, eos_token_id=283)
+    write_chat_tokenizer(tmp_path / "export")
+    return tmp_path / "export"
+
+
+def test_a_conversation_is_rendered_and_streamed(exported: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model, tokenizer = of_export(exported, "cpu")
+    chat = Chat(model, tokenizer, system="be kind", max_tokens=5, temperature=0)
+    shown: list[str] = []
+    answer = chat.ask("who waits?", shown.append)
+    assert answer == "".join(shown)
+    assert len(shown) > 1
+    assert [message["role"] for message in chat.messages] == ["system", "user", "assistant"]
+
+    by_transformers = AutoTokenizer.from_pretrained(exported)
+    prompt: Any = by_transformers.apply_chat_template(
+        chat.messages[:2], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    expected = model.generate(**prompt, max_new_tokens=5, do_sample=False, eos_token_id=283)  # type: ignore[operator]
+    assert answer == by_transformers.decode(expected[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    chat.ask("and then?", shown.append)
+    assert len(chat.messages) == 5
+    with pytest.raises(DataError, match="tokens, and the model takes 120"):
+        chat.ask("long " * 120, shown.append)
+    assert len(chat.messages) == 5
+    chat.reset()
+    assert chat.messages == [{"role": "system", "content": "be kind"}]
+
+
+def test_the_command_holds_a_conversation(exported: Path) -> None:
+    command = ["run", "chat", "--export", str(exported), "--temperature", "0", "--max-tokens", "4", "--device", "cpu"]
+    done = CliRunner().invoke(app, command, input="who?\n/reset\n\nwho?\n" + "long " * 120 + "\n")
+    assert done.exit_code == 0, done.stderr
+    first, second, *rest = done.stdout.splitlines()
+    assert first == second, "the same question in a new conversation"
+    assert rest == []
+    assert "the model takes 120; /reset starts a new conversation" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([], 2, "give the name of a run, or --export"),
+        (["talk", "--export", "{}"], 2, "give the name of a run, or --export"),
+        (["--export", "{}", "--round", "3"], 2, "leave it out with --export"),
+        (["--export", "{}/none"], 3, "was not written by `outerstep run export`"),
+        (["--export", "{}", "--device", "abacus"], 2, "--device"),
+    ],
+)
+def test_conversations_that_cannot_begin(exported: Path, arguments: list[str], code: int, said: str) -> None:
+    done = CliRunner().invoke(app, ["run", "chat", *(each.format(exported) for each in arguments)])
+    assert done.exit_code == code
+    assert said in done.stderr
+
+
+def test_a_model_without_a_template_cannot_be_talked_to(exported: Path) -> None:
+    (exported / "chat_template.jinja").unlink()
+    done = CliRunner().invoke(app, ["run", "chat", "--export", str(exported)])
+    assert done.exit_code == 3
+    assert "has no chat template; put its chat_template.jinja into" in done.stderr

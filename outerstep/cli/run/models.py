@@ -1,5 +1,7 @@
 """The commands on a run's model, which need the worker's libraries: `outerstep run export|evaluate|pin`."""
 
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +21,8 @@ from outerstep.cli.run.runs import RunArgument, read_spec
 from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
 from outerstep.common.connections import error_text
 from outerstep.common.quantities import count_text, held_out_text
+from protocol.errors import OuterstepError
+from protocol.text import printable_lines
 
 
 @with_connection
@@ -76,6 +80,90 @@ def export(
         except OSError as error:
             raise UsageError(f"--out: {error}") from error
     say(f"the model of run {run} is in {out}")
+
+
+@with_connection
+def chat(
+    run: Annotated[str | None, typer.Argument(metavar="RUN", help="The run's name, unless --export is given.")] = None,
+    export: Annotated[
+        Path | None,
+        typer.Option("--export", help="Talk to the model in this directory, written by `outerstep run export`."),
+    ] = None,
+    state: Annotated[
+        int | None,
+        typer.Option("--round", min=0, help="The checkpoint: the model before this round. Default: the latest."),
+    ] = None,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="The most tokens of an answer.")] = 512,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", min=0.0, max=100.0, help="0: the most likely tokens. Default: the model's own setting."
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
+    allow_factory: AllowFactoryOption = None,
+    max_parameters: MaxParametersOption = None,
+    *,
+    connection: Connection,
+) -> None:
+    """Talk to a run's model, or to an export.
+
+    Type a message and Enter; /reset starts a new conversation, Ctrl-C stops an answer, Ctrl-D ends. Needs the worker's
+    libraries (torch, transformers) and the run's tokenizer with its chat template.
+
+    \b
+    Example:
+      outerstep run chat my-run --token-file ./data/admin.token
+      outerstep run chat --export ./model --temperature 0
+    """
+    if (run is None) == (export is None):
+        raise UsageError("give the name of a run, or --export with a directory")
+    if export is not None and state is not None:
+        raise UsageError("--round is a checkpoint of a run: leave it out with --export")
+    check_not_hidden("worker")
+    chats = import_extra("outerstep.chat", extra="worker", command="outerstep run chat")
+    factories, most = tuple(allow_factory or ()), parse_max_parameters(max_parameters)
+    try:
+        if run is None:
+            model, tokenizer = chats.of_export(export, device, factories)
+        else:
+            token = connection.token()
+            with connection.open() as client:
+                client.run(run)  # fails at once without a coordinator
+                model, tokenizer = chats.of_run(client.http, run, token, device, state, factories, most)
+    except ValueError as error:
+        raise UsageError(f"--device: {error}") from error
+    _converse(chats.Chat(model, tokenizer, system=system, max_tokens=max_tokens, temperature=temperature))
+
+
+def _converse(chat: Any) -> None:
+    """Hold a conversation until the end of the input."""
+    shown = sys.stdin.isatty()
+    with suppress(ImportError):
+        import readline  # noqa: F401  # lets `input` edit its line
+    while True:
+        try:
+            question = input("> " if shown else "")
+        except EOFError:
+            return
+        if question.strip() == "/reset":
+            chat.reset()
+        elif question.strip():
+            try:
+                chat.ask(question, _show)
+            except KeyboardInterrupt:
+                say("")
+                say("stopped; this answer is not part of the conversation", err=True)
+                continue
+            except OuterstepError as error:
+                say(f"{error}; /reset starts a new conversation", err=True)
+                continue
+            say("")
+
+
+def _show(text: str) -> None:
+    typer.echo(printable_lines(text), nl=False)
 
 
 @with_connection
