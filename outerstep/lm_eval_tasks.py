@@ -11,6 +11,8 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 from outerstep.models import load_export
+from protocol.errors import SpecError
+from protocol.spec.run import parse_spec
 from worker.errors import ModelError
 from worker.starting import choose_device
 
@@ -19,7 +21,8 @@ def run_tasks(
     directory: Path, tasks: Sequence[str], device: str, factories: tuple[str, ...] = ()
 ) -> dict[str, dict[str, Any]]:
     """Return lm-eval's metrics of an export, by task. A task is the name of one of lm-eval's, or a YAML file. Only code
-    in `factories` may be run to build the model.
+    in `factories` may be run to build the model. For a model that was trained on conversations, tasks are rendered by
+    its chat template.
 
     Raises ModelError for a directory without a tokenizer or model, ValueError for an unknown task.
     """
@@ -31,9 +34,18 @@ def run_tasks(
     chosen = [_task(task, manager) for task in tasks]
     loaded = load_export(directory, factories=factories).to(choose_device(device))
     model = HFLM(pretrained=loaded, tokenizer=tokenizer)
-    found = simple_evaluate(model=model, tasks=chosen, task_manager=manager)
+    conversational = tokenizer.chat_template is not None and _row_format(directory) == "chat"
+    found = simple_evaluate(model=model, tasks=chosen, task_manager=manager, apply_chat_template=conversational)
     results: dict[str, dict[str, Any]] = found["results"]
     return results
+
+
+def _row_format(directory: Path) -> str | None:
+    """Return the `data.format` of the run that was exported; None if there is no spec."""
+    try:
+        return parse_spec((directory / "spec.toml").read_text()).data.format
+    except (OSError, UnicodeDecodeError, SpecError):
+        return None
 
 
 def _task(name: str, manager: TaskManager) -> str | dict[str, Any]:
