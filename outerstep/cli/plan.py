@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from outerstep import plan as planning
-from outerstep.cli.errors import UsageError
+from outerstep.cli.errors import UsageError, import_extra
 from outerstep.cli.printing import UNBOUNDED_WIDTH, Format, FormatOption, console, print_json, say_lines
+from outerstep.cli.run.runs import read_text
 from outerstep.common.quantities import (
     UNKNOWN,
     bytes_text,
@@ -22,6 +23,7 @@ from outerstep.common.quantities import (
     parse_seconds,
 )
 from outerstep.display import table
+from outerstep.epochs import EPOCHS, schedule_of
 from outerstep.plan import Setting, Workload
 from outerstep.plan_blobs import (
     AGGREGATOR_CORES,
@@ -32,18 +34,35 @@ from outerstep.plan_blobs import (
     store_cost,
     store_use,
 )
+from protocol.errors import SpecError
 
 LEAST_STEP_S = 1e-6
 
 
 def plan(
-    params: Annotated[str, typer.Option(metavar="COUNT", help="Trainable parameters: 1.2e9, 150M, 1.2B.")],
+    params: Annotated[
+        str | None, typer.Option(metavar="COUNT", help="Trainable parameters: 1.2e9, 150M, 1.2B.")
+    ] = None,
     up: Annotated[
-        str,
+        str | None,
         typer.Option(metavar="RATE", help="A worker's upload rate to the coordinator, or its limit: 10mbit."),
-    ],
-    down: Annotated[str, typer.Option(metavar="RATE", help="A worker's download rate.")],
-    step_time: Annotated[str, typer.Option(metavar="TIME", help="Time of one inner step: 1.0 (seconds), 350ms.")],
+    ] = None,
+    down: Annotated[str | None, typer.Option(metavar="RATE", help="A worker's download rate.")] = None,
+    step_time: Annotated[
+        str | None, typer.Option(metavar="TIME", help="Time of one inner step: 1.0 (seconds), 350ms.")
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SPEC.toml",
+            help="Show instead how many rounds the training set of this run spec gives, for --workers and --epochs. "
+            "The spec may leave out sync.rounds.",
+        ),
+    ] = None,
+    epochs: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=10_000.0, help="With --data: how often each sequence is trained on. Default: 3."),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, max=10_000, help="Number of workers, each with these rates.")] = 4,
     latency: Annotated[str, typer.Option(metavar="TIME", help="Round-trip time to the coordinator.")] = "40ms",
     loss: Annotated[float, typer.Option(min=0.0, max=0.1, help="Share of packets lost: 0.005.")] = 0.0,
@@ -76,7 +95,18 @@ def plan(
     Example:
       outerstep plan --params 1.2e9 --up 10mbit --down 100mbit --step-time 1.0
       outerstep plan --params 1.2e9 --up 10mbit --down 100mbit --step-time 1.0 --blobs r2
+      outerstep plan --data run.toml --workers 4 --epochs 3
     """
+    if data is not None:
+        given = {"--params": params, "--up": up, "--down": down, "--step-time": step_time, "--blobs": blobs}
+        if unused := [flag for flag, value in given.items() if value is not None]:
+            raise UsageError(f"--data needs no network: leave out {', '.join(unused)}")
+        _plan_epochs(data, workers, EPOCHS if epochs is None else epochs, output)
+        return
+    if params is None or up is None or down is None or step_time is None:
+        raise UsageError("give --params, --up, --down and --step-time, or --data")
+    if epochs is not None:
+        raise UsageError("--epochs needs --data")
     if prices is not None and blobs is None:
         raise UsageError("--prices has prices of stores: name one with --blobs")
     table_of_prices = None if blobs is None else read_prices(prices)
@@ -110,6 +140,21 @@ def plan(
     say_lines("\n" + "\n".join(_lines(workload, best, reason)))
     if store is not None and table_of_prices is not None:
         say_lines("\n" + "\n".join(_store_lines(workload, best, store, table_of_prices.date)))
+
+
+def _plan_epochs(spec: Path, workers: int, epochs: float, output: Format) -> None:
+    """Show how many rounds the training set of a spec gives."""
+    import_extra("worker.data.open_training_set", extra="worker", command="outerstep plan --data")
+    try:
+        schedule = schedule_of(read_text(spec), workers, epochs)
+    except (SpecError, ValueError) as error:
+        raise SpecError(f"{spec}: {error}") from error
+    if output is Format.JSON:
+        print_json(asdict(schedule) | {"units_per_epoch": schedule.units_per_epoch})
+        return
+    say_lines("\n".join(schedule.explained()))
+    for section, keys in schedule.keys().items():
+        say_lines(f"\n[{section}]\n" + "\n".join(f"{key} = {value}" for key, value in keys.items()))
 
 
 def _parsed(flag: str, parse: Any, text: str) -> Any:

@@ -16,6 +16,7 @@ from outerstep.cli.printing import Format, FormatOption, console, print_json, sa
 from outerstep.cli.run.advice import advice
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, counted, held_out_text, natural
 from outerstep.display import round_table, table, worker_table
+from outerstep.epochs import completed
 from outerstep.follow import FIRST_ROUNDS
 from protocol.errors import SpecError
 from protocol.messages import SUCCESSIVE, Account, RunDetail
@@ -28,6 +29,15 @@ WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="The worke
 @with_connection
 def create(
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec; - reads it from stdin.")],
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", min=1, max=10_000, help="Without sync.rounds: the number of workers. Default: min_workers."
+        ),
+    ] = None,
+    epochs: Annotated[
+        float | None, typer.Option("--epochs", min=0.01, max=10_000.0, help="Without sync.rounds: epochs. Default: 3.")
+    ] = None,
     output: FormatOption = Format.TABLE,
     *,
     connection: Connection,
@@ -37,6 +47,10 @@ def create(
     The spec is checked here first. Creating the same run again does nothing. Settings outside the tested range, such as
     too few rounds, get a note on stderr.
 
+    If a spec for conversations has no sync.rounds, they are chosen for a few epochs of its training set, which must be
+    on this machine, and so are batch_size, inner_steps and warmup_steps if they are left out. With --epochs this works
+    for text too. The choice is explained on stderr.
+
     \b
     Example:
       outerstep run create run.toml --token-file ./data/admin.token
@@ -45,7 +59,7 @@ def create(
       model.preset = "tiny"
       sync.rounds = 50
     """
-    text, parsed = read_spec(spec)
+    text, parsed = _complete_spec(spec, workers, epochs)
     with connection.open() as client:
         run, new = client.create_run(text)
     if output is Format.JSON:
@@ -188,16 +202,45 @@ def read_spec(path: Path) -> tuple[str, RunSpec]:
 
     Raises UsageError for an unreadable file, and SpecError that names the file for an invalid spec.
     """
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text") from error
+    text = read_text(path)
     try:
         return text, parse_spec(text)
     except SpecError as error:
         raise SpecError(f"{path}: {error}") from error
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a spec; - reads stdin. Raises UsageError."""
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 text") from error
+
+
+def _complete_spec(path: Path, workers: int | None, epochs: float | None) -> tuple[str, RunSpec]:
+    """Return the spec's text, with the number of rounds that its training set suggests if it gives none, and the parsed
+    spec. Raises what `read_spec` raises, and UsageError for options without effect."""
+    text = read_text(path)
+    try:
+        found = completed(text, workers, epochs)
+        if found is None:
+            if workers is not None or epochs is not None:
+                raise UsageError("--workers and --epochs choose sync.rounds: leave them out, or sync.rounds")
+            return text, parse_spec(text)
+        text, schedule = found
+        parsed = parse_spec(text)
+    except (SpecError, ValueError) as error:
+        raise SpecError(f"{path}: {error}") from error
+    except ModuleNotFoundError as error:
+        raise SpecError(
+            f"{path}: sync.rounds: give it, or install {error.name} here, with which it is chosen: "
+            "pip install 'outerstep[worker]'"
+        ) from error
+    for sentence in schedule.explained():
+        say(sentence, err=True)
+    return text, parsed
 
 
 def _facts(run: RunDetail) -> object:
