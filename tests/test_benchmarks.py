@@ -183,3 +183,14 @@ def test_a_small_crowd_goes_through_its_rounds() -> None:
     assert kinds["heartbeat"]["count"] > 0
     assert kinds["look"]["count"] >= 3
     assert 0 < kinds["heartbeat"]["p50_ms"] <= kinds["heartbeat"]["p99_ms"]
+
+
+@pytest.mark.nightly
+def test_a_rule_in_conversations_is_trained_and_asked_for() -> None:
+    """In so few steps that nothing is learned: the base, two runs with two workers each, and their answers."""
+    pytest.importorskip("peft", reason="needs: pip install 'outerstep[peft]'")
+    command = [sys.executable, "-m", "benchmarks.fine_tuning", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    table = re.findall(r"^\| (\w+) \| ([\d.]+)% \|", done.stdout, re.MULTILINE)
+    assert [name for name, _ in table] == ["base", "assistant", "all"]
