@@ -12,9 +12,11 @@ import argparse
 import json
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,6 @@ from harness.coordinator import coordinator_thread
 from outerstep.chat import Chat, of_export
 from outerstep.epochs import completed
 from protocol.messages import RunDetail, RunState, Scope
-from tests.support.workers import WorkerProcess
 from worker.data.tokens.conversations import ConversationEncoder, load_chat_template
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.export import export
@@ -146,10 +147,8 @@ def tuned(directory: Path, base: Path, talk: Path, train_on: str, epochs: float)
         running.create_run(text)
         token = running.token(Scope.WORKER)
         state = directory / f"workers-{train_on}"
-        workers = [WorkerProcess(running.url, train_on, name, token, state / name) for name in ("a", "b")]
         state.mkdir()
-        for each in workers:
-            each.start()
+        workers = {state / f"{name}.log": _start_worker(running.url, train_on, name, token, state) for name in "ab"}
         with open_http(running.url) as http:
             client = Client(http, train_on, running.token(Scope.VIEWER))
             _await_end(client, workers)
@@ -157,19 +156,28 @@ def tuned(directory: Path, base: Path, talk: Path, train_on: str, epochs: float)
             return directory / train_on, client.run_detail()
 
 
-def _await_end(client: Client, workers: Sequence[WorkerProcess]) -> None:
+def _start_worker(url: str, run: str, name: str, token: str, state: Path) -> subprocess.Popen[bytes]:
+    """Start a worker that logs to NAME.log in the directory `state`."""
+    command = [sys.executable, "-m", "outerstep", "worker", url, "--run", run, "--name", name, "--threads", "1"]
+    command += ["--state", str(state / name), "--device", "cpu", "--data-root", "/"]
+    with (state / f"{name}.log").open("wb") as log:
+        return subprocess.Popen(command, env={**os.environ, "OUTERSTEP_TOKEN": token}, stdout=log, stderr=log)
+
+
+def _await_end(client: Client, workers: Mapping[Path, subprocess.Popen[bytes]]) -> None:
     """Wait for the workers. Raises SystemExit if one fails or the run is paused, as the guard does if it diverges."""
     try:
-        while any(each.process is not None and each.process.poll() is None for each in workers):
+        while any(each.poll() is None for each in workers.values()):
             if (run := client.run_detail()).state is RunState.PAUSED:
                 raise SystemExit(f"the run {run.name} is paused: {run.reason}")
             time.sleep(POLL_S)
-        for each in workers:
-            if code := each.wait():
-                raise SystemExit(f"worker {each.name} ended with {code}: {each.log.read_text()[-2000:]}")
+        for log, each in workers.items():
+            if each.returncode:
+                raise SystemExit(f"a worker ended with {each.returncode}: {log.read_text()[-2000:]}")
     finally:
-        for each in workers:
+        for each in workers.values():
             each.kill()
+            each.wait()
 
 
 def exact_answers(directory: Path, questions: Sequence[Sequence[str]]) -> float:

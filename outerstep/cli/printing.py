@@ -51,6 +51,11 @@ def say(text: str, *, err: bool = False, end: bool = True) -> None:
     typer.echo(printable(text), err=err, nl=end)
 
 
+def say_part(text: str) -> None:
+    """Print a part of a text of several lines, as it arrives."""
+    typer.echo(printable_lines(text), nl=False)
+
+
 def say_lines(text: str, *, err: bool = False) -> None:
     """Print several lines."""
     typer.echo(printable_lines(text), err=err)

@@ -26,6 +26,9 @@ class Regression:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
+    def targets(self, rows: Tensor) -> int:
+        return len(rows)
+
     def __call__(self, rows: Tensor) -> Tensor:
         return nn.functional.mse_loss(self.model(rows[:, :-1]), rows[:, -1:]) * LOSS_TIMES
 

@@ -387,6 +387,15 @@ def test_without_packing_each_has_one_and_batches_are_short(tmp_path: Path) -> N
         assert (unit.shape[1] - 1) % 64 == 0
 
 
+def test_too_few_conversations_for_a_batch(tmp_path: Path) -> None:
+    write_chat_tokenizer(tmp_path / "tokenizer")
+    source = write_conversations(tmp_path / "talk.jsonl", 3)
+    with pytest.raises(
+        DataError, match=r"sequences of conversations to train on, too few for one work unit of 64: lower"
+    ):
+        open_training_set(spec(source, tmp_path, batch=64))
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -60,7 +60,7 @@ def test_a_dictionary_of_texts_is_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("content", ["x"], r"a.parquet has no column 'text'; .* 'id', 'content'"),
+        ("content", ["x"], r"a.parquet: it has no column 'text'; .* 'id', 'content'"),
         ("text", [1], "the column 'text' is int64, not text"),
         ("text", ["x", None], "a.parquet, row 1 of row group 0: its 'text' is null, not text"),
     ],

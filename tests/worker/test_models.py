@@ -34,6 +34,15 @@ def test_tiny() -> None:
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(("model_type", "attention"), [("llama", "sdpa"), ("gemma2", "eager")])
+def test_a_model_without_sdpa_is_built_on_a_gpu_too(model_type: str, attention: str) -> None:
+    """transformers raises an error if it is asked for what the model does not have. A meta device is no CPU either."""
+    shape = "hidden_size = 16, intermediate_size = 16, num_hidden_layers = 1, num_attention_heads = 2, head_dim = 8"
+    config = f'[model]\nconfig = {{model_type = "{model_type}", vocab_size = 20, num_key_value_heads = 2, {shape}}}'
+    model = build_model(spec(config), torch.device("meta"))
+    assert model.config._attn_implementation == attention  # type: ignore[union-attr]  # noqa: SLF001
+
+
 def test_the_embeddings_of_tiny_are_too_large_to_be_thrown_about() -> None:
     weights = build_model(spec(TINY), CPU).state_dict()
     assert weights["model.embed_tokens.weight"].std().item() == pytest.approx(1.0, rel=0.05)

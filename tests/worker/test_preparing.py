@@ -286,7 +286,7 @@ def test_two_do_not_work_in_one_directory(lines: Path, tokenizer: str, tmp_path:
         ('{"text": "cut', r"docs.jsonl, line 201: not valid JSON"),
         ('{"content": "x", "id": 1}', r"line 201: it has no 'text'; .* 'content', 'id'"),
         ('{"text": null}', "line 201: its 'text' is null, not text"),
-        ('["text"]', "line 201: .*'text', found list"),
+        ('["text"]', "line 201: .*'text', found a list"),
         ('{"text": "\\ud800"}', "line 201: lone surrogate"),
         ("[" * 100_000, "line 201: not valid JSON"),  # deeper than Python goes
     ],

@@ -370,7 +370,7 @@ def test_a_disk_that_fails(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (lambda index: index.update(dtype="uint64"), "index.json is not the index of a token set: dtype = 'uint64'"),
         (lambda index: index.update(dtype="uint32"), "train-00000.bin has 2000 bytes .* 4000 .*: it is cut short"),
         (lambda index: index.update(dtype="uint8"), "dtype uint8 .* vocabulary of 282"),
-        (lambda index: index.update(format=2), "format = 2: input should be 1"),
+        (lambda index: index.update(format=2), "format 2 needs conversations"),
         (lambda index: index.update(end=300), "end = 300 is not below vocabulary = 282"),
         (lambda index: index["training"][0].update(tokens=999), "train-00000.bin has 2000 bytes .* 1998"),
         (lambda index: index["training"][0].update(tokens=0), "training.0.tokens = 0: input should be greater than 0"),

@@ -138,6 +138,11 @@ class Sequences:
         sequences = self._sequences(training)
         self.order = Order(sequences, self._batch, spec.seed)
         self.units_per_epoch = self.order.units_per_epoch
+        if self.units_per_epoch == 0 and conversations is not None:
+            raise DataError(
+                f"data.source = {spec.data.source!r} has {sum(sequences)} sequences of conversations to train on, too "
+                f"few for one work unit of {self._batch}: lower inner.batch_size, hold out less, or add conversations"
+            )
         if self.units_per_epoch == 0:
             unit = "bytes" if vocabulary == BYTES else "tokens"
             raise DataError(

@@ -193,6 +193,8 @@ class Loss:
                     hidden = self.head.body(tokens, **given).last_hidden_state.flatten(0, 1)
                     return chunked_cross_entropy(hidden, self.head, targets, chunk_tokens, mean_over)
             logits = logits_of(self.model, tokens, positions)
+        if self.conversations is None:
+            return functional.cross_entropy(logits.float().flatten(0, 1), targets)
         return functional.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum") / mean_over
 
 

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as registration
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from protocol.messages import MAX_TENSORS
 from protocol.spec.model import EMBEDDING_STD, MAX_LAYERS, MAX_PARAMETERS, PRESETS, ModelSpec
@@ -56,7 +63,8 @@ def has_initial_parameters(model: nn.Module, spec: ModelSpec) -> bool:
 def load_weights(model: nn.Module, spec: ModelSpec) -> None:
     """Load the weights of `model.pretrained` into `model`, from `build_model`. Raises ModelError."""
     trained = _pretrained(spec)
-    weights = trained.model(trained.config(), _attention(torch.device("cpu"))).state_dict()
+    config = trained.config()
+    weights = trained.model(config, _attention(torch.device("cpu"), config)).state_dict()
     try:
         if any(hasattr(each, "full_tensor") for each in model.parameters()):
             from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -113,11 +121,12 @@ def _transformers_model(spec: RunSpec, device: torch.device, max_parameters: int
     if getattr(config, "vocab_size", None) is None:
         raise ModelError("model.config has no vocab_size: it is not the configuration of a causal language model")
     label = "model.config" if spec.model.preset is None else f"model.preset = {spec.model.preset!r}"
-    _check_size(config, label, max_parameters, _attention(device))
+    attention = _attention(device, config)
+    _check_size(config, label, max_parameters, attention)
     config.use_cache = False
     with model_errors(f"transformers cannot build {label}"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation=_attention(device), trust_remote_code=False
+            config, attn_implementation=attention, trust_remote_code=False
         )
     embeddings = model.get_input_embeddings()
     if spec.model.preset in EMBEDDING_STD and isinstance(embeddings, nn.Embedding):
@@ -130,7 +139,7 @@ def _pretrained_model(spec: RunSpec, device: torch.device, max_parameters: int) 
         _import_peft()  # fail before gigabytes are fetched
     trained = _pretrained(spec.model)
     config, generation_config = trained.config(), trained.generation_config()
-    attention, label = _attention(device), f"model.pretrained = {spec.model.pretrained!r}"
+    attention, label = _attention(device, config), f"model.pretrained = {spec.model.pretrained!r}"
     _check_size(config, label, max_parameters, attention)
     config.use_cache = False
     if spec.model.lora is not None:
@@ -157,9 +166,12 @@ def _is_all_trainable(model: nn.Module) -> bool:
     return all(each.requires_grad for each in model.parameters()) and kept.isdisjoint(dict(model.named_buffers()))
 
 
-def _attention(device: torch.device) -> str:
-    # On CPUs a step with scaled_dot_product_attention takes twice as long as with plain matrix products.
-    return "eager" if device.type == "cpu" else "sdpa"
+def _attention(device: torch.device, config: PreTrainedConfig) -> str:
+    """Return the implementation of attention: torch's scaled_dot_product_attention, except for models without it, and
+    on CPUs, where a step with it takes twice as long as with plain matrix products."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    with_sdpa = getattr(kind, "_supports_sdpa", True)
+    return "sdpa" if with_sdpa and device.type != "cpu" else "eager"
 
 
 def _config(spec: RunSpec) -> PreTrainedConfig:

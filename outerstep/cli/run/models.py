@@ -16,13 +16,12 @@ from outerstep.cli.options import (
     parse_max_parameters,
     with_connection,
 )
-from outerstep.cli.printing import Format, FormatOption, print_json, say
+from outerstep.cli.printing import Format, FormatOption, print_json, say, say_part
 from outerstep.cli.run.runs import RunArgument, read_spec
 from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
 from outerstep.common.connections import error_text
 from outerstep.common.quantities import count_text, held_out_text
 from protocol.errors import OuterstepError
-from protocol.text import printable_lines
 
 
 @with_connection
@@ -151,7 +150,7 @@ def _converse(chat: Any) -> None:
             chat.reset()
         elif question.strip():
             try:
-                chat.ask(question, _show)
+                chat.ask(question, say_part)
             except KeyboardInterrupt:
                 say("")
                 say("stopped; this answer is not part of the conversation", err=True)
@@ -160,10 +159,6 @@ def _converse(chat: Any) -> None:
                 say(f"{error}; /reset starts a new conversation", err=True)
                 continue
             say("")
-
-
-def _show(text: str) -> None:
-    typer.echo(printable_lines(text), nl=False)
 
 
 @with_connection
