@@ -143,8 +143,11 @@ def of_run(
     return load_checkpoint(client, state, factories, max_parameters).to(found), tokenizer
 
 
-def of_export(directory: Path, device: str, factories: tuple[str, ...] = ()) -> tuple[nn.Module, Tokenizer]:
+def of_export(
+    directory: Path, device: str, factories: tuple[str, ...] = (), max_parameters: int = MAX_PARAMETERS
+) -> tuple[nn.Module, Tokenizer]:
     """Return the model in a directory written by `outerstep run export`, on `device`, and its tokenizer. Raises what
     `load_export` raises, DataError if there is no tokenizer, and ValueError for an unknown device."""
     found = choose_device(device)
-    return load_export(directory, factories=factories).to(found), load_tokenizer(str(directory))
+    model = load_export(directory, factories=factories, max_parameters=max_parameters)
+    return model.to(found), load_tokenizer(str(directory))

@@ -135,7 +135,10 @@ def _section(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _with_keys(text: str, section: str, keys: dict[str, int]) -> str:
-    """Return TOML with more keys in a section: below its header if it has one, otherwise at the beginning."""
+    """Return TOML with more keys in a section: below its header if it has one, otherwise at the beginning. Raises
+    SpecError if the section is an inline table."""
+    if isinstance(tomllib.loads(text).get(section), dict) and re.search(rf"(?m)^[ \t]*{section}[ \t]*=", text):
+        raise SpecError(f"{section} is an inline table, to which sync.rounds cannot be fitted: write it as [{section}]")
     header = re.search(rf"(?m)^[ \t]*\[[ \t]*{section}[ \t]*\][^\n]*$", text)
     if header is None:
         return "".join(f"{section}.{key} = {value}\n" for key, value in keys.items()) + text

@@ -132,12 +132,7 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
         base=base,
         sync=run.spec.sync,
         contributions={
-            worker: Given(
-                digest=each.digest,
-                sha256=each.sha256,
-                tokens=weights[worker],
-                lateness=each.lateness,
-            )
+            worker: Given(digest=each.digest, sha256=each.sha256, tokens=weights[worker], lateness=each.lateness)
             for worker, each in contributed.items()
         },
         unit_tokens={worker: run.unit_tokens(worker) for worker in contributed},

@@ -163,9 +163,13 @@ def _data_spec(given: dict[str, Any]) -> DataSpec:
     if given["format"] == "text" and "sequence_length" in given:
         raise UsageError("--sequence-length is for conversations: a token set of text can be read in any length")
     try:
-        return DataSpec.model_validate(given)
+        data = DataSpec.model_validate(given)
     except ValidationError as error:
         raise UsageError(explain_all(error.errors())) from error
+    changed = {key for key in ("packing", "column") if given[key] != DataSpec.model_fields[key].default}
+    if unused := data.without_effect(changed):
+        raise UsageError("; ".join(unused))
+    return data
 
 
 def _document(index: Any, verified: bool) -> dict[str, Any]:

@@ -50,8 +50,8 @@ def judge_data(seen: Data, run: RunDetail) -> list[Finding]:
     said = f"{seen.source}: {seen.units} units of {spec.unit_tokens} tokens, {tokens} tokens in total"
     if trained is not None:
         said = (
-            f"{seen.source}: {seen.units} units of {spec.unit_tokens} tokens, {trained} of which are trained on; "
-            f"{tokens} in total"
+            f"{seen.source}: {seen.units} units of {spec.unit_tokens} tokens. On average {trained} tokens of a unit "
+            f"are trained on, {tokens} in total"
         )
     if run.data is not None and (difference := data_difference(seen.summary, run.data, spec.data)):
         return [wrong("data", difference, "copy the run's files here, or give their place with --data")]

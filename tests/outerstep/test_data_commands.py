@@ -122,6 +122,8 @@ def test_conversations_are_prepared_and_shown(command: Command, tmp_path: Path) 
     [
         (["--data-format", "poem"], 2, "format"),
         (["--data-format", "chat", "--train-on", "completion"], 2, 'does not exist for format = "chat"'),
+        (["--no-packing"], 2, 'data.packing does nothing with format = "text"'),
+        (["--data-format", "chat", "--column", "talk"], 2, 'data.column does nothing with format = "chat"'),
         (["--sequence-length", "9"], 2, "--sequence-length is for conversations"),
         (["--data-format", "completion"], 3, 'talk.jsonl, line 1: the format "completion" needs'),
     ],

@@ -99,6 +99,9 @@ def test_text_has_no_rounds_by_itself(tmp_path: Path) -> None:
 def test_other_mistakes_are_reported_first(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="sync.round: unknown key; did you mean sync.rounds"):
         completed(chat_spec(tmp_path, "[sync]\nround = 4\n"))
+    inline = "sync = {zstd = false}\n" + chat_spec(tmp_path)
+    with pytest.raises(SpecError, match=r"sync is an inline table.*write it as \[sync\]"):
+        completed(inline)
     with pytest.raises(SpecError, match="data that all workers share"):
         completed(chat_spec(tmp_path, "private = true\n"))
 

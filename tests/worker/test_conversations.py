@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Fast
 
 from protocol.errors import SpecError
 from protocol.spec.run import RunSpec, parse_spec
@@ -101,6 +102,22 @@ def test_a_prompt_and_its_completion(tmp_path: Path) -> None:
     assert ended.tolist() == ids.tolist()
 
 
+def test_an_end_that_the_tokenizer_adds_is_trained_on(tmp_path: Path) -> None:
+    """It is nowhere in the text, and without it a model would never learn to stop."""
+    from tokenizers.processors import TemplateProcessing
+
+    write_chat_tokenizer(tmp_path / "tokenizer", None)
+    file = tmp_path / "tokenizer" / "tokenizer.json"
+    fast = Fast.from_file(str(file))
+    end = fast.token_to_id(TURN_END)
+    fast.post_processor = TemplateProcessing(single=f"$A {TURN_END}", special_tokens=[(TURN_END, end)])
+    fast.save(str(file))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    ids = encoded(tokenizer, {"prompt": "who waits?", "completion": " the worker"}, "completion")
+    assert trained_text(tokenizer, ids) == [f" the worker{TURN_END}"]
+    assert [int(each) & IDS for each in ids].count(end or 0) == 1
+
+
 def test_a_prompt_and_its_completion_of_messages(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path)
     example = {"prompt": TALK[:2], "completion": TALK[2:]}
@@ -149,8 +166,11 @@ def test_a_template_whose_answers_cannot_be_found_exactly_is_rejected_by_name(tm
     tokenizer = chat_tokenizer(tmp_path, FORGETFUL)
     thinking = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "hm</think>yes"}]
     assert trained_text(tokenizer, encoded(tokenizer, {"messages": thinking})) == [f"hm</think>yes{TURN_END}"]
-    with pytest.raises(DataError, match=r"tokenizer'.* differently once others follow.*train_on = \"all\""):
+    with pytest.raises(DataError, match=r"tokenizer'.* differently once others follow.*generation.*train_on = \"all\""):
         encoded(tokenizer, {"messages": thinking * 2})
+    pair = {"prompt": thinking, "completion": thinking}
+    with pytest.raises(DataError, match=r"so the completion cannot be found exactly: set train_on = \"all\"$"):
+        encoded(tokenizer, pair, "completion")
     assert len(encoded(tokenizer, {"messages": thinking * 2}, "all"))
 
 
@@ -451,6 +471,9 @@ def test_text_files_are_no_conversations(tmp_path: Path) -> None:
     write_chat_tokenizer(tmp_path / "tokenizer")
     with pytest.raises(DataError, match="talk.txt is text, but conversations are read from .jsonl"):
         open_training_set(spec(tmp_path / "talk.txt", tmp_path))
+    (tmp_path / "talk.bin").write_bytes(bytes(100))
+    with pytest.raises(DataError, match="talk.bin is tokens, but conversations are read from .jsonl"):
+        open_training_set(spec(tmp_path / "talk.bin", tmp_path))
     with pytest.raises(DataError, match=r'data.format = "chat" needs data.tokenizer'):
         open_training_set(spec(write_conversations(tmp_path / "talk.jsonl"), None))
 

@@ -125,7 +125,7 @@ def chat(
     factories, most = tuple(allow_factory or ()), parse_max_parameters(max_parameters)
     try:
         if run is None:
-            model, tokenizer = chats.of_export(export, device, factories)
+            model, tokenizer = chats.of_export(export, device, factories, most)
         else:
             token = connection.token()
             with connection.open() as client:

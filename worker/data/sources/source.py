@@ -19,6 +19,7 @@ from worker.errors import DataError
 
 TEXT, JSONL, PARQUET, BIN, ARCHIVE, HUB = "text", "JSON lines", "parquet", "tokens", "compressed files", "hub"
 COMPRESSED_TEXT, COMPRESSED_JSONL = "compressed text", "compressed JSON lines"
+_ROWS = (JSONL, COMPRESSED_JSONL, PARQUET)
 _KINDS = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET, ".bin": BIN}
 _KINDS |= dict.fromkeys((".gz", ".zst", ".xz", ".bz2", ".zip"), ARCHIVE)
 for _ending in (".gz", ".zst"):  # C4's files are .json.gz
@@ -78,6 +79,11 @@ def find_source(name: str, row_format: RowFormat, holdout: float) -> TextSource:
             f"data.source = {name!r} has files of several kinds: {mixed}; select one kind, as in DIR/*.jsonl"
         )
     (kind,) = kinds
+    if kind not in _ROWS and not isinstance(row_format, TextRows):
+        raise DataError(
+            f"data.source = {name!r}: {kinds[kind]} is {kind}, but conversations are read from .jsonl, .ndjson or "
+            ".parquet files, or from the hub"
+        )
     if kind in (ARCHIVE, BIN):
         remedy = (
             "only .jsonl and .txt followed by .gz or .zst can be read compressed"
@@ -85,11 +91,6 @@ def find_source(name: str, row_format: RowFormat, holdout: float) -> TextSource:
             else "data.source accepts them without preparing"
         )
         raise DataError(f"data.source = {name!r}: {kinds[kind]} is not text but {kind}; {remedy}")
-    if kind in (TEXT, COMPRESSED_TEXT) and not isinstance(row_format, TextRows):
-        raise DataError(
-            f"data.source = {name!r}: {kinds[kind]} is {kind}, but conversations are read from .jsonl, .ndjson or "
-            ".parquet files, or from the hub"
-        )
     if kind == TEXT:
         try:
             check_text(name, files)

@@ -86,7 +86,8 @@ def load_chat_template(tokenizer: Tokenizer) -> ChatTemplate | None:
     if isinstance(found, str):
         templates["default"] = found
     elif isinstance(found, list):
-        templates = {str(each["name"]): str(each["template"]) for each in found if isinstance(each, dict)}
+        named = (each for each in found if isinstance(each, dict) and {"name", "template"} <= each.keys())
+        templates = {str(each["name"]): str(each["template"]) for each in named}
     for path in template_files(directory):
         templates["default" if path.name == TEMPLATE else path.stem] = _read(path)
     if "default" not in templates:
@@ -135,9 +136,12 @@ class ConversationEncoder:
                     ) from error
                 ids = np.array(encoding.ids, np.uint32)
                 trained = _covered(encoding.offsets, text.spans)
-                if text.plain and self.tokenizer.end is not None and (not len(ids) or ids[-1] != self.tokenizer.end):
-                    ids = np.append(ids, np.uint32(self.tokenizer.end))
-                    trained = np.append(trained, True)
+                if text.plain and self.tokenizer.end is not None:
+                    if not len(ids) or ids[-1] != self.tokenizer.end:
+                        ids, trained = np.append(ids, np.uint32(self.tokenizer.end)), np.append(trained, False)
+                    trained[-1] = (
+                        True  # also if the tokenizer has added it, which leaves it without a place in the text
+                    )
                 out.append(_marked(ids, trained))
             return out
 
@@ -203,10 +207,11 @@ def _added(
     before = template.render(messages[:first], example, prompt=True)[0] if first else ""
     upto = text if stop == len(messages) else template.render(messages[:stop], example)[0]
     if not (text.startswith(upto) and upto.startswith(before)):
+        part = "completion" if "completion" in example else "answer"
+        remedy = "put {% generation %} marks into the template, or " if part == "answer" else ""
         raise DataError(
-            f"the chat template of {template.tokenizer!r} has no {{% generation %}} marks, and renders the earlier "
-            f"messages of {_excerpt(messages)} differently once others follow, so the assistant's part cannot be found "
-            'exactly: put {% generation %} marks into the template, or set train_on = "all"'
+            f"the chat template of {template.tokenizer!r} renders the earlier messages of {_excerpt(messages)} "
+            f'differently once others follow, so the {part} cannot be found exactly: {remedy}set train_on = "all"'
         )
     return len(before), len(upto)
 
