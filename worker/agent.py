@@ -15,7 +15,7 @@ from outerstep.common.connections import error_text
 from outerstep.common.exit_codes import Exit
 from protocol.compiled import KERNELS
 from protocol.errors import CodecError, NoCoordinator, NotUnderstood, OuterstepError, Problem, Remedy
-from protocol.messages import RunDetail, RunState
+from protocol.messages import HostValue, RunDetail, RunState
 from protocol.spec.run import RunSpec
 from worker.accounts.machine import host_facts
 from worker.accounts.step_log import StepLog
@@ -177,7 +177,8 @@ def _train(
             evaluate=box.evaluate,
             initial=initial_parameters(box.model, run.spec.model, client),
             scaler=box.step.scaler,
-            host=host_facts(device) | {"precision": box.precision},
+            host=host_facts(device) | _facts_of(box),
+            frozen=box.frozen,
             tell=settings.tell,
             use=box.use,
             ranks=ranks,
@@ -225,15 +226,23 @@ def _step_log(settings: BoxSettings, ranks: Ranks) -> Iterator[StepLog | None]:
         yield step_log
 
 
+def _facts_of(box: Box) -> dict[str, HostValue]:
+    """Return what the coordinator shows about the box's settings."""
+    adapted = box.spec.model.lora is not None
+    return {"precision": box.precision} | ({"base": box.base} if adapted else {})
+
+
 def _log_setup(run: str, settings: BoxSettings, box: Box) -> None:
-    parameters = sum(parameter.numel() for parameter in box.model.parameters())
+    parameters = sum(each.numel() for each in box.model.parameters() if each.requires_grad or box.frozen is None)
+    parameters += box.frozen.elements if box.frozen is not None else 0
     log.info(
-        "run %s as %s: %d parameters on %s in %s, %d sequences at once; kernels %s",
+        "run %s as %s: %d parameters on %s in %s%s, %d sequences at once; kernels %s",
         run,
         settings.name,
         parameters,
         box.device,
         box.precision,
+        ", the frozen ones in 4 bits" if box.base == "nf4" else "",
         min(box.micro_batches.size, box.spec.inner.batch_size // box.ranks.size),
         KERNELS,
     )

@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from protocol.messages import EvaluationReport
+from protocol.messages import EvaluationReport, FrozenSummary
+from protocol.spec.model import Base
 from protocol.spec.run import RunSpec
 from worker.accounts.machine import DeviceUse, peak_flops
 from worker.data.fetching.remote_set import CacheSettings
@@ -26,7 +27,7 @@ from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.precision import Precision, cast_parameters, loss_scaler, precision_on
 from worker.inner.schedules import Schedule
 from worker.inner.step import InnerStep
-from worker.models.building import build_model, check_vocabulary
+from worker.models.building import build_model, check_vocabulary, summary_of_frozen
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings
 
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 class Box:
     """A run's training on this machine.
 
+    base       how the frozen model of adapters is held
+    frozen     of the weights that a frozen model in 4 bits was made from; None: the model holds them as they are
     evaluate   measures the held-out loss of the model as it is
     ranks      the processes that share every batch
     logs       whether the first of them logs every inner step
@@ -46,6 +49,8 @@ class Box:
     spec: RunSpec
     device: torch.device
     precision: Precision
+    base: Base
+    frozen: FrozenSummary | None
     data: TrainingSet
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -70,16 +75,19 @@ def set_up(
     """Return the run `spec` on `device`, in each of the processes `ranks`. Raises DataError, ModelError, BoxError,
     Stopped if `stop` is set while data are prepared or fetched, and ValueError for settings that the device does not
     support."""
-    precision = precision_on(device, settings.precision, settings.parameters)
     check_suited(spec, ranks.size)
+    base = base_of(spec, settings.base)
+    precision = precision_on(device, settings.precision, settings.parameters, base)
     log.info("building the model")
+    if base == "nf4" and settings.mode == "fsdp":
+        raise BoxError("--mode fsdp does not work with a frozen model in 4 bits (nf4): use --mode ddp or --base full")
     # A sharded model is built in host memory, and moved to the device layer by layer.
-    where = device if ranks.size == 1 or settings.mode == "ddp" else torch.device("cpu")
-    model = build_model(spec, where, settings.max_parameters)
+    where = device if ranks.size == 1 or settings.mode == "ddp" or base == "nf4" else torch.device("cpu")
+    model = build_model(spec, where, settings.max_parameters, base)
     mode, reasons = None, []
     if ranks.size > 1:
         elements = sum(each.numel() for each in model.parameters())
-        mode, why = choose_mode(elements, replica_budget(device), settings.mode)
+        mode, why = choose_mode(elements, replica_budget(device), "ddp" if base == "nf4" else settings.mode)
         reasons.append(why)
     if mode == "fsdp" and (settings.compile or precision == "fp16"):
         wrong = "--compile" if settings.compile else "--precision fp16"
@@ -115,6 +123,8 @@ def set_up(
         spec=spec,
         device=device,
         precision=precision,
+        base=base,
+        frozen=summary_of_frozen(model, spec.model, base) if base == "nf4" else None,
         data=data,
         model=model,
         optimizers=optimizers,
@@ -129,6 +139,19 @@ def set_up(
         if data.held_out_tokens
         else None,
     )
+
+
+def base_of(spec: RunSpec, wanted: Base | None) -> Base:
+    """Return how this box holds the run's frozen model. `wanted`: --base. Raises BoxError if it was given for a run
+    without adapters."""
+    if spec.model.lora is not None:
+        return wanted or spec.model.lora.base
+    if wanted is not None:
+        raise BoxError(
+            f"--base {wanted} is for the frozen model of adapters, and the run {spec.name} has no [model.lora]: "
+            "leave it out"
+        )
+    return "full"
 
 
 def check_suited(spec: RunSpec, processes: int) -> None:

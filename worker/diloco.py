@@ -33,7 +33,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from outerstep.common import tracing
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError
-from protocol.messages import DataSummary, EvaluationReport, HostDetail, HostValue, JoinRequest, Metrics, RunDetail
+from protocol.messages import (
+    DataSummary,
+    EvaluationReport,
+    FrozenSummary,
+    HostDetail,
+    HostValue,
+    JoinRequest,
+    Metrics,
+    RunDetail,
+)
 from protocol.spec.run import RunSpec
 from worker.accounts.machine import DeviceUse, host_facts, shared_facts, shared_metrics
 from worker.accounts.progress import Progress
@@ -97,6 +106,8 @@ class DiLoCo:
                 optimizer's step, so the scaler must be updated before it: if the loop uses `scaler.step`, give
                 None.
     host        what the coordinator shows about this machine; None: whatever can be found out
+    frozen      of the weights that the frozen parameters were quantised from, compared between workers; None: of the
+                parameters as they are
     tell        how much of that is sent: all, some (what the arithmetic depends on), or nothing; docs/settings.md
     ranks       the processes that train the model together, as one worker; None: torch.distributed's default
                 group, in each process of which a DiLoCo is made
@@ -125,6 +136,7 @@ class DiLoCo:
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         host: dict[str, HostValue] | None = None,
+        frozen: FrozenSummary | None = None,
         tell: HostDetail = "all",
         use: DeviceUse | None = None,
         ranks: Ranks | None = None,
@@ -148,7 +160,9 @@ class DiLoCo:
         tensors, device = tensor_specs(model), next(model.parameters()).device
         facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
         self._tell: HostDetail = tell
-        request = JoinRequest(tensors=tensors, data=data, frozen=frozen_summary(model), host=shared_facts(facts, tell))
+        request = JoinRequest(
+            tensors=tensors, data=data, frozen=frozen or frozen_summary(model), host=shared_facts(facts, tell)
+        )
         self._writes = ForeignWrites(model, self._optimizers)
         use = use or DeviceUse(device)
         self._resources = ExitStack()

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from outerstep.common.connections import CA_VARIABLE, ssl_context
 from outerstep.common.quantities import parse_count, parse_rate
 from protocol.messages import HostDetail
-from protocol.spec.model import MAX_PARAMETERS
+from protocol.spec.model import MAX_PARAMETERS, Base
 from protocol.spec.sections import NAME_PATTERN, Name
 from protocol.validation_errors import explain_all
 
@@ -134,6 +134,13 @@ class BoxSettings(_Settings):
         description=(
             "dtype of the model in memory; bf16 halves parameters, gradients and the inner optimizer's state, and "
             "loses small updates"
+        ),
+    )
+    base: Base | None = Field(
+        None,
+        description=(
+            "how the frozen model of a run with adapters is held in memory: full, in fp32; nf4, in 4 bits, about an "
+            "eighth of it (QLoRA); default: the run's model.lora.base"
         ),
     )
     compile: bool = Field(False, description="compile the model (torch.compile)")

@@ -49,6 +49,7 @@ FLAGS = {
     "micro_batch": "--micro-batch",
     "precision": "--precision",
     "parameters": "--parameters",
+    "base": "--base",
     "compile": "--compile",
     "activation_checkpointing": "--activation-checkpointing",
     "peak_flops": "--peak-flops",
@@ -134,6 +135,10 @@ def worker(
             "--parameters", help="Type of the parameters in memory; bf16 takes half the memory and loses small updates."
         ),
     ] = "fp32",
+    base: Annotated[
+        Literal["full", "nf4"] | None,
+        typer.Option("--base", help="How to hold the frozen model of adapters: fp32, or 4 bits. Default: the run's."),
+    ] = None,
     compile_model: Annotated[bool, typer.Option("--compile", help="Compile the model (torch.compile).")] = False,
     activation_checkpointing: Annotated[
         bool,
@@ -198,6 +203,7 @@ def worker(
         "micro_batch": micro_batch,
         "precision": precision,
         "parameters": parameters,
+        "base": base,
         "compile": compile_model,
         "activation_checkpointing": activation_checkpointing,
         "peak_flops": peak_flops,

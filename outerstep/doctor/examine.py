@@ -170,7 +170,7 @@ def _train(
     vocabulary = None if opened is None else opened.vocabulary
     built = exam.check(
         "model",
-        lambda _: training.build(run.detail, processes, vocabulary, settings.max_parameters),
+        lambda _: training.build(run.detail, processes, vocabulary, settings.max_parameters, settings.base),
         lambda seen: training.judge_model(seen, run.detail, run.layout),
         within_s=MODEL_S,
         late=partial(training.model_timeout, MODEL_S),
@@ -181,7 +181,11 @@ def _train(
     else:
         mode: Mode | None = None
         if processes > 1:
-            mode, _ = choose_mode(built.elements + built.frozen, replica_budget(device), settings.mode)
+            mode, _ = choose_mode(
+                built.elements + built.frozen,
+                replica_budget(device),
+                "ddp" if built.frozen_bytes is not None else settings.mode,
+            )
         needed = training.memory_needed(built, mode, processes, settings.parameters)
         exam.check(
             "memory",

@@ -13,16 +13,16 @@ from outerstep.doctor.examination import Finding, fine, warning, wrong
 from outerstep.doctor.machine import OUTER_STATE_BYTES
 from protocol.fragments import Layout, TensorSpec, first_difference
 from protocol.messages import DataSummary, FrozenSummary, RunDetail, data_difference
-from protocol.spec.model import MAX_PARAMETERS
+from protocol.spec.model import MAX_PARAMETERS, Base
 from protocol.spec.run import RunSpec
-from worker.box import check_suited, shard_cache
+from worker.box import base_of, check_suited, shard_cache
 from worker.data.open_training_set import open_training_set
 from worker.inner.data_parallel import Mode
 from worker.inner.execution import layers_of
 from worker.inner.optimizers import hidden_matrices
-from worker.models.building import build_model, check_vocabulary
+from worker.models.building import build_model, check_vocabulary, summary_of_frozen
 from worker.settings import BoxSettings
-from worker.state.parameters import frozen_summary, tensor_specs
+from worker.state.parameters import tensor_specs
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ MOMENT_BYTES = 4  # per element, fp32
 
 @dataclass(frozen=True)
 class Model:
-    """The run's model. `elements`: trained elements; `frozen`: frozen ones. `optimizer_bytes`: of the inner optimizers,
+    """The run's model. `elements`: trained elements; `frozen`: frozen ones; `frozen_bytes`: what these take in 4 bits,
+    None if they are held like the trained ones. `optimizer_bytes`: of the inner optimizers,
     per trained element; None if they are the user's own. `largest_layer`: elements of the largest part that fully_shard
     gathers at once."""
 
@@ -82,28 +83,39 @@ class Model:
     tensors: list[TensorSpec]
     elements: int
     frozen: int
+    frozen_bytes: int | None
     frozen_summary: FrozenSummary | None
     optimizer_bytes: float | None
     largest_layer: int
 
 
-def build(run: RunDetail, processes: int, vocabulary: int | None, max_parameters: int = MAX_PARAMETERS) -> Model:
-    """Build the model in host memory, if it has at most `max_parameters`. Raises ModelError, DataError and BoxError, as
-    a worker does at its start."""
+def build(
+    run: RunDetail,
+    processes: int,
+    vocabulary: int | None,
+    max_parameters: int = MAX_PARAMETERS,
+    wanted: Base | None = None,
+) -> Model:
+    """Build the model in host memory, if it has at most `max_parameters`. `wanted`: --base. Raises ModelError,
+    DataError and BoxError, as a worker does at its start."""
     spec = run.spec
     check_suited(spec, processes)
-    model = build_model(spec, torch.device("cpu"), max_parameters)
+    base = base_of(spec, wanted)
+    model = build_model(spec, torch.device("cpu"), max_parameters, base)
     if vocabulary is not None:
         check_vocabulary(model, vocabulary)
     tensors = tensor_specs(model)
     elements = sum(each.elements for each in tensors)
-    everything = _elements(model)
+    frozen = summary_of_frozen(model, spec.model, base) if run.frozen is not None or base == "nf4" else None
+    everything = _elements(model) if base == "full" or frozen is None else elements + frozen.elements
+    held = [each.nbytes for each in model.parameters() if not each.requires_grad]
     return Model(
         type(model).__name__,
         tensors,
         elements,
         everything - elements,
-        frozen_summary(model) if run.frozen is not None else None,
+        sum(held) if base == "nf4" else None,
+        frozen,
         _optimizer_bytes(spec, model, elements),
         max(map(_elements, layers_of(model)), default=everything),
     )
@@ -181,8 +193,9 @@ def memory_needed(model: Model, mode: Mode | None, processes: int, parameters: s
     parts = processes if mode == "fsdp" else 1
     optimizer = 2 * MOMENT_BYTES if model.optimizer_bytes is None else model.optimizer_bytes
     everything = model.elements + model.frozen
+    frozen = size * model.frozen if model.frozen_bytes is None else model.frozen_bytes
     return MemoryNeeded(
-        parameters=size * everything // parts,
+        parameters=(size * model.elements + frozen) // parts,
         gradients=size * model.elements // parts * (2 if mode == "ddp" else 1),
         optimizer=int(optimizer * size / FP32_BYTES * model.elements / parts),
         gathered=2 * size * model.largest_layer if mode == "fsdp" else 0,

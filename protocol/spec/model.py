@@ -60,6 +60,10 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model")
 _SOURCES = ("preset", "config", "factory", "pretrained")
 
 
+# How a worker holds a frozen model in memory: in fp32, or quantised to 4 bits (NF4).
+Base = Literal["full", "nf4"]
+
+
 class LoraSpec(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685), by peft. The model stays unchanged: only the adapters are trained and
     sent. Needs `model.pretrained`, and `pip install 'outerstep[peft]'` on the workers."""
@@ -69,6 +73,13 @@ class LoraSpec(Section):
     dropout: Fraction = Field(0.0, description="dropout on the input of an adapter")
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = Field(
         "all-linear", description="the modules that get an adapter, by name suffix; all linear ones except the head"
+    )
+    base: Base = Field(
+        "full",
+        description=(
+            "how workers hold the frozen model: full, in fp32; nf4, in 4 bits (QLoRA, arXiv 2305.14314), which needs "
+            "`pip install 'outerstep[qlora]'`. A worker's --base overrides it: both can share a run"
+        ),
     )
 
 

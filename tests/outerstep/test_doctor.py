@@ -628,7 +628,7 @@ def test_what_the_worker_warns_of_is_a_finding(running: InThread, run: str, text
 
 def model_of(elements: int, **changes: Any) -> Model:
     return Model(**{
-        "kind": "Model", "tensors": [], "elements": elements, "frozen": 0, "frozen_summary": None,
+        "kind": "Model", "tensors": [], "elements": elements, "frozen": 0, "frozen_bytes": None, "frozen_summary": None,
         "optimizer_bytes": 8, "largest_layer": elements // 10, **changes,
     })  # fmt: skip
 
@@ -651,6 +651,8 @@ def test_frozen_parameters_have_no_gradients() -> None:
     needed = training.memory_needed(model_of(10**6, frozen=10**9), None, 1)
     assert needed.device_bytes == 4 * (10**9 + 10**6) + 12 * 10**6
     assert needed.outer_state == 8 * 10**6
+    needed = training.memory_needed(model_of(10**6, frozen=10**9, frozen_bytes=6 * 10**8), None, 1)
+    assert needed.parameters == 4 * 10**6 + 6 * 10**8, "in 4 bits, but for the embeddings"
 
 
 @pytest.mark.parametrize(

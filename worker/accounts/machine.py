@@ -83,7 +83,7 @@ class DeviceUse:
 
 
 # The facts sent with "some": what the arithmetic of a worker depends on, but not whose machine it is.
-SOME = frozenset({"precision", "kernels", "torch", "python", "processes"})
+SOME = frozenset({"precision", "base", "kernels", "torch", "python", "processes"})
 
 
 def host_facts(device: torch.device) -> dict[str, HostValue]:

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from protocol.spec.model import Base
+
 Precision = Literal["bf16", "fp16", "tf32", "fp32"]
 
 _AUTOCAST: dict[Precision, torch.dtype | None] = {
@@ -20,17 +22,22 @@ _AUTOCAST: dict[Precision, torch.dtype | None] = {
 
 
 def precision_on(
-    device: torch.device, wanted: Precision | None = None, parameters: Literal["fp32", "bf16"] = "fp32"
+    device: torch.device,
+    wanted: Precision | None = None,
+    parameters: Literal["fp32", "bf16"] = "fp32",
+    base: Base = "full",
 ) -> Precision:
-    """Return `wanted`, or the default: bf16 on CUDA and with bf16 parameters, otherwise fp32.
+    """Return `wanted`, or the default: bf16 on CUDA, with bf16 parameters and with a frozen model in 4 bits, otherwise
+    fp32.
 
-    Raises ValueError if the device does not support it or it conflicts with the parameters' dtype.
+    Raises ValueError if the device does not support it or it conflicts with how parameters are held.
     """
-    if parameters == "bf16" and wanted not in (None, "bf16"):
-        raise ValueError(f"--parameters bf16 needs --precision bf16, not {wanted}")
+    needs = "--parameters bf16" if parameters == "bf16" else "a frozen model in 4 bits (nf4)" if base == "nf4" else None
+    if needs and wanted not in (None, "bf16"):
+        raise ValueError(f"{needs} needs --precision bf16, not {wanted}")
     if wanted == "tf32" and device.type != "cuda":
         raise ValueError(f"--precision tf32 needs CUDA, and the device is {device}; use fp32, bf16 or fp16")
-    return wanted or ("bf16" if device.type == "cuda" or parameters == "bf16" else "fp32")
+    return wanted or ("bf16" if device.type == "cuda" or needs else "fp32")
 
 
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[object]:
@@ -52,6 +59,8 @@ def allow_tf32(precision: Precision) -> None:
 
 
 def cast_parameters(model: nn.Module, to: torch.dtype) -> None:
-    """Cast the parameters in place, but no buffers: rotary embedding tables lose too much in bf16."""
+    """Cast the parameters in place, but no buffers: rotary embedding tables lose too much in bf16. Quantised parameters
+    stay as they are."""
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(to)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(to)

@@ -6,6 +6,7 @@ asked to, unless the model has frozen parameters or buffers, which no exchange c
 """
 
 import copy
+import importlib
 import logging
 import threading
 from collections.abc import Iterator
@@ -24,12 +25,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from protocol.messages import MAX_TENSORS
-from protocol.spec.model import EMBEDDING_STD, MAX_LAYERS, MAX_PARAMETERS, PRESETS, ModelSpec
+from protocol.messages import MAX_TENSORS, FrozenSummary
+from protocol.spec.model import EMBEDDING_STD, MAX_LAYERS, MAX_PARAMETERS, PRESETS, Base, ModelSpec
 from protocol.spec.run import RunSpec
 from worker.errors import ModelError
 from worker.models.pretrained import Pretrained, model_errors, names_code
 from worker.models.user_code import call_user_function
+from worker.state.parameters import frozen_parameters, frozen_summary, summary_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -39,9 +41,11 @@ _SEEDING = threading.Lock()
 log = logging.getLogger(__name__)
 
 
-def build_model(spec: RunSpec, device: torch.device, max_parameters: int = MAX_PARAMETERS) -> nn.Module:
+def build_model(
+    spec: RunSpec, device: torch.device, max_parameters: int = MAX_PARAMETERS, base: Base = "full"
+) -> nn.Module:
     """Return the run's model in float32 on `device`, with its initial parameters unless `load_weights` has to load
-    them (see `has_initial_parameters`).
+    them (see `has_initial_parameters`). `base`: how the frozen model of adapters is held.
 
     Raises ModelError if it cannot be built, or has more than `max_parameters`. The size is checked before any memory is
     allocated, except that of a model from the user's function, which is known only afterwards.
@@ -51,7 +55,11 @@ def build_model(spec: RunSpec, device: torch.device, max_parameters: int = MAX_P
     # The lock, because torch's default generator belongs to the whole process.
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = _factory_model(spec.model) if spec.model.factory else _transformers_model(spec, device, max_parameters)
+        model = (
+            _factory_model(spec.model)
+            if spec.model.factory
+            else _transformers_model(spec, device, max_parameters, base)
+        )
     return model.to(device)
 
 
@@ -114,9 +122,9 @@ def check_vocabulary(model: nn.Module, vocabulary: int) -> None:
 # --- models of transformers ---------------------------------------------------------------------------------------
 
 
-def _transformers_model(spec: RunSpec, device: torch.device, max_parameters: int) -> nn.Module:
+def _transformers_model(spec: RunSpec, device: torch.device, max_parameters: int, base: Base) -> nn.Module:
     if spec.model.pretrained is not None:
-        return _pretrained_model(spec, device, max_parameters)
+        return _pretrained_model(spec, device, max_parameters, base)
     config = _config(spec)
     if getattr(config, "vocab_size", None) is None:
         raise ModelError("model.config has no vocab_size: it is not the configuration of a causal language model")
@@ -134,16 +142,19 @@ def _transformers_model(spec: RunSpec, device: torch.device, max_parameters: int
     return model.float()
 
 
-def _pretrained_model(spec: RunSpec, device: torch.device, max_parameters: int) -> nn.Module:
-    if spec.model.lora is not None:
-        _import_peft()  # fail before gigabytes are fetched
+def _pretrained_model(spec: RunSpec, device: torch.device, max_parameters: int, base: Base) -> nn.Module:
+    if spec.model.lora is not None:  # fail before gigabytes are fetched
+        _import_for("model.lora", "peft", "peft")
+        if base == "nf4":
+            _import_for("a frozen model in 4 bits (nf4)", "bitsandbytes", "qlora")
     trained = _pretrained(spec.model)
     config, generation_config = trained.config(), trained.generation_config()
     attention, label = _attention(device, config), f"model.pretrained = {spec.model.pretrained!r}"
     _check_size(config, label, max_parameters, attention)
     config.use_cache = False
     if spec.model.lora is not None:
-        return _with_adapters(trained.model(config, attention), spec.model, spec.seed)
+        frozen = trained.model(config, attention, in_4_bits_on=device if base == "nf4" else None)
+        return _with_adapters(frozen, spec.model, spec.seed)
     with model_errors(f"transformers cannot build {label}"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=False
@@ -200,7 +211,7 @@ def _with_adapters(model: PreTrainedModel, spec: ModelSpec, seed: int) -> "PeftM
     The adapters are drawn from torch's default generator with `seed`, and do not change the model's outputs at first.
     Raises ModelError if peft is not installed or rejects them.
     """
-    peft, lora = _import_peft(), spec.lora
+    peft, lora = _import_for("model.lora", "peft", "peft"), spec.lora
     assert lora is not None
     config = peft.LoraConfig(
         r=lora.rank,
@@ -218,15 +229,31 @@ def _with_adapters(model: PreTrainedModel, spec: ModelSpec, seed: int) -> "PeftM
     return adapted
 
 
-def _import_peft() -> Any:
-    """Return peft. Raises ModelError if it is not installed."""
+def _import_for(what: str, package: str, extra: str) -> Any:
+    """Return the package. Raises ModelError if it, or one that it needs, is not installed."""
     try:
-        import peft
+        return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise ModelError(
-            f"model.lora needs {error.name}, which is not installed; run: pip install 'outerstep[peft]'"
+            f"{what} needs {error.name}, which is not installed; run: pip install 'outerstep[{extra}]'"
         ) from error
-    return peft
+
+
+_PREFIX, _INSIDE = "base_model.model.", ".base_layer."  # what peft adds to the names of a model's parameters
+
+
+def summary_of_frozen(model: nn.Module, spec: ModelSpec, base: Base) -> FrozenSummary | None:
+    """Return the digest and size of the frozen parameters of `model`, from `build_model` with this `base`. It is that
+    of the weights in `model.pretrained`, so workers with the model in fp32 and in 4 bits can share a run.
+
+    For a model in 4 bits, the weights are read from their files, one tensor at a time. Raises ModelError if they have
+    other names there.
+    """
+    if base == "full":
+        return frozen_summary(model)
+    names = list(frozen_parameters(model))
+    sources = [name.removeprefix(_PREFIX).replace(_INSIDE, ".") for name in names]
+    return summary_of(zip(names, _pretrained(spec).tensors(sources), strict=True))
 
 
 # --- the user's own function --------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ read from safetensors. Of a repository only the necessary files are fetched, all
 
 import json
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,15 @@ from huggingface_hub.errors import (
     StrictDataclassError,
 )
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from worker.errors import ModelError
 
@@ -99,15 +107,30 @@ class Pretrained:
         with model_errors(f"{path}: transformers rejects it"):
             return GenerationConfig.from_pretrained(path.parent)
 
-    def model(self, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-        """Return the model with its weights, in fp32 on the CPU. `config` is what `config()` returned."""
+    def model(
+        self, config: PreTrainedConfig, attention: str, in_4_bits_on: torch.device | None = None
+    ) -> PreTrainedModel:
+        """Return the model with its weights, in fp32 on the CPU. `config` is what `config()` returned.
+
+        in_4_bits_on  quantise the weights of linear layers, except those of the head, to NF4 while they are loaded, on
+                      this device; the others are in bf16 (QLoRA, arXiv 2305.14314, section 3)
+        """
         for path in self._weights():
             _check_finite(path)
+        held: dict[str, Any] = {"dtype": torch.float32}
+        if in_4_bits_on is not None:
+            nf4 = BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=torch.bfloat16,
+            )
+            held = {"dtype": torch.bfloat16, "quantization_config": nf4, "device_map": {"": in_4_bits_on}}
         with model_errors(f"transformers cannot load {self._label}"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self._directory,
                 config=config,
-                dtype=torch.float32,
+                **held,
                 attn_implementation=attention,
                 ignore_mismatched_sizes=True,  # reported by _check
                 output_loading_info=True,
@@ -117,7 +140,27 @@ class Pretrained:
             )
         model: PreTrainedModel = loaded[0]
         self._check(loaded[1])
+        for layer in model.modules():
+            # bitsandbytes would repack the weights for some CPUs at each evaluation, and fail with odd shapes.
+            if hasattr(layer, "support_avx512bf16_for_cpu"):
+                setattr(layer, "support_avx512bf16_for_cpu", False)  # noqa: B010, no attribute of nn.Module
         return model
+
+    def tensors(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """Yield tensors of the weights as they are in their files, one at a time."""
+        self.config()
+        with ExitStack() as open_files:
+            found: dict[str, Any] = {}
+            for path in self._weights():
+                file = open_files.enter_context(safe_open(path, framework="pt"))
+                found |= dict.fromkeys(file.keys(), file)
+            for name in names:
+                if name not in found:
+                    raise ModelError(
+                        f"{self._label} has no tensor {name}: transformers renames or merges the weights of this "
+                        "architecture, and their digest can be computed only from a model in fp32; use base = full"
+                    )
+                yield found[name].get_tensor(name)
 
     def _check(self, report: dict[str, Any]) -> None:
         """Raise ModelError unless the weights contained exactly the tensors of the model."""

@@ -7,10 +7,10 @@ be the same on all workers.
 """
 
 import sys
+from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
-import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
@@ -153,23 +153,32 @@ def held(name: str, parameter: Tensor) -> tuple[int, int]:
     return first * width, last * width
 
 
-@torch.no_grad()
 def frozen_summary(model: nn.Module) -> FrozenSummary | None:
-    """Return the digest and size of the parameters that are not trained; None if all are trained.
+    """Return the digest and size of the parameters that are not trained (`summary_of`); None if all are trained."""
+    frozen = frozen_parameters(model)
+    return summary_of((name, _whole(each)) for name, each in frozen.items()) if frozen else None
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    sharded: Any = parameter
+    # One after the other, in all processes of the worker.
+    whole: Tensor = sharded.full_tensor() if is_sharded(parameter) else parameter.detach()
+    return whole
+
+
+def summary_of(frozen: Iterable[tuple[str, Tensor]]) -> FrozenSummary:
+    """Return the digest and size of frozen parameters, given with their names.
 
     The digest is BLAKE3 of each parameter's name, 0, its shape as `2,3`, 0, and its values, in the model's order.
     Values are little-endian fp32, so the digest is the same if a worker holds weights in bf16 that were bf16
     originally. Integers stay as they are.
     """
     hasher, elements = blake3(max_threads=blake3.AUTO), 0
-    for name, parameter in frozen_parameters(model).items():
-        whole: Any = parameter
-        if is_sharded(parameter):  # one after the other, in all processes of the worker
-            whole = whole.full_tensor()
+    for name, whole in frozen:
         values = (whole.float() if whole.is_floating_point() else whole).contiguous().cpu().numpy()
         if sys.byteorder == "big":
             values = values.byteswap()
         hasher.update(f"{name}\0{','.join(map(str, values.shape))}\0".encode())
         hasher.update(values.reshape(-1).view("u1").data)
-        elements += parameter.numel()
-    return FrozenSummary(digest=hasher.hexdigest(), elements=elements) if elements else None
+        elements += whole.numel()
+    return FrozenSummary(digest=hasher.hexdigest(), elements=elements)

@@ -1,0 +1,141 @@
+"""A frozen model in 4 bits (QLoRA): what is held, that both kinds share a run, and what is refused."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from harness.coordinator import InThread, coordinator_thread
+from outerstep.common.exit_codes import Exit
+from protocol.messages import Scope, WorkerInfo
+from protocol.spec.run import RunSpec, parse_spec
+from tests.support.trained import save_trained
+from tests.support.workers import worker_settings
+from tests.worker.runs import create, join, shown
+from worker.agent import run_worker
+from worker.box import base_of
+from worker.errors import BoxError, ModelError
+from worker.export import export
+from worker.inner.precision import cast_parameters, precision_on
+from worker.link.client import Client, open_http
+from worker.models.building import build_model, logits_of, summary_of_frozen
+from worker.state.parameters import frozen_summary, tensor_specs
+
+pytest.importorskip("bitsandbytes", reason="needs: pip install 'outerstep[qlora]'")
+
+CPU = torch.device("cpu")
+TOKENS = torch.arange(20)[None]
+LORA = 'pretrained = "{}", lora = {{ rank = 2, target_modules = ["q_proj", "v_proj"], base = "nf4" }}'
+
+
+def spec(directory: Path) -> RunSpec:
+    return parse_spec(f'name = "r"\nmodel = {{ {LORA.format(directory)} }}\n[sync]\nrounds = 1\n')
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path):
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        yield running
+
+
+def work(coordinator: InThread, directory: Path, name: str, **settings: object) -> Exit:
+    return run_worker(worker_settings(coordinator, "tuned", directory / "state" / name, name=name, **settings))
+
+
+def test_linear_layers_are_in_4_bits_and_the_digest_is_that_of_the_weights(tmp_path: Path) -> None:
+    save_trained(tmp_path, hidden_size=64, intermediate_size=128, shard_size="60KB")
+    run = spec(tmp_path)
+    full, quantised = build_model(run, CPU), build_model(run, CPU, base="nf4")
+    frozen = summary_of_frozen(quantised, run.model, "nf4")
+    assert frozen == summary_of_frozen(full, run.model, "full") == frozen_summary(full)
+    assert tensor_specs(quantised) == tensor_specs(full)
+
+    held = {name: each for name, each in quantised.named_parameters() if not each.requires_grad}
+    linear = {name for name, each in held.items() if each.dtype is torch.uint8}
+    assert linear == {name for name in held if "_proj." in name}, "all but the embeddings, the head and the norms"
+    assert sum(held[name].nbytes for name in linear) == sum(full.get_parameter(name).numel() for name in linear) / 2
+    assert {each.dtype for name, each in held.items() if name not in linear} == {torch.bfloat16}
+
+    expected, found = logits_of(full, TOKENS), logits_of(quantised, TOKENS).float()
+    assert 0 < float(((found - expected).norm() / expected.norm()).detach()) < 0.2
+
+
+def test_adapters_can_be_in_bf16_as_well(tmp_path: Path) -> None:
+    save_trained(tmp_path)
+    model = build_model(spec(tmp_path), CPU, base="nf4")
+    before = logits_of(model, TOKENS)
+    cast_parameters(model, torch.bfloat16)
+    assert {each.dtype for each in model.parameters() if each.requires_grad} == {torch.bfloat16}
+    torch.testing.assert_close(logits_of(model, TOKENS), before, rtol=0, atol=0)
+
+
+def test_workers_in_4_bits_and_in_fp32_share_a_run_whose_export_is_in_full_precision(
+    coordinator: InThread, tmp_path: Path
+) -> None:
+    trained = save_trained(tmp_path / "trained")
+    create(coordinator, tmp_path, "tuned", LORA.format(tmp_path / "trained"), rounds=3, min_workers=2)
+    with ThreadPoolExecutor(2) as pool:
+        quantised = pool.submit(work, coordinator, tmp_path, "quantised")
+        full = pool.submit(work, coordinator, tmp_path, "full", base="full")
+        assert (quantised.result(), full.result()) == (Exit.DONE, Exit.DONE)
+    with coordinator.client() as http:
+        members = [WorkerInfo.model_validate(each) for each in http.get("/v1/runs/tuned/workers").json()["items"]]
+    facts = {each.name: (each.host["base"], each.host["precision"]) for each in members}
+    assert facts == {"quantised": ("nf4", "bf16"), "full": ("full", "fp32")}
+    digests = {each.state_digest for each in members}
+    assert None not in digests
+    assert len(digests) == 1, "both have the same adapters"
+
+    with open_http(coordinator.url) as http:
+        export(Client(http, "tuned", coordinator.token(Scope.VIEWER)), tmp_path / "merged", merge=True)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for name, before in trained.state_dict().items():
+        change = merged[name] - before.float()
+        if "q_proj" in name or "v_proj" in name:
+            assert 0 < torch.linalg.matrix_rank(change) <= 2, "the adapters, and no error of quantisation"
+        else:
+            assert not change.any()
+
+
+def test_other_weights_are_refused_in_4_bits_too(
+    coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_trained(tmp_path / "trained")
+    create(coordinator, tmp_path, "tuned", LORA.format(tmp_path / "trained"), rounds=1, min_workers=2)
+    join(coordinator, "tuned")
+    save_trained(tmp_path / "trained", seed=8)
+    assert work(coordinator, tmp_path, "b") == Exit.REFUSED
+    assert "this worker's frozen parameters" in caplog.text
+    assert shown(coordinator, "tuned").state != "finished"
+
+
+def test_weights_that_are_renamed_when_they_are_loaded_are_refused_by_name(tmp_path: Path) -> None:
+    save_trained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({name.removeprefix("model."): each for name, each in load_file(file).items()}, file, {"format": "pt"})
+    model = build_model(spec(tmp_path), CPU, base="nf4")
+    with pytest.raises(ModelError, match=r"has no tensor model\.embed_tokens\.weight: .* use base = full"):
+        summary_of_frozen(model, spec(tmp_path).model, "nf4")
+
+
+def test_what_does_not_go_with_4_bits_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"a frozen model in 4 bits \(nf4\) needs --precision bf16, not fp16"):
+        precision_on(CPU, "fp16", base="nf4")
+    assert precision_on(CPU, base="nf4") == "bf16"
+    whole = parse_spec('name = "r"\nmodel.preset = "tiny"\n[sync]\nrounds = 1\n')
+    with pytest.raises(BoxError, match=r"--base nf4 is for the frozen model of adapters, and the run r has no"):
+        base_of(whole, "nf4")
+    assert base_of(whole, None) == "full"
+    assert [base_of(spec(tmp_path), wanted) for wanted in (None, "full")] == ["nf4", "full"]
+
+
+def test_without_bitsandbytes_that_is_said_before_a_weight_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ModelError, match=r"nf4\) needs bitsandbytes, .* pip install 'outerstep\[qlora\]'"):
+        build_model(spec(tmp_path / "not fetched yet"), CPU, base="nf4")
