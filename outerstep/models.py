@@ -16,7 +16,7 @@ from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import PinSpec
 from worker.allowing import allowed_by, permit, permit_factory
-from worker.box import base_of, check_suited, shard_cache
+from worker.box import base_of, check_suited, shard_cache, summary_of_frozen
 from worker.data.open_training_set import open_training_set
 from worker.data.tokens.index import described
 from worker.data.tokens.tokenizer import IN_BYTES
@@ -27,7 +27,7 @@ from worker.inner.evaluation import evaluate
 from worker.inner.loss import Loss, check_packing, conversations_in
 from worker.inner.micro_batch import MicroBatches
 from worker.link.client import Client
-from worker.models.building import build_model, check_vocabulary, summary_of_frozen
+from worker.models.building import build_model, check_vocabulary
 from worker.models.pretrained import ADAPTERS, CONFIG
 from worker.settings import BoxSettings
 from worker.starting import choose_device

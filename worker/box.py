@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from protocol.messages import EvaluationReport, FrozenSummary
-from protocol.spec.model import Base
+from protocol.spec.model import Base, ModelSpec
 from protocol.spec.run import RunSpec
 from worker.accounts.machine import DeviceUse, peak_flops
 from worker.data.fetching.remote_set import CacheSettings
@@ -27,9 +27,11 @@ from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.precision import Precision, cast_parameters, loss_scaler, precision_on
 from worker.inner.schedules import Schedule
 from worker.inner.step import InnerStep
-from worker.models.building import build_model, check_vocabulary, summary_of_frozen
+from worker.models.building import build_model, check_vocabulary
+from worker.models.pretrained import Pretrained
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings
+from worker.state.parameters import frozen_parameters, frozen_summary, summary_of
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +154,25 @@ def base_of(spec: RunSpec, wanted: Base | None) -> Base:
             "leave it out"
         )
     return "full"
+
+
+_PREFIX, _INSIDE = "base_model.model.", ".base_layer."  # what peft adds to the names of a model's parameters
+
+
+def summary_of_frozen(model: nn.Module, spec: ModelSpec, base: Base) -> FrozenSummary | None:
+    """Return the digest and size of the frozen parameters of `model`, from `build_model` with this `base`. It is that
+    of the weights in `model.pretrained`, so workers with the model in fp32 and in 4 bits can share a run.
+
+    For a model in 4 bits, the weights are read from their files, one tensor at a time. Raises ModelError if they have
+    other names there.
+    """
+    if base == "full":
+        return frozen_summary(model)
+    assert spec.pretrained is not None
+    trained = Pretrained(spec.pretrained, spec.revision)
+    names = list(frozen_parameters(model))
+    sources = [name.removeprefix(_PREFIX).replace(_INSIDE, ".") for name in names]
+    return summary_of(zip(names, trained.tensors(sources), strict=True))
 
 
 def check_suited(spec: RunSpec, processes: int) -> None:

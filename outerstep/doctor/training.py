@@ -15,12 +15,12 @@ from protocol.fragments import Layout, TensorSpec, first_difference
 from protocol.messages import DataSummary, FrozenSummary, RunDetail, data_difference
 from protocol.spec.model import MAX_PARAMETERS, Base
 from protocol.spec.run import RunSpec
-from worker.box import base_of, check_suited, shard_cache
+from worker.box import base_of, check_suited, shard_cache, summary_of_frozen
 from worker.data.open_training_set import open_training_set
 from worker.inner.data_parallel import Mode
 from worker.inner.execution import layers_of
 from worker.inner.optimizers import hidden_matrices
-from worker.models.building import build_model, check_vocabulary, summary_of_frozen
+from worker.models.building import build_model, check_vocabulary
 from worker.settings import BoxSettings
 from worker.state.parameters import tensor_specs
 

@@ -17,12 +17,12 @@ from tests.support.trained import save_trained
 from tests.support.workers import worker_settings
 from tests.worker.runs import create, join, shown
 from worker.agent import run_worker
-from worker.box import base_of
+from worker.box import base_of, summary_of_frozen
 from worker.errors import BoxError, ModelError
 from worker.export import export
 from worker.inner.precision import cast_parameters, precision_on
 from worker.link.client import Client, open_http
-from worker.models.building import build_model, logits_of, summary_of_frozen
+from worker.models.building import build_model, logits_of
 from worker.state.parameters import frozen_summary, tensor_specs
 
 pytest.importorskip("bitsandbytes", reason="needs: pip install 'outerstep[qlora]'")

@@ -25,13 +25,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from protocol.messages import MAX_TENSORS, FrozenSummary
+from protocol.messages import MAX_TENSORS
 from protocol.spec.model import EMBEDDING_STD, MAX_LAYERS, MAX_PARAMETERS, PRESETS, Base, ModelSpec
 from protocol.spec.run import RunSpec
 from worker.errors import ModelError
 from worker.models.pretrained import Pretrained, model_errors, names_code
 from worker.models.user_code import call_user_function
-from worker.state.parameters import frozen_parameters, frozen_summary, summary_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -237,23 +236,6 @@ def _import_for(what: str, package: str, extra: str) -> Any:
         raise ModelError(
             f"{what} needs {error.name}, which is not installed; run: pip install 'outerstep[{extra}]'"
         ) from error
-
-
-_PREFIX, _INSIDE = "base_model.model.", ".base_layer."  # what peft adds to the names of a model's parameters
-
-
-def summary_of_frozen(model: nn.Module, spec: ModelSpec, base: Base) -> FrozenSummary | None:
-    """Return the digest and size of the frozen parameters of `model`, from `build_model` with this `base`. It is that
-    of the weights in `model.pretrained`, so workers with the model in fp32 and in 4 bits can share a run.
-
-    For a model in 4 bits, the weights are read from their files, one tensor at a time. Raises ModelError if they have
-    other names there.
-    """
-    if base == "full":
-        return frozen_summary(model)
-    names = list(frozen_parameters(model))
-    sources = [name.removeprefix(_PREFIX).replace(_INSIDE, ".") for name in names]
-    return summary_of(zip(names, _pretrained(spec).tensors(sources), strict=True))
 
 
 # --- the user's own function --------------------------------------------------------------------------------------
