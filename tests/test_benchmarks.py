@@ -55,6 +55,13 @@ def test_inner_steps_are_measured_by_settings_of_the_worker() -> None:
     assert row.tokens_s == pytest.approx(4 * 64 / row.step_s)
 
 
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the peak")
+def test_the_memory_of_a_worker_is_measured_by_its_settings() -> None:
+    default, leanest = run("benchmarks.memory", "--size", "14M", "--rows", "default;leanest", "--json")
+    assert 12 < leanest["per_parameter"] < default["per_parameter"] - 5, "5 for work and libraries, 16 for what is kept"
+
+
 def test_preparing_is_measured_beside_datasets_where_that_is_installed() -> None:
     report = prepare.measure(300_000, processes=1, repeats=1)
     assert report["text_bytes"] >= 300_000

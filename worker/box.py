@@ -18,7 +18,8 @@ from worker.data.fetching.shard_cache import cache_directory
 from worker.data.open_training_set import open_training_set
 from worker.data.training_set import TrainingSet
 from worker.errors import BoxError, DataError
-from worker.inner.data_parallel import choose_mode, distribute, replica_budget, shard
+from worker.inner.compact import Held
+from worker.inner.data_parallel import Mode, choose_mode, distribute, replica_budget, shard
 from worker.inner.evaluation import evaluate
 from worker.inner.execution import checkpoint_activations, compile_model, flops_per_token
 from worker.inner.loss import Loss, check_packing, conversations_in, find_head
@@ -117,7 +118,7 @@ def set_up(
         shard(model)
     if mode is not None:
         loss = distribute(loss, mode, device)
-    optimizers = build_inner_optimizers(model, spec.inner)
+    optimizers = build_inner_optimizers(model, spec.inner, _moments(settings, mode))
     sizes, why = _micro_batches(spec, settings, model, loss, device, ranks.size)
     reasons.append(why)
     log.info("%s", "; ".join(reasons))
@@ -207,6 +208,22 @@ def _device_use(
         return DeviceUse(device)
     where = next(model.parameters()).device
     return DeviceUse(device, flops_per_token(model, length, precision, where), peak * devices)
+
+
+def _moments(settings: BoxSettings, mode: Mode | None) -> Held | None:
+    """Return how the inner optimizers hold their moments; None: as torch does. Raises BoxError if that cannot be done
+    to a sharded model."""
+    held: Held = settings.optimizer_state or settings.parameters
+    if held == settings.parameters == "fp32":
+        return None
+    if mode == "fsdp":
+        if settings.optimizer_state is None:
+            return None
+        raise BoxError(
+            f"--optimizer-state {held} does not work with a sharded model, which divides the moments among the GPUs: "
+            "leave it out, or use --mode ddp"
+        )
+    return held
 
 
 def _micro_batches(

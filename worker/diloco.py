@@ -16,6 +16,7 @@ explained in worker/rounds/__init__.py.
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -73,6 +74,8 @@ from worker.state.snapshot import identity
 from worker.state.state_dir import StateDir, rank_directory
 from worker.state.work import count, first_units, numbers
 from worker.state.writes import ForeignWrites, Weights, temporary_weights
+
+_MAPPED_FROM = 1 << 23  # elements; smaller outer states stay in memory
 
 log = logging.getLogger(__name__)
 
@@ -459,7 +462,10 @@ class DiLoCo:
         on_cuda = fragments.device.type == "cuda"
         owner = identity(self._run, reply.layout, self.name)
         self._release = release_for(spec, reply.layout.elements, self._files, owner, self.ranks)
-        state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda, owns=fragments.owns)
+        # In memory on a GPU's host: what is copied to the device is page-locked there.
+        maps = sys.platform == "linux" and not on_cuda and reply.layout.total_elements >= _MAPPED_FROM
+        mapped_in = self._files.path if self._files is not None and maps else None
+        state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda, owns=fragments.owns, mapped_in=mapped_in)
         heartbeat = Heartbeat(membership, reply.lease_s, self._shared_metrics)
         if self.ranks.is_first:  # on other ranks it would learn nothing
             resources.enter_context(heartbeat)

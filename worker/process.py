@@ -3,6 +3,7 @@
 Needs no torch, so that the first log line comes before torch is imported.
 """
 
+import ctypes
 import logging
 import os
 import signal
@@ -168,3 +169,13 @@ class GracePeriod:
             else:
                 time.sleep(max(min(timeout, self._over_at - self._clock()), 0.0))
         return self.is_set()
+
+
+def give_back_free_memory() -> None:
+    """Return free memory to the system, where the C library does not do so by itself: glibc keeps what inner steps have
+    freed, and a sync needs other memory, on other threads."""
+    if _TRIM is not None:
+        _TRIM(0)
+
+
+_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

@@ -132,8 +132,15 @@ class BoxSettings(_Settings):
     parameters: Literal["fp32", "bf16"] = Field(
         "fp32",
         description=(
-            "dtype of the model in memory; bf16 halves parameters, gradients and the inner optimizer's state, and "
-            "loses small updates"
+            "dtype of the model in memory; bf16 halves parameters and gradients, and rounds each step stochastically, "
+            "so that small updates are not lost"
+        ),
+    )
+    optimizer_state: Literal["fp32", "bf16", "8bit"] | None = Field(
+        None,
+        description=(
+            "how the inner optimizer's moments are held: 8, 4 or 2 bytes per parameter for AdamW; default: the dtype "
+            "of the parameters"
         ),
     )
     base: Base | None = Field(

@@ -49,6 +49,7 @@ FLAGS = {
     "micro_batch": "--micro-batch",
     "precision": "--precision",
     "parameters": "--parameters",
+    "optimizer_state": "--optimizer-state",
     "base": "--base",
     "compile": "--compile",
     "activation_checkpointing": "--activation-checkpointing",
@@ -132,9 +133,14 @@ def worker(
     parameters: Annotated[
         Literal["fp32", "bf16"],
         typer.Option(
-            "--parameters", help="Type of the parameters in memory; bf16 takes half the memory and loses small updates."
+            "--parameters",
+            help="Type of the parameters in memory; bf16 takes half, and rounds each step stochastically.",
         ),
     ] = "fp32",
+    optimizer_state: Annotated[
+        Literal["fp32", "bf16", "8bit"] | None,
+        typer.Option("--optimizer-state", help="How to hold the optimizer's moments. Default: as the parameters."),
+    ] = None,
     base: Annotated[
         Literal["full", "nf4"] | None,
         typer.Option("--base", help="How to hold the frozen model of adapters: fp32, or 4 bits. Default: the run's."),
@@ -203,6 +209,7 @@ def worker(
         "micro_batch": micro_batch,
         "precision": precision,
         "parameters": parameters,
+        "optimizer_state": optimizer_state,
         "base": base,
         "compile": compile_model,
         "activation_checkpointing": activation_checkpointing,

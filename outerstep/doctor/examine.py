@@ -186,7 +186,7 @@ def _train(
                 replica_budget(device),
                 "ddp" if built.frozen_bytes is not None else settings.mode,
             )
-        needed = training.memory_needed(built, mode, processes, settings.parameters)
+        needed = training.memory_needed(built, mode, processes, settings.parameters, settings.optimizer_state)
         exam.check(
             "memory",
             lambda _: training.free_memory(device, processes),

@@ -17,6 +17,7 @@ from protocol.spec.model import MAX_PARAMETERS, Base
 from protocol.spec.run import RunSpec
 from worker.box import base_of, check_suited, shard_cache, summary_of_frozen
 from worker.data.open_training_set import open_training_set
+from worker.inner.compact import Held
 from worker.inner.data_parallel import Mode
 from worker.inner.execution import layers_of
 from worker.inner.optimizers import hidden_matrices
@@ -161,6 +162,9 @@ TIGHT = 0.8  # share of a device; activations need the rest
 FP32_BYTES = 4
 
 
+_SHARE: dict[str, float] = {"fp32": 1, "bf16": 0.5, "8bit": 0.25}  # of moments in fp32
+
+
 @dataclass(frozen=True)
 class MemoryNeeded:
     """Bytes needed, without activations. `device_bytes`: per device; `host_bytes`: of all processes together;
@@ -182,9 +186,11 @@ class MemoryNeeded:
         return max(self.outer_state, self.assembling)
 
 
-def memory_needed(model: Model, mode: Mode | None, processes: int, parameters: str = "fp32") -> MemoryNeeded:
+def memory_needed(
+    model: Model, mode: Mode | None, processes: int, parameters: str = "fp32", moments: Held | None = None
+) -> MemoryNeeded:
     """Return the memory that `processes` need if they share the model in this `mode` (None: a single process).
-    `parameters`: fp32 or bf16.
+    `parameters`: fp32 or bf16; `moments`: --optimizer-state.
 
     Replicas hold their gradients a second time, in the buckets of the all-reduce. With shards, two layers are gathered
     at a time, and each process first assembles the whole model in host memory. The outer state is in host memory once.
@@ -197,7 +203,7 @@ def memory_needed(model: Model, mode: Mode | None, processes: int, parameters: s
     return MemoryNeeded(
         parameters=(size * model.elements + frozen) // parts,
         gradients=size * model.elements // parts * (2 if mode == "ddp" else 1),
-        optimizer=int(optimizer * size / FP32_BYTES * model.elements / parts),
+        optimizer=int(optimizer * _SHARE[moments or parameters] * model.elements / parts),
         gathered=2 * size * model.largest_layer if mode == "fsdp" else 0,
         outer_state=OUTER_STATE_BYTES * model.elements,
         assembling=FP32_BYTES * everything * processes if mode == "fsdp" else 0,

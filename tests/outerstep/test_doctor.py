@@ -647,6 +647,13 @@ def test_the_memory_by_mode(mode: Any, processes: int, parameters: str, device_b
     assert (needed.device_bytes, needed.host_bytes) == (device_bytes, host_bytes)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "moments", "size"), [("fp32", "8bit", 2), ("bf16", None, 4), ("bf16", "8bit", 2)]
+)
+def test_moments_in_fewer_bits(parameters: str, moments: Any, size: int) -> None:
+    assert training.memory_needed(model_of(10**9), None, 1, parameters, moments).optimizer == size * 10**9
+
+
 def test_frozen_parameters_have_no_gradients() -> None:
     needed = training.memory_needed(model_of(10**6, frozen=10**9), None, 1)
     assert needed.device_bytes == 4 * (10**9 + 10**6) + 12 * 10**6

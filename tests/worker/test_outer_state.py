@@ -1,5 +1,9 @@
 """The worker's outer state: stepped in place, its digest taken when it is wanted."""
 
+import errno
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,9 +24,9 @@ LAYOUT = plan_fragments([TensorSpec(name="w", shape=[N])], N)
 OUTER = OuterSpec(learning_rate=0.7, momentum=0.9)
 
 
-@pytest.fixture
-def state() -> OuterState:
-    state = OuterState(LAYOUT, OUTER, pin_memory=False)
+@pytest.fixture(params=[False, True], ids=["in memory", "in a file"])
+def state(request: pytest.FixtureRequest, tmp_path: Path) -> OuterState:
+    state = OuterState(LAYOUT, OUTER, pin_memory=False, mapped_in=tmp_path if request.param else None)
     generator = torch.Generator().manual_seed(1)
     state.set(0, torch.randn(N, generator=generator), torch.randn(N, generator=generator))
     return state
@@ -77,3 +81,39 @@ def test_a_bit_that_flips_after_a_step_is_in_the_digest(state: OuterState) -> No
     assert state.fragment_digest(0) != twin.fragment_digest(0), "the coordinator will refuse it"
     state.theta[0].view(torch.int32)[7] ^= 1
     assert not state.is_intact(0), "and from then on this worker sees it by itself"
+
+
+def _mapped_bytes() -> int:
+    """Resident pages of files that this process has mapped."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return 1024 * int(lines["RssFile"].split()[0])
+
+
+def test_a_state_in_a_file_takes_memory_only_while_it_is_used(tmp_path: Path) -> None:
+    n = 1 << 22
+    layout = plan_fragments([TensorSpec(name="w", shape=[2 * n])], n, taper=False)
+    state = OuterState(layout, OUTER, pin_memory=False, mapped_in=tmp_path)
+    assert not list(tmp_path.iterdir()), "the file has no name, so nothing is left of it after a kill"
+    before = _mapped_bytes()
+    values = torch.randn(n)
+    for p in range(2):
+        state.set(p, values, values + 1)
+    assert _mapped_bytes() < before + 4 * n, "of 16 n"
+    assert torch.equal(state.momentum[1], values + 1)
+    assert _mapped_bytes() >= before + 4 * n, "in use"
+    state.release_all()
+    assert _mapped_bytes() < before + 4 * n
+    assert state.is_intact(0)
+
+
+def test_a_state_that_does_not_fit_on_the_disk_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapped file with holes would let the process die at a later write."""
+
+    def full(descriptor: int, start: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=re.escape(str(tmp_path))):
+        OuterState(LAYOUT, OUTER, pin_memory=False, mapped_in=tmp_path)

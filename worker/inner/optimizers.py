@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from protocol.spec.sections import OPTIMIZERS, InnerSpec
-from worker.errors import ModelError
+from worker.errors import BoxError, ModelError
+from worker.inner.compact import Compact, Held
 from worker.models.user_code import call_user_function
 
 log = logging.getLogger(__name__)
@@ -75,11 +76,19 @@ def sgd(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
 _BY_NAME = {name: globals()[name] for name in OPTIMIZERS}
 
 
-def build_inner_optimizers(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
-    """Return the optimizers that train `model`. Raises ModelError if they are unavailable or do not suit the model."""
+def build_inner_optimizers(model: nn.Module, inner: InnerSpec, held: Held | None = None) -> list[Optimizer]:
+    """Return the optimizers that train `model`. `held`: how they hold their moments; None: as torch does.
+
+    Raises ModelError if they are unavailable or do not suit the model, and BoxError if `held` does not suit them.
+    """
     if inner.optimizer in _BY_NAME:
         built: list[Optimizer] = _BY_NAME[inner.optimizer](model, inner)
-        return built
+        return built if held is None else [Compact(each, held) for each in built]
+    if held is not None:
+        raise BoxError(
+            f"the run's inner.optimizer is {inner.optimizer!r}, code that holds its moments as it does: leave out "
+            "--optimizer-state and --parameters bf16"
+        )
     returned = call_user_function("inner.optimizer", inner.optimizer, model, inner)
     own = list(returned) if isinstance(returned, list | tuple) else [returned]
     where = f"inner.optimizer = {inner.optimizer!r}"

@@ -104,8 +104,10 @@ class InnerStep:
                 f"the {what} does not fit into memory: {cause}. Try --parameters bf16, or a GPU with more memory."
             ) from error
 
-    def _note_stepped(self, *_: object) -> None:
+    def _note_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._stepping = False
+        if optimizer is self._optimizers[-1]:
+            self._drop_gradient()  # before a sync, which needs memory too
 
     def _drop_gradient(self) -> None:
         for optimizer in self._optimizers:

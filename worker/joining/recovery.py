@@ -157,4 +157,5 @@ def _send(membership: Membership, spec: RunSpec, state: OuterState) -> None:
             chunk_elements=wire.CHUNK_ELEMENTS,
             frame_bytes=[len(frame) for frame in frames],
         )
+        state.release(p)
         membership.act(partial(client.seed, header=header, frames=frames))

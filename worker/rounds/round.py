@@ -17,6 +17,7 @@ from torch import Tensor
 
 from protocol.errors import CodecError
 from protocol.messages import Assignment
+from worker.process import give_back_free_memory
 from worker.rounds.exchange import Exchange
 from worker.rounds.in_flight import InFlight
 from worker.rounds.schedule import schedule
@@ -92,6 +93,7 @@ class Round:
         self._fragments.check()
         self._writes.check_pending()
         self._progress.phase("gather")
+        give_back_free_memory()
         self._note_loss()
         waited_for = [p for p in fragments if self._schedule.merged[p] <= self._step]
         if waited_for:
@@ -252,6 +254,7 @@ class Round:
         if self._fragments.owns(p):
             self.carry = self.carry.with_ahead(p, ahead)
         self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
+        self._state.release(p)
         self._merged.add(p)
 
     def _await_merge(self, p: int) -> None:

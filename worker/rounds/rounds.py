@@ -13,6 +13,7 @@ from protocol.errors import OuterstepError, Problem, UnexpectedAnswer
 from protocol.messages import Action, Assignment, EvaluationReport
 from worker.errors import ModelError, Resync, RunEnded, Stopped, Unwanted, WorkLost
 from worker.link.membership import Heartbeat
+from worker.process import give_back_free_memory
 from worker.rounds.assignments import Assignments
 from worker.rounds.exchange import Exchange
 from worker.rounds.in_flight import InFlight
@@ -155,6 +156,7 @@ class Rounds:
         if not self._start_loaded:
             for p in fragments:
                 self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
+                self._state.release(p)
         if self._evaluation(assignment) is None:
             return
         local = {p: self._fragments.gather(p) for p in self._trained_on}
@@ -174,6 +176,7 @@ class Rounds:
         """Load what the outer optimizer has reached into the model, and report its held-out loss if asked to."""
         for p in range(len(self._state)):
             self._fragments.scatter(p, self._state.reached(p))
+            self._state.release(p)
         evaluate = self._evaluation(assignment)
         if evaluate is not None:
             self._assignments.report_evaluation(assignment.round, evaluate)
@@ -201,6 +204,7 @@ class Rounds:
     def _settle(self, round_: Round) -> None:
         self.carry, self._asked_ahead = round_.settle()
         self._trained_on, self._start_loaded, self._round = round_.trained_on, True, None
+        give_back_free_memory()
 
     def _reclaim_if_lost(self, round_: Round, act: Callable[[], None]) -> None:
         """Call `act`. If the lease had ended, the units are back in the pool; if they are assigned to this worker
@@ -395,6 +399,7 @@ class Rounds:
         deltas = {each.fragment: each.unclipped for each in work.contributions}
         for p in range(len(self._state)):
             self._fragments.rebase(p, self._state.theta[p], deltas.get(p))
+            self._state.release(p)
 
     def _start_from(self, start: RoundStart) -> None:
         for p, local in enumerate(start.local):

@@ -6,6 +6,7 @@ new ones: no process ever holds more than one fragment of the model beside its o
 """
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,8 @@ from worker.ranks import ALONE, Ranks
 from worker.state.optimizer_state import ScheduleFreePoints
 from worker.state.parameters import held, is_sharded, local_part, reshard, trainable_parameters
 from worker.tuning.side_stream import SideStream
+
+_PART, _PART_ON_DEVICE = 1 << 20, 1 << 24  # elements
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -169,7 +172,7 @@ class Fragments:
         """
         with self._side_stream.beside(self.mark() if after is None else after):
             delta = torch.empty(len(theta), dtype=torch.float32, device=self.device)
-            for piece in self._pieces(p):
+            for piece in chain.from_iterable(map(self._parts, self._pieces(p))):
                 start = self._start(piece, theta, carry).float()
                 reached = self._read(piece).float() if local is None else local[piece.place]
                 torch.sub(start, reached, out=delta[piece.place])
@@ -191,6 +194,12 @@ class Fragments:
     def mark(self) -> Any:
         """Return a mark of what this thread has started on the device so far, for another thread to wait for."""
         return self._side_stream.mark()
+
+    def _parts(self, piece: Piece) -> Iterator[Piece]:
+        """Yield parts of the piece of a limited size: what is computed from them takes that much memory."""
+        size = _PART if self.device.type == "cpu" else _PART_ON_DEVICE
+        for start in range(piece.start, piece.stop, size):
+            yield piece.within(start, start + size)
 
     # --- which process has what -----------------------------------------------------------------------------------
 

@@ -1,11 +1,18 @@
-"""The outer state on this worker: θ_global and the outer momentum u of every fragment, in host memory.
+"""The outer state on this worker: θ_global and the outer momentum u of every fragment, in host memory or in a file.
+
+In a file, the state is mapped into memory, and a fragment's pages are given back after each use: they are needed only
+during a sync, and the inner steps have the memory for themselves. What is in use stays in the page cache.
 
 The same published bytes and the same arithmetic make it bit-identical on every worker and the coordinator. State
 digests prove that, fragment by fragment, before every step.
 """
 
-from collections.abc import Callable
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +29,7 @@ from worker.errors import Resync
 from worker.state.fragments import Fragments
 
 _HOST = torch.device("cpu")
+_F32 = 4  # bytes
 
 
 def tensor_bytes(tensor: Tensor) -> Buffer:
@@ -36,17 +44,30 @@ class OuterState:
 
     Different threads may load and step different fragments at once. `pin_memory`: page-lock θ, which is copied to a
     GPU. `owns`: whether a fragment is this process's; the others have no elements here, and no method may be called for
-    them.
+    them. `mapped_in`: the directory of the file that the state is in, without a name, so that it ends with the process;
+    None: memory. Raises OSError if the file does not fit on the disk.
     """
 
     def __init__(
-        self, layout: Layout, outer: OuterSpec, *, pin_memory: bool, owns: Callable[[int], bool] = lambda p: True
+        self,
+        layout: Layout,
+        outer: OuterSpec,
+        *,
+        pin_memory: bool,
+        owns: Callable[[int], bool] = lambda p: True,
+        mapped_in: Path | None = None,
     ) -> None:
         self._round: int | None = None
         self.own = [p for p in range(len(layout.fragments)) if owns(p)]
         elements = [n if owns(p) else 0 for p, n in enumerate(layout.elements)]
-        self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in elements]
-        self.momentum = [torch.zeros(n, dtype=torch.float32) for n in elements]
+        self._maps: list[mmap.mmap | None] = [None] * len(elements)
+        if mapped_in is None:
+            self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in elements]
+            self.momentum = [torch.zeros(n, dtype=torch.float32) for n in elements]
+        else:
+            self._maps = _mapped([2 * _F32 * n for n in elements], mapped_in)
+            halves = [_halves(each, n) for each, n in zip(self._maps, elements, strict=True)]
+            self.theta, self.momentum = ([half[which] for half in halves] for which in (0, 1))
         self._digests: list[bytes | None] = [None] * len(layout.fragments)
         self._outer = outer
         self.changes = 0  # counted, to tell whether the state has changed
@@ -77,6 +98,17 @@ class OuterState:
         """Return the parameters of fragment p to evaluate, float32[n] (`protocol.outer_step.reached`)."""
         lr, beta = self._outer.learning_rate, self._outer.momentum
         return torch.from_numpy(reached(self.theta[p].numpy(), self.momentum[p].numpy(), learning_rate=lr, beta=beta))
+
+    def release(self, p: int) -> None:
+        """Give back the memory pages of fragment p, if it is in a file: its next use reads them again."""
+        pages = self._maps[p]
+        if pages is not None:
+            pages.madvise(mmap.MADV_DONTNEED)
+
+    def release_all(self) -> None:
+        """Call `release` for every fragment."""
+        for p in self.own:
+            self.release(p)
 
     @property
     def digests(self) -> list[bytes]:
@@ -143,6 +175,7 @@ class OuterState:
         ):
             data = payload.chunk(index)
             outer_step_by(payload.codec, data, theta.numpy(), momentum.numpy(), learning_rate=lr, beta=beta)
+        self.release(p)
 
     def is_intact(self, p: int) -> bool:
         """Return True if fragment p still matches its digest, or if none was computed before. A bit that flips in
@@ -159,4 +192,29 @@ class OuterState:
         state_hash = StateHash()
         state_hash.update(tensor_bytes(self.theta[p]), tensor_bytes(self.momentum[p]))
         self._digests[p] = digest = state_hash.digest()
+        self.release(p)
         return digest
+
+
+def _mapped(sizes: Sequence[int], directory: Path) -> list[mmap.mmap | None]:
+    """Return a mapping of this many bytes each into one file without a name; None where the size is 0."""
+    unit = mmap.ALLOCATIONGRANULARITY
+    room = [-(-size // unit) * unit for size in sizes]
+    with tempfile.TemporaryFile(dir=directory) as file:
+        if sum(room):
+            try:  # a full disk would kill the process at some later write
+                os.posix_fallocate(file.fileno(), 0, sum(room))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(directory)) from error
+        starts = [sum(room[:index]) for index in range(len(room))]
+        return [
+            mmap.mmap(file.fileno(), size, offset=start) if size else None
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+
+
+def _halves(pages: mmap.mmap | None, n: int) -> tuple[Tensor, Tensor]:
+    if pages is None:
+        return torch.empty(0), torch.empty(0)
+    values = torch.frombuffer(pages, dtype=torch.float32, count=2 * n)
+    return values[:n], values[n:]

@@ -14,7 +14,7 @@ starts from state 0 or a checkpoint with a cold inner optimizer, which needs no 
 
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -88,7 +88,7 @@ def save_state(files: StateDir, owner: str, slot: int, state: OuterState) -> Non
         "momentum": state.momentum,
         "digests": state.digests,
     }
-    files.replace(STATE.format(slot), partial(write_document, document))
+    files.replace(STATE.format(slot), partial(write_document, document, after_piece=state.release_all))
 
 
 def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
@@ -116,8 +116,8 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
 class _Hashed:
     """A file that hashes what `torch.save` writes into it."""
 
-    def __init__(self, file: Writer) -> None:
-        self._file, self.hasher = file, blake3()
+    def __init__(self, file: Writer, after_piece: Callable[[], object]) -> None:
+        self._file, self.hasher, self._after_piece = file, blake3(), after_piece
 
     def write(self, data: Buffer) -> int:
         view = memoryview(data).cast("B")
@@ -125,15 +125,18 @@ class _Hashed:
             piece = view[start : start + _PIECE_BYTES]
             self.hasher.update(piece)
             self._file.write(piece)
+        if len(view) > _PIECE_BYTES:
+            self._after_piece()
         return len(view)
 
     def flush(self) -> None:
         self._file.flush()
 
 
-def write_document(document: dict[str, Any], file: Writer) -> None:
-    """Write `document` as `torch.save` does, followed by the BLAKE3 digest of that."""
-    hashed = _Hashed(file)
+def write_document(document: dict[str, Any], file: Writer, after_piece: Callable[[], object] = lambda: None) -> None:
+    """Write `document` as `torch.save` does, followed by the BLAKE3 digest of that. `after_piece` is called after each
+    large piece of it."""
+    hashed = _Hashed(file, after_piece)
     # torch's zip files have checksums that nothing reads, and that only an option for the whole process can leave out.
     # The plain format has none; `torch.load` reads either.
     torch.save(document, cast(IO[bytes], hashed), _use_new_zipfile_serialization=False)

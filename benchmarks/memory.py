@@ -1,0 +1,156 @@
+"""How much memory a worker needs per parameter, by its settings.
+
+    python -m benchmarks.memory [--rows "default;leanest"] [--size 134M] [--json]
+
+Each row is an `outerstep worker` on the CPU, in a process of its own, that trains two rounds: peak memory, less
+that of a process that has only imported torch and transformers, per parameter. Only Linux counts the peak.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from harness.coordinator import InThread, coordinator_thread
+from outerstep.common.quantities import bytes_text, count_text
+from protocol.messages import Scope
+
+IDLE = "import torch, transformers, time; transformers.LlamaForCausalLM; print('ready', flush=True); time.sleep(60)"
+SHAPES: dict[str, dict[str, Any]] = {
+    "14M": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 16384},
+    "134M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32000},
+    "350M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 22, "vocab_size": 32000},
+    "1.1B": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 19, "vocab_size": 32000},
+}
+SPEC = """
+name = "{name}"
+[model]
+{model}
+[data]
+source = "python-stdlib"
+sequence_length = 128
+holdout = 0
+[inner]
+optimizer = "adamw"
+batch_size = 2
+learning_rate = 1e-4
+[sync]
+rounds = 2
+inner_steps = 2
+"""
+ROWS: dict[str, list[str]] = {
+    "default": [],
+    "8-bit moments": ["--optimizer-state", "8bit"],
+    "bf16": ["--parameters", "bf16"],
+    "leanest": [
+        *("--parameters", "bf16", "--optimizer-state", "8bit"),
+        *("--activation-checkpointing", "--micro-batch", "1"),
+    ],
+    "adapters, fp32": ["--base", "full"],
+    "adapters, nf4": ["--base", "nf4"],
+}
+PAUSE_S = 0.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """`parameters`: of the model; `peak_bytes`: above an idle process."""
+
+    settings: str
+    parameters: int
+    peak_bytes: int
+
+    @property
+    def per_parameter(self) -> float:
+        return self.peak_bytes / self.parameters
+
+
+def peak_of(process: subprocess.Popen[bytes]) -> int:
+    """Return the peak resident memory in bytes of a process, once it has ended."""
+    path, peak = Path(f"/proc/{process.pid}/status"), 0
+    while process.poll() is None:
+        lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
+        peak = 1024 * int(lines["VmHWM"].split()[0]) if "VmHWM" in lines else peak
+        time.sleep(PAUSE_S)
+    return peak
+
+
+def idle_bytes() -> int:
+    with subprocess.Popen([sys.executable, "-c", IDLE], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        lines = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+        process.kill()
+    return 1024 * int(lines["VmHWM"].split()[0])
+
+
+def measure(settings: str, size: str, running: InThread, directory: Path, idle: int) -> Row:
+    """Train a run with these settings. Raises RuntimeError if the worker does not end well."""
+    name, adapted = settings.replace(" ", "-").replace(",", ""), settings.startswith("adapters")
+    heads = SHAPES[size]["hidden_size"] // 64
+    config = LlamaConfig(**SHAPES[size], num_attention_heads=heads, num_key_value_heads=heads)
+    base = directory / "base"
+    with torch.device("meta"):
+        parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+    if adapted and not base.exists():
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(base)
+    shape = ", ".join(f"{key} = {value}" for key, value in SHAPES[size].items())
+    shape += f", num_attention_heads = {heads}, num_key_value_heads = {heads}"
+    model = f'config = {{ model_type = "llama", {shape} }}'
+    if adapted:
+        model = f'pretrained = "{base}"\n[model.lora]\nrank = 8'
+    running.create_run(SPEC.format(name=name, model=model))
+    command = [sys.executable, "-m", "outerstep", "worker", running.url, "--run", name, "--name", "a"]
+    command += ["--state", str(directory / name), "--device", "cpu", "--data-root", "/", *ROWS[settings]]
+    log = directory / f"{name}.log"
+    with log.open("wb") as file:
+        environment = {**os.environ, "OUTERSTEP_TOKEN": running.token(Scope.WORKER)}
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+        peak = peak_of(process)
+    if process.returncode:
+        raise RuntimeError(f"{settings}: the worker ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+    return Row(settings, parameters, peak - idle)
+
+
+def table(rows: list[Row], idle: int) -> Table:
+    shown = Table("settings", "parameters", "peak memory", "bytes per parameter", caption=f"idle: {bytes_text(idle)}")
+    for each in rows:
+        cells = count_text(each.parameters), bytes_text(each.peak_bytes), f"{each.per_parameter:.2f}"
+        shown.add_row(each.settings, *cells)
+    return shown
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=lambda text: text.split(";"), default=list(ROWS), help="default: all")
+    parser.add_argument("--size", choices=list(SHAPES), default="134M")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    named = ", ".join(ROWS)
+    if unknown := [each for each in arguments.rows if each not in ROWS]:
+        parser.error(f"no row is called {unknown[0]!r}; there are: {named}")
+    idle, rows = idle_bytes(), []
+    with tempfile.TemporaryDirectory(prefix="outerstep-") as directory:
+        place = Path(directory)
+        with coordinator_thread(place / "coordinator") as running:
+            rows = [measure(each, arguments.size, running, place, idle) for each in arguments.rows]
+    if arguments.json:
+        print(json.dumps([asdict(each) | {"per_parameter": each.per_parameter} for each in rows], indent=2))
+    else:
+        Console().print(table(rows, idle))
+
+
+if __name__ == "__main__":
+    main()
