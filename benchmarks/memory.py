@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import Running, coordinator_process
 from outerstep.common.quantities import bytes_text, count_text
 from protocol.messages import Scope
 
@@ -96,7 +96,7 @@ def idle_bytes() -> int:
     return 1024 * int(lines["VmHWM"].split()[0])
 
 
-def measure(settings: str, size: str, running: InThread, directory: Path, idle: int) -> Row:
+def measure(settings: str, size: str, running: Running, directory: Path, idle: int) -> Row:
     """Train a run with these settings. Raises RuntimeError if the worker does not end well."""
     name, adapted = settings.replace(" ", "-").replace(",", ""), settings.startswith("adapters")
     heads = SHAPES[size]["hidden_size"] // 64
@@ -144,7 +144,7 @@ def main() -> None:
     idle, rows = idle_bytes(), []
     with tempfile.TemporaryDirectory(prefix="outerstep-") as directory:
         place = Path(directory)
-        with coordinator_thread(place / "coordinator") as running:
+        with coordinator_process() as running:
             rows = [measure(each, arguments.size, running, place, idle) for each in arguments.rows]
     if arguments.json:
         print(json.dumps([asdict(each) | {"per_parameter": each.per_parameter} for each in rows], indent=2))
