@@ -49,16 +49,17 @@ learning_rate = 1e-4
 rounds = 2
 inner_steps = 2
 """
+LEAN = ["--activation-checkpointing", "--micro-batch", "1"]
 ROWS: dict[str, list[str]] = {
     "default": [],
     "8-bit moments": ["--optimizer-state", "8bit"],
     "bf16": ["--parameters", "bf16"],
     "leanest": [
         *("--parameters", "bf16", "--optimizer-state", "8bit"),
-        *("--activation-checkpointing", "--micro-batch", "1"),
+        *LEAN,
     ],
-    "adapters, fp32": ["--base", "full"],
-    "adapters, nf4": ["--base", "nf4"],
+    "adapters, fp32": ["--base", "full", *LEAN],
+    "adapters, nf4": ["--base", "nf4", *LEAN],
 }
 PAUSE_S = 0.05
 

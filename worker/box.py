@@ -30,6 +30,7 @@ from worker.inner.schedules import Schedule
 from worker.inner.step import InnerStep
 from worker.models.building import build_model, check_vocabulary
 from worker.models.pretrained import Pretrained
+from worker.process import give_back_free_memory
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings
 from worker.state.parameters import frozen_parameters, frozen_summary, summary_of
@@ -87,6 +88,7 @@ def set_up(
     # A sharded model is built in host memory, and moved to the device layer by layer.
     where = device if ranks.size == 1 or settings.mode == "ddp" or base == "nf4" else torch.device("cpu")
     model = build_model(spec, where, settings.max_parameters, base)
+    give_back_free_memory()
     mode, reasons = None, []
     if ranks.size > 1:
         elements = sum(each.numel() for each in model.parameters())

@@ -7,7 +7,7 @@ read from safetensors. Of a repository only the necessary files are fetched, all
 import json
 import textwrap
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from worker.errors import ModelError
 
 CONFIG, GENERATION, ADAPTERS = "config.json", "generation_config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PART = 1 << 22  # elements that are checked at a time
 _NAMED = 3  # tensors that an error names
 _LENGTH = 300  # longest quotation of another library's error; some list every model that exists
 _TRANSFORMERS_ERRORS = (  # nearly anything
@@ -140,6 +141,10 @@ class Pretrained:
             )
         model: PreTrainedModel = loaded[0]
         self._check(loaded[1])
+        if in_4_bits_on is not None:
+            for parameter in model.parameters():
+                if parameter.is_floating_point():  # otherwise a view of the file, all of which would stay mapped
+                    parameter.data = parameter.data.clone()
         for layer in model.modules():
             # bitsandbytes would repack the weights for some CPUs at each evaluation, and fail with odd shapes.
             if hasattr(layer, "support_avx512bf16_for_cpu"):
@@ -149,18 +154,14 @@ class Pretrained:
     def tensors(self, names: Iterable[str]) -> Iterator[Tensor]:
         """Yield tensors of the weights as they are in their files, one at a time."""
         self.config()
-        with ExitStack() as open_files:
-            found: dict[str, Any] = {}
-            for path in self._weights():
-                file = open_files.enter_context(safe_open(path, framework="pt"))
-                found |= dict.fromkeys(file.keys(), file)
-            for name in names:
-                if name not in found:
-                    raise ModelError(
-                        f"{self._label} has no tensor {name}: transformers renames or merges the weights of this "
-                        "architecture, and their digest can be computed only from a model in fp32; use base = full"
-                    )
-                yield found[name].get_tensor(name)
+        found = {name: path for path in self._weights() for name in _names(path)}
+        for name in names:
+            if name not in found:
+                raise ModelError(
+                    f"{self._label} has no tensor {name}: transformers renames or merges the weights of this "
+                    "architecture, and their digest can be computed only from a model in fp32; use base = full"
+                )
+            yield _tensor(found[name], name)
 
     def _check(self, report: dict[str, Any]) -> None:
         """Raise ModelError unless the weights contained exactly the tensors of the model."""
@@ -252,13 +253,25 @@ def _parts(index: Path) -> list[str]:
     return names
 
 
+def _names(path: Path) -> list[str]:
+    with safe_open(path, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+def _tensor(path: Path, name: str) -> Tensor:
+    """Return a tensor of a safetensors file. The file is mapped into memory for this one tensor: otherwise all that was
+    read before would stay."""
+    with safe_open(path, framework="pt") as tensors:
+        tensor: Tensor = tensors.get_tensor(name)
+        return tensor
+
+
 def _check_finite(path: Path) -> None:
     """Raise ModelError if a safetensors file is damaged or contains a value that is not finite."""
     try:
-        with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, not a dictionary
-                tensor = tensors.get_tensor(name)
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                    raise ModelError(f"{path}: tensor {name} has values that are not finite; the weights are unusable")
+        for name in _names(path):
+            tensor = _tensor(path, name)
+            if tensor.is_floating_point() and not all(part.isfinite().all() for part in tensor.view(-1).split(_PART)):
+                raise ModelError(f"{path}: tensor {name} has values that are not finite; the weights are unusable")
     except SafetensorError as error:
         raise ModelError(f"{path} is damaged: {error}; fetch it again") from error

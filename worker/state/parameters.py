@@ -21,6 +21,9 @@ from worker.errors import ModelError
 _FINE = "supported: fully_shard, DistributedDataParallel, torch.compile"
 
 
+_PART = 1 << 22  # elements that are hashed at a time
+
+
 def own_buffers(model: nn.Module) -> list[str]:
     """Return the names of the buffers that are saved with the model and may change in training, such as the statistics
     of batch normalisation: they are not averaged."""
@@ -175,10 +178,11 @@ def summary_of(frozen: Iterable[tuple[str, Tensor]]) -> FrozenSummary:
     """
     hasher, elements = blake3(max_threads=blake3.AUTO), 0
     for name, whole in frozen:
-        values = (whole.float() if whole.is_floating_point() else whole).contiguous().cpu().numpy()
-        if sys.byteorder == "big":
-            values = values.byteswap()
-        hasher.update(f"{name}\0{','.join(map(str, values.shape))}\0".encode())
-        hasher.update(values.reshape(-1).view("u1").data)
+        hasher.update(f"{name}\0{','.join(map(str, whole.shape))}\0".encode())
+        for part in whole.contiguous().view(-1).split(_PART):
+            values = (part.float() if part.is_floating_point() else part).cpu().numpy()
+            if sys.byteorder == "big":
+                values = values.byteswap()
+            hasher.update(values.view("u1").data)
         elements += whole.numel()
     return FrozenSummary(digest=hasher.hexdigest(), elements=elements)
