@@ -16,7 +16,6 @@ explained in worker/rounds/__init__.py.
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -67,15 +66,13 @@ from worker.script.optimizers import RunSchedules, reported_by, usable_optimizer
 from worker.settings import script_settings
 from worker.state.fragments import Fragments
 from worker.state.optimizer_state import ScheduleFreePoints
-from worker.state.outer_state import OuterState
+from worker.state.outer_state import OuterState, is_mapped
 from worker.state.parameters import frozen_summary, own_buffers, tensor_specs
 from worker.state.saver import Saver
 from worker.state.snapshot import identity
 from worker.state.state_dir import StateDir, rank_directory
 from worker.state.work import count, first_units, numbers
 from worker.state.writes import ForeignWrites, Weights, temporary_weights
-
-_MAPPED_FROM = 1 << 23  # elements; smaller outer states stay in memory
 
 log = logging.getLogger(__name__)
 
@@ -462,8 +459,7 @@ class DiLoCo:
         on_cuda = fragments.device.type == "cuda"
         owner = identity(self._run, reply.layout, self.name)
         self._release = release_for(spec, reply.layout.elements, self._files, owner, self.ranks)
-        # In memory on a GPU's host: what is copied to the device is page-locked there.
-        maps = sys.platform == "linux" and not on_cuda and reply.layout.total_elements >= _MAPPED_FROM
+        maps = is_mapped(reply.layout.total_elements, fragments.device)
         mapped_in = self._files.path if self._files is not None and maps else None
         state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda, owns=fragments.owns, mapped_in=mapped_in)
         heartbeat = Heartbeat(membership, reply.lease_s, self._shared_metrics)

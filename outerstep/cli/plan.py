@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from outerstep import plan as planning
+from outerstep import plan_memory
 from outerstep.cli.errors import UsageError, import_extra
 from outerstep.cli.printing import UNBOUNDED_WIDTH, Format, FormatOption, console, print_json, say_lines
 from outerstep.cli.run.runs import read_text
@@ -18,6 +19,7 @@ from outerstep.common.quantities import (
     count_text,
     counted,
     duration_text,
+    parse_bytes,
     parse_count,
     parse_rate,
     parse_seconds,
@@ -34,6 +36,7 @@ from outerstep.plan_blobs import (
     store_cost,
     store_use,
 )
+from outerstep.plan_memory import Need
 from protocol.errors import SpecError
 
 LEAST_STEP_S = 1e-6
@@ -50,6 +53,19 @@ def plan(
     down: Annotated[str | None, typer.Option(metavar="RATE", help="A worker's download rate.")] = None,
     step_time: Annotated[
         str | None, typer.Option(metavar="TIME", help="Time of one inner step: 1.0 (seconds), 350ms.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES",
+            help="Show instead which settings of the worker fit --params into a device with so much memory: 24gb.",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES", help="With --memory: the memory of the GPU's host. Default: the device is a CPU."
+        ),
     ] = None,
     data: Annotated[
         Path | None,
@@ -96,7 +112,23 @@ def plan(
       outerstep plan --params 1.2e9 --up 10mbit --down 100mbit --step-time 1.0
       outerstep plan --params 1.2e9 --up 10mbit --down 100mbit --step-time 1.0 --blobs r2
       outerstep plan --data run.toml --workers 4 --epochs 3
+      outerstep plan --params 1.2e9 --memory 24gb --host-memory 64gb
     """
+    if host_memory is not None and memory is None:
+        raise UsageError("--host-memory needs --memory, which the GPU has")
+    if memory is not None:
+        given = {"--data": data, "--up": up, "--down": down, "--step-time": step_time, "--blobs": blobs}
+        if unused := [flag for flag, value in given.items() if value is not None]:
+            raise UsageError(f"--memory needs no network and no data: leave out {', '.join(unused)}")
+        if params is None:
+            raise UsageError("--memory needs --params, the number of trained parameters")
+        _plan_memory(
+            _parsed("--params", parse_count, params),
+            _parsed("--memory", parse_bytes, memory),
+            None if host_memory is None else _parsed("--host-memory", parse_bytes, host_memory),
+            output,
+        )
+        return
     if data is not None:
         given = {"--params": params, "--up": up, "--down": down, "--step-time": step_time, "--blobs": blobs}
         if unused := [flag for flag, value in given.items() if value is not None]:
@@ -104,7 +136,7 @@ def plan(
         _plan_epochs(data, workers, EPOCHS if epochs is None else epochs, output)
         return
     if params is None or up is None or down is None or step_time is None:
-        raise UsageError("give --params, --up, --down and --step-time, or --data")
+        raise UsageError("give --params, --up, --down and --step-time; or --params and --memory; or --data")
     if epochs is not None:
         raise UsageError("--epochs needs --data")
     if prices is not None and blobs is None:
@@ -140,6 +172,53 @@ def plan(
     say_lines("\n" + "\n".join(_lines(workload, best, reason)))
     if store is not None and table_of_prices is not None:
         say_lines("\n" + "\n".join(_store_lines(workload, best, store, table_of_prices.date)))
+
+
+def _plan_memory(parameters: int, memory: int, host_memory: int | None, output: Format) -> None:
+    """Show what the worker's settings need for a model of this size, and which is the first that fits."""
+    found = list(plan_memory.needs(parameters, on_gpu=host_memory is not None))
+    fitting = next((each for each in found if each.fits(memory, host_memory)), None)
+    if output is Format.JSON:
+        rows = [
+            asdict(each) | {"options": each.options, "training": each.training, "host": each.host}
+            | {"fits": each.fits(memory, host_memory)}
+            for each in found
+        ]  # fmt: skip
+        print_json({"settings": rows, "options": None if fitting is None else fitting.options})
+        return
+    columns = ["settings", ">parameters", ">gradients", ">moments", ">outer state", ">work", ">in all", "fits"]
+    cells = [
+        (
+            each.options or "defaults",
+            *map(bytes_text, (each.parameters, each.gradients, each.moments, each.outer_state, each.work)),
+            bytes_text(each.training + each.host),
+            "yes" if each.fits(memory, host_memory) else "no",
+        )
+        for each in found
+    ]
+    console(width=UNBOUNDED_WIDTH).print(table(columns, cells))
+    say_lines("\n" + "\n".join(_memory_lines(found[-1], fitting, host_memory is not None)))
+
+
+def _memory_lines(leanest: Need, fitting: Need | None, on_gpu: bool) -> list[str]:
+    share = f"{plan_memory.ROOM:.0%}"
+    where = (
+        "On the GPU: parameters, gradients and moments. In host memory: the outer state and the work to send."
+        if on_gpu
+        else "All of it is in host memory; the outer state is in a file, in the state directory."
+    )
+    lines = [where, f"At most {share} of the memory is planned: activations need the rest."]
+    if fitting is None:
+        host = f" and {bytes_text(leanest.host / plan_memory.ROOM)} of host memory" if on_gpu else ""
+        device = leanest.training if on_gpu else leanest.training + leanest.host
+        return [
+            *lines,
+            f"Nothing fits. The least is {bytes_text(device / plan_memory.ROOM)}{host}: share the model among GPUs "
+            '(--gpus, --mode fsdp), or train adapters ([model.lora], base = "nf4").',
+        ]
+    if not fitting.options:
+        return [*lines, "The worker's defaults fit."]
+    return [*lines, f"Start the worker with: {fitting.options}"]
 
 
 def _plan_epochs(spec: Path, workers: int, epochs: float, output: Format) -> None:

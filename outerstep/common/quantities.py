@@ -34,6 +34,13 @@ def parse_rate(text: str) -> float:
     return _parse(text, units, "a rate in bits per second such as 10mbit or 2.5Gbit/s")
 
 
+def parse_bytes(text: str) -> int:
+    """Parse a number of bytes: '24gb', '1.5 TB' or '80GiB'. Raises ValueError, also if the unit is missing."""
+    decimal = {f"{prefix}b": _FACTORS[prefix] for prefix in ("k", "m", "g", "t")}
+    binary = {f"{prefix}ib": 1024.0**power for power, prefix in enumerate(("k", "m", "g", "t"), 1)}
+    return round(_parse(text, decimal | binary, "a number of bytes such as 24gb or 80GiB"))
+
+
 def parse_seconds(text: str, *, least: float = 0.0) -> float:
     """Parse a duration in seconds: '40ms', '1.5', '2min' or '30d'. Raises ValueError, also for less than `least`."""
     return _parse(text, _SECONDS, "a time such as 40ms or 1.5 (seconds)", least=least)

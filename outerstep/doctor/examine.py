@@ -20,6 +20,7 @@ from worker.link.client import open_http
 from worker.link.worker_token import token_to_read_with
 from worker.settings import BoxSettings, WorkerSettings
 from worker.starting import check_gpus, start
+from worker.state.outer_state import is_mapped
 
 # Time limits of the checks.
 HOST_S, ANSWER_S, DATA_S, MODEL_S, STEP_S, LINE_S = 15.0, 30.0, 120.0, 300.0, 600.0, 180.0
@@ -186,7 +187,10 @@ def _train(
                 replica_budget(device),
                 "ddp" if built.frozen_bytes is not None else settings.mode,
             )
-        needed = training.memory_needed(built, mode, processes, settings.parameters, settings.optimizer_state)
+        mapped = is_mapped(built.elements, device)
+        needed = training.memory_needed(
+            built, mode, processes, settings.parameters, settings.optimizer_state, mapped=mapped
+        )
         exam.check(
             "memory",
             lambda _: training.free_memory(device, processes),
@@ -195,7 +199,7 @@ def _train(
         )
         if place is not None:
             moments = 2 * training.MOMENT_BYTES if built.optimizer_bytes is None else built.optimizer_bytes
-            snapshot = machine.snapshot_bytes(built.elements, moments)
+            snapshot = machine.snapshot_bytes(built.elements, moments, mapped=mapped)
             exam.conclude("disk", machine.judge_disk(place, snapshot))
     if exam.is_wrong("data") or opened is None or built is None or exam.is_wrong("model") or device is None:
         exam.skip(["step"], "it needs the data, the model and the device")

@@ -13,6 +13,7 @@ from outerstep import __version__
 from outerstep.common import files
 from outerstep.common.quantities import bytes_text
 from outerstep.doctor.examination import Finding, fine, warning, wrong
+from outerstep.plan_memory import OUTER_STATE_BYTES, WORK_BYTES
 from protocol import PROTOCOL_VERSION
 from protocol.compiled import COMPILED, KERNELS
 from worker.state.state_dir import LOCK, SNAPSHOT
@@ -39,10 +40,6 @@ def judge_software(seen: Software) -> list[Finding]:
         return [versions, fine("kernels", seen.kernels)]
     remedy = "install a C compiler and Python.h (gcc and python3-dev), then reinstall outerstep; results are the same"
     return [versions, warning("kernels", seen.kernels, remedy)]
-
-
-OUTER_STATE_BYTES = 8  # per element: parameter and momentum, fp32
-WORK_BYTES = 4  # at most, per element: sent and carried work
 
 
 @dataclass(frozen=True)
@@ -97,11 +94,12 @@ def judge_directory(seen: Directory) -> list[Finding]:
     return [fine("state", f"{seen.path} {'is writable' if seen.exists else 'can be created'}")]
 
 
-def snapshot_bytes(elements: int, optimizer_bytes: float) -> int:
+def snapshot_bytes(elements: int, optimizer_bytes: float, *, mapped: bool = False) -> int:
     """Return the maximum bytes of a worker's files: two alternating outer states, a snapshot, and the one of these that
-    is being written. `optimizer_bytes`: of the inner optimizers, per element."""
+    is being written. `optimizer_bytes`: of the inner optimizers, per element. `mapped`: a file has the outer state that
+    is in use."""
     state, snapshot = OUTER_STATE_BYTES * elements, (optimizer_bytes + WORK_BYTES) * elements
-    return int(2 * state + snapshot + max(state, snapshot))
+    return int((2 + mapped) * state + snapshot + max(state, snapshot))
 
 
 def judge_disk(seen: Directory, need_bytes: int) -> list[Finding]:

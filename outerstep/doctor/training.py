@@ -10,7 +10,7 @@ from torch import nn
 
 from outerstep.common.quantities import bytes_text, count_text, counted, duration_text
 from outerstep.doctor.examination import Finding, fine, warning, wrong
-from outerstep.doctor.machine import OUTER_STATE_BYTES
+from outerstep.plan_memory import OUTER_STATE_BYTES, WORK_BYTES
 from protocol.fragments import Layout, TensorSpec, first_difference
 from protocol.messages import DataSummary, FrozenSummary, RunDetail, data_difference
 from protocol.spec.model import MAX_PARAMETERS, Base
@@ -175,6 +175,7 @@ class MemoryNeeded:
     optimizer: int
     gathered: int
     outer_state: int
+    work: int
     assembling: int
 
     @property
@@ -183,17 +184,24 @@ class MemoryNeeded:
 
     @property
     def host_bytes(self) -> int:
-        return max(self.outer_state, self.assembling)
+        return max(self.outer_state + self.work, self.assembling)
 
 
 def memory_needed(
-    model: Model, mode: Mode | None, processes: int, parameters: str = "fp32", moments: Held | None = None
+    model: Model,
+    mode: Mode | None,
+    processes: int,
+    parameters: str = "fp32",
+    moments: Held | None = None,
+    *,
+    mapped: bool = False,
 ) -> MemoryNeeded:
     """Return the memory that `processes` need if they share the model in this `mode` (None: a single process).
-    `parameters`: fp32 or bf16; `moments`: --optimizer-state.
+    `parameters`: fp32 or bf16; `moments`: --optimizer-state; `mapped`: the outer state is in a file.
 
     Replicas hold their gradients a second time, in the buckets of the all-reduce. With shards, two layers are gathered
-    at a time, and each process first assembles the whole model in host memory. The outer state is in host memory once.
+    at a time, and each process first assembles the whole model in host memory. The outer state and the pseudo-gradient
+    are in host memory once.
     """
     size = FP32_BYTES if parameters == "fp32" else 2
     parts = processes if mode == "fsdp" else 1
@@ -205,7 +213,8 @@ def memory_needed(
         gradients=size * model.elements // parts * (2 if mode == "ddp" else 1),
         optimizer=int(optimizer * _SHARE[moments or parameters] * model.elements / parts),
         gathered=2 * size * model.largest_layer if mode == "fsdp" else 0,
-        outer_state=OUTER_STATE_BYTES * model.elements,
+        outer_state=0 if mapped else OUTER_STATE_BYTES * model.elements,
+        work=WORK_BYTES * model.elements,
         assembling=FP32_BYTES * everything * processes if mode == "fsdp" else 0,
     )
 
@@ -251,14 +260,22 @@ def judge_memory(needed: MemoryNeeded, free: FreeMemory, processes: int, device:
         f"{bytes_text(needed.device_bytes)} on {device}{each} (parameters {bytes_text(needed.parameters)}, gradients "
         f"{bytes_text(needed.gradients)}, optimizer {bytes_text(needed.optimizer)}"
         + (f", gathered layers {bytes_text(needed.gathered)}" if needed.gathered else "")
-        + f") and activations; outer state {bytes_text(needed.outer_state)} in host memory"
+        + ") and activations; in host memory "
+        + (f"the outer state {bytes_text(needed.outer_state)} and " if needed.outer_state else "")
+        + f"the work to send {bytes_text(needed.work)}"
         + (f", {bytes_text(needed.assembling)} at the start" if needed.assembling else "")
         + ". Free: "
         + (f"{bytes_text(free.device_bytes)} on {device}, " if free.device_bytes is not None else "")
         + f"{bytes_text(free.host_bytes)} of host memory"
     )
     if free.device_bytes is not None and needed.device_bytes > free.device_bytes:
-        return [wrong("memory", said, "use --gpus N with --mode fsdp, --parameters bf16, or a GPU with more memory")]
+        return [
+            wrong(
+                "memory",
+                said,
+                "use --optimizer-state 8bit, --parameters bf16, --gpus N with --mode fsdp, or a GPU with more memory",
+            )
+        ]
     if free.host_bytes is not None and on_host > free.host_bytes:
         return [wrong("memory", said, "stop other programs that use host memory, or use a machine with more")]
     if free.device_bytes is not None and needed.device_bytes > TIGHT * free.device_bytes:

@@ -101,7 +101,8 @@ class InnerStep:
                 raise
             what, cause = "inner optimizer's step" if self._stepping else "sync", memory_error_of(error)
             raise BoxError(
-                f"the {what} does not fit into memory: {cause}. Try --parameters bf16, or a GPU with more memory."
+                f"the {what} does not fit into memory: {cause}. Try --optimizer-state 8bit, --parameters bf16, or "
+                "a GPU with more memory."
             ) from error
 
     def _note_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -9,6 +9,7 @@ digests prove that, fragment by fragment, before every step.
 
 import mmap
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -30,6 +31,15 @@ from worker.state.fragments import Fragments
 
 _HOST = torch.device("cpu")
 _F32 = 4  # bytes
+
+
+_MAPPED_FROM = 1 << 23  # elements; smaller outer states stay in memory
+
+
+def is_mapped(elements: int, device: torch.device) -> bool:
+    """Return True if the outer state of a worker that trains so many elements on `device` is in a file. On a GPU's host
+    it is in memory, page-locked, because it is copied to the device."""
+    return sys.platform == "linux" and device.type != "cuda" and elements >= _MAPPED_FROM
 
 
 def tensor_bytes(tensor: Tensor) -> Buffer:
