@@ -61,11 +61,14 @@ def test_backing_up_listing_and_restoring(tmp_path: Path):
     assert [path for path in found if path.stat().st_mode & 0o077] == []
 
 
-def test_what_was_made_and_restored_as_json(tmp_path: Path, served: Served):
-    root, new = tmp_path / "backups", tmp_path / "new"
-    code, out, _ = outerstep("coordinator", "backup", root, "--data", served.data, "--format", "json")
+def test_what_was_made_and_restored_as_json(tmp_path: Path):
+    root, data, new = tmp_path / "backups", tmp_path / "data", tmp_path / "new"
+    with coordinator_thread(data) as running:
+        running.create_run(SPEC)
+        code, out, _ = outerstep("coordinator", "backup", root, "--data", data, "--format", "json")
     made = json.loads(out)
     assert (code, made["number"], made["copied_blobs"], made["removed"], made["lost"]) == (0, 1, 0, [], [])
+    assert len(made["runs"]) == 1
     options = ("--data", new, "--new-admin-token", "--format", "json")
     code, out, _ = outerstep("coordinator", "restore", root, *options)
     restored = json.loads(out)
