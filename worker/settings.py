@@ -72,7 +72,11 @@ class BoxSettings(_Settings):
 
     name: Name = Field(default_factory=default_name, description="this worker's name in the run; default: the host's")
     state_dir: Path | None = Field(
-        None, description="directory of snapshot and member token; default: ~/.local/state/outerstep/RUN/NAME"
+        None,
+        description=(
+            "directory of snapshot, member token and, on a CPU, a large model's outer state; default: "
+            "~/.local/state/outerstep/RUN/NAME"
+        ),
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …; auto is the fastest available")
     data: Annotated[str, Field(min_length=1)] | None = Field(
