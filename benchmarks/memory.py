@@ -77,12 +77,17 @@ class Row:
         return self.peak_bytes / self.parameters
 
 
+def peak_so_far(process: subprocess.Popen[bytes]) -> int:
+    """Return the peak resident memory in bytes of a running process; 0 if it has just ended."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+    return 1024 * int(lines["VmHWM"].split()[0]) if "VmHWM" in lines else 0
+
+
 def peak_of(process: subprocess.Popen[bytes]) -> int:
     """Return the peak resident memory in bytes of a process, once it has ended."""
-    path, peak = Path(f"/proc/{process.pid}/status"), 0
+    peak = 0
     while process.poll() is None:
-        lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
-        peak = 1024 * int(lines["VmHWM"].split()[0]) if "VmHWM" in lines else peak
+        peak = max(peak, peak_so_far(process))
         time.sleep(PAUSE_S)
     return peak
 
@@ -92,9 +97,9 @@ def idle_bytes() -> int:
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
-        lines = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+        peak = peak_so_far(process)
         process.kill()
-    return 1024 * int(lines["VmHWM"].split()[0])
+    return peak
 
 
 def measure(settings: str, size: str, running: Running, directory: Path, idle: int) -> Row:

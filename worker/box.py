@@ -12,6 +12,7 @@ from torch import nn
 from protocol.messages import EvaluationReport, FrozenSummary
 from protocol.spec.model import Base, ModelSpec
 from protocol.spec.run import RunSpec
+from protocol.spec.sections import OPTIMIZERS
 from worker.accounts.machine import DeviceUse, peak_flops
 from worker.data.fetching.remote_set import CacheSettings
 from worker.data.fetching.shard_cache import cache_directory
@@ -76,12 +77,14 @@ def set_up(
     stop: threading.Event | None = None,
     ranks: Ranks = ALONE,
 ) -> Box:
-    """Return the run `spec` on `device`, in each of the processes `ranks`. Raises DataError, ModelError, BoxError,
-    Stopped if `stop` is set while data are prepared or fetched, and ValueError for settings that the device does not
-    support."""
+    """Return the run `spec` on `device`, in each of the processes `ranks`. Raises DataError, ModelError, BoxError
+    and, if `stop` is set while data are prepared or fetched, Stopped."""
     check_suited(spec, ranks.size)
     base = base_of(spec, settings.base)
-    precision = precision_on(device, settings.precision, settings.parameters, base)
+    try:
+        precision = precision_on(device, settings.precision, settings.parameters, base)
+    except ValueError as error:
+        raise BoxError(str(error)) from error
     log.info("building the model")
     if base == "nf4" and settings.mode == "fsdp":
         raise BoxError("--mode fsdp does not work with a frozen model in 4 bits (nf4): use --mode ddp or --base full")
@@ -120,7 +123,7 @@ def set_up(
         shard(model)
     if mode is not None:
         loss = distribute(loss, mode, device)
-    optimizers = build_inner_optimizers(model, spec.inner, _moments(settings, mode))
+    optimizers = build_inner_optimizers(model, spec.inner, _moments(spec, settings, mode))
     sizes, why = _micro_batches(spec, settings, model, loss, device, ranks.size)
     reasons.append(why)
     log.info("%s", "; ".join(reasons))
@@ -212,20 +215,22 @@ def _device_use(
     return DeviceUse(device, flops_per_token(model, length, precision, where), peak * devices)
 
 
-def _moments(settings: BoxSettings, mode: Mode | None) -> Held | None:
-    """Return how the inner optimizers hold their moments; None: as torch does. Raises BoxError if that cannot be done
-    to a sharded model."""
+def _moments(spec: RunSpec, settings: BoxSettings, mode: Mode | None) -> Held | None:
+    """Return how the inner optimizers hold their moments; None: as torch or the user's code does. Raises BoxError if
+    --optimizer-state was given and they cannot be held that way."""
     held: Held = settings.optimizer_state or settings.parameters
     if held == settings.parameters == "fp32":
         return None
-    if mode == "fsdp":
-        if settings.optimizer_state is None:
-            return None
-        raise BoxError(
-            f"--optimizer-state {held} does not work with a sharded model, which divides the moments among the GPUs: "
-            "leave it out, or use --mode ddp"
-        )
-    return held
+    if spec.inner.optimizer not in OPTIMIZERS:
+        why = f"the run's inner.optimizer is {spec.inner.optimizer!r}, code that holds its moments as it does"
+    elif mode == "fsdp":
+        why = "the model is sharded, and so are the moments"
+    else:
+        return held
+    if settings.optimizer_state is not None:
+        raise BoxError(f"{why}: leave out --optimizer-state")
+    log.warning("%s: with --parameters bf16, its steps are rounded to the nearest, which loses small updates", why)
+    return None
 
 
 def _micro_batches(

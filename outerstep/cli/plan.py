@@ -1,6 +1,6 @@
 """The command `outerstep plan`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -114,12 +114,11 @@ def plan(
       outerstep plan --data run.toml --workers 4 --epochs 3
       outerstep plan --params 1.2e9 --memory 24gb --host-memory 64gb
     """
+    network = {"--up": up, "--down": down, "--step-time": step_time, "--blobs": blobs, "--prices": prices}
     if host_memory is not None and memory is None:
         raise UsageError("--host-memory needs --memory, which the GPU has")
     if memory is not None:
-        given = {"--data": data, "--up": up, "--down": down, "--step-time": step_time, "--blobs": blobs}
-        if unused := [flag for flag, value in given.items() if value is not None]:
-            raise UsageError(f"--memory needs no network and no data: leave out {', '.join(unused)}")
+        _refuse("--memory needs no network and no data", network | {"--data": data, "--epochs": epochs})
         if params is None:
             raise UsageError("--memory needs --params, the number of trained parameters")
         _plan_memory(
@@ -130,9 +129,7 @@ def plan(
         )
         return
     if data is not None:
-        given = {"--params": params, "--up": up, "--down": down, "--step-time": step_time, "--blobs": blobs}
-        if unused := [flag for flag, value in given.items() if value is not None]:
-            raise UsageError(f"--data needs no network: leave out {', '.join(unused)}")
+        _refuse("--data needs no network", network | {"--params": params})
         _plan_epochs(data, workers, EPOCHS if epochs is None else epochs, output)
         return
     if params is None or up is None or down is None or step_time is None:
@@ -174,6 +171,12 @@ def plan(
         say_lines("\n" + "\n".join(_store_lines(workload, best, store, table_of_prices.date)))
 
 
+def _refuse(why: str, given: Mapping[str, object]) -> None:
+    """Raise UsageError if any of these options was given: it would have no effect."""
+    if unused := [flag for flag, value in given.items() if value is not None]:
+        raise UsageError(f"{why}: leave out {', '.join(unused)}")
+
+
 def _plan_memory(parameters: int, memory: int, host_memory: int | None, output: Format) -> None:
     """Show what the worker's settings need for a model of this size, and which is the first that fits."""
     found = list(plan_memory.needs(parameters, on_gpu=host_memory is not None))
@@ -205,7 +208,7 @@ def _memory_lines(leanest: Need, fitting: Need | None, on_gpu: bool) -> list[str
     where = (
         "On the GPU: parameters, gradients and moments. In host memory: the outer state and the work to send."
         if on_gpu
-        else "All of it is in host memory; the outer state is in a file, in the state directory."
+        else "All of it is in host memory. On Linux, the outer state is in a file, in the state directory."
     )
     lines = [where, f"At most {share} of the memory is planned: activations need the rest."]
     if fitting is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from outerstep import plan_memory
 from outerstep.common.quantities import bytes_text, count_text, counted, duration_text
 from outerstep.doctor.examination import Finding, fine, warning, wrong
 from outerstep.plan_memory import OUTER_STATE_BYTES, WORK_BYTES
@@ -162,9 +163,6 @@ TIGHT = 0.8  # share of a device; activations need the rest
 FP32_BYTES = 4
 
 
-_SHARE: dict[str, float] = {"fp32": 1, "bf16": 0.5, "8bit": 0.25}  # of moments in fp32
-
-
 @dataclass(frozen=True)
 class MemoryNeeded:
     """Bytes needed, without activations. `device_bytes`: per device; `host_bytes`: of all processes together;
@@ -203,15 +201,16 @@ def memory_needed(
     at a time, and each process first assembles the whole model in host memory. The outer state and the pseudo-gradient
     are in host memory once.
     """
-    size = FP32_BYTES if parameters == "fp32" else 2
+    size = plan_memory.PARAMETER_BYTES[parameters]
     parts = processes if mode == "fsdp" else 1
     optimizer = 2 * MOMENT_BYTES if model.optimizer_bytes is None else model.optimizer_bytes
     everything = model.elements + model.frozen
     frozen = size * model.frozen if model.frozen_bytes is None else model.frozen_bytes
+    share = plan_memory.MOMENT_BYTES[moments or parameters] / MOMENT_BYTES
     return MemoryNeeded(
         parameters=(size * model.elements + frozen) // parts,
         gradients=size * model.elements // parts * (2 if mode == "ddp" else 1),
-        optimizer=int(optimizer * _SHARE[moments or parameters] * model.elements / parts),
+        optimizer=int(optimizer * share * model.elements / parts),
         gathered=2 * size * model.largest_layer if mode == "fsdp" else 0,
         outer_state=0 if mapped else OUTER_STATE_BYTES * model.elements,
         work=WORK_BYTES * model.elements,

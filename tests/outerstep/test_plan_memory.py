@@ -71,6 +71,7 @@ def test_a_cpu_has_one_memory_and_the_outer_state_in_a_file() -> None:
         (["--params", "1e9", "--host-memory", "64gb"], "--host-memory needs --memory"),
         (["--params", "1e9", "--memory", "24"], "not a number of bytes such as 24gb"),
         (["--params", "1e9", "--memory", "24gb", "--up", "10mbit"], "leave out --up"),
+        (["--params", "1e9", "--memory", "24gb", "--epochs", "2"], "leave out --epochs"),
     ],
 )
 def test_what_is_missing_or_too_much_is_said(arguments: list[str], told: str) -> None:

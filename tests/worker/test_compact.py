@@ -9,10 +9,11 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from protocol.spec.run import parse_spec
-from worker.box import set_up
+from worker.box import _moments, set_up
 from worker.errors import BoxError
 from worker.inner.compact import BLOCK, OCTAVES, Compact, decoded, encoded, rounded_stochastically
 from worker.settings import BoxSettings
+from worker.state.optimizer_state import load_local_state, local_state
 
 CPU = torch.device("cpu")
 SPEC = """
@@ -171,3 +172,44 @@ def test_an_optimizer_of_the_user_holds_its_moments_as_it_does() -> None:
     spec = parse_spec(SPEC.format(steps=1, seed=0, optimizer="adamw").replace('"adamw"', '"torch.optim:AdamW"'))
     with pytest.raises(BoxError, match=r"inner.optimizer is 'torch.optim:AdamW'.*--optimizer-state"):
         set_up(spec, BoxSettings(name="a", device="cpu", optimizer_state="8bit"), CPU)
+
+
+@pytest.mark.parametrize("saved", ["8bit", None], ids=["from 8 bits", "to 8 bits"])
+def test_codes_are_never_loaded_as_values(saved: Any) -> None:
+    """torch would convert them without a word."""
+    parameters = [nn.Parameter(torch.ones(300))]
+    parameters[0].grad = torch.ones(300)
+    one, other = (AdamW(parameters), Compact(AdamW(parameters), "8bit"))
+    old, new = (other, one) if saved == "8bit" else (one, other)
+    old.step()
+    with pytest.raises(ValueError, match=f"held in {saved or 'fp32'}, .* --optimizer-state {saved or 'fp32'}"):
+        load_local_state(new, local_state(old))
+
+
+@pytest.mark.parametrize("which", range(3), ids=["adamw", "sgd", "muon"])
+def test_moments_of_torch_go_on_in_bf16_and_back(which: int) -> None:
+    parameters = [nn.Parameter(torch.ones(20, 30, dtype=torch.bfloat16))]
+    parameters[0].grad = torch.full_like(parameters[0], 0.5)
+    plain, compact, back = (
+        _likes(parameters)[which],
+        Compact(_likes(parameters)[which], "bf16"),
+        _likes(parameters)[which],
+    )
+    plain.step()
+    load_local_state(compact, local_state(plain))
+    name = next(iter(compact._moments))
+    assert torch.equal(compact.state[parameters[0]][name], plain.state[parameters[0]][name].flatten())
+    compact.step()
+    load_local_state(back, local_state(compact))
+    back.step()
+    assert back.state[parameters[0]][name].shape == parameters[0].shape
+
+
+def test_bf16_parameters_of_the_user_s_optimizer_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    spec = parse_spec(SPEC.format(steps=1, seed=0, optimizer="adamw").replace('"adamw"', '"torch.optim:AdamW"'))
+    assert _moments(spec, BoxSettings(name="a", parameters="bf16"), None) is None
+    assert "loses small updates" in caplog.text
+    plain = parse_spec(SPEC.format(steps=1, seed=0, optimizer="adamw"))
+    with pytest.raises(BoxError, match="sharded"):
+        _moments(plain, BoxSettings(name="a", optimizer_state="8bit"), "fsdp")
+    assert _moments(plain, BoxSettings(name="a", parameters="bf16"), "ddp") == "bf16"

@@ -139,3 +139,12 @@ def test_without_bitsandbytes_that_is_said_before_a_weight_is_fetched(
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ModelError, match=r"nf4\) needs bitsandbytes, .* pip install 'outerstep\[qlora\]'"):
         build_model(spec(tmp_path / "not fetched yet"), CPU, base="nf4")
+
+
+def test_a_precision_that_a_run_in_4_bits_does_not_allow_ends_the_worker_with_the_reason(
+    coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_trained(tmp_path / "trained")
+    create(coordinator, tmp_path, "tuned", LORA.format(tmp_path / "trained"), rounds=1)
+    assert work(coordinator, tmp_path, "a", precision="fp16") == Exit.REFUSED
+    assert "needs --precision bf16, not fp16" in caplog.text

@@ -24,12 +24,13 @@ from torch.optim._muon import muon
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from worker.state.optimizer_state import HELD
+
 Held = Literal["fp32", "bf16", "8bit"]
 
 BLOCK = 256
 OCTAVES = 24
-_PIECE = {"cpu": 1 << 18}  # elements in fp32 at a time: on a CPU in the cache, on a GPU in few launches
-_PIECE_ELSEWHERE = 1 << 24
+_PIECE, _PIECE_ON_DEVICE = 1 << 18, 1 << 24  # elements in fp32 at a time: what fits into a CPU's cache, few launches
 _SCALE = "_scale"
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -120,7 +121,7 @@ def _muon(group: dict[str, Any], values: Tensor, gradient: Tensor, moments: list
 
 class Compact(Optimizer):
     """An optimizer of torch, with what it keeps in another form. `like`: AdamW, SGD or Muon with their parameters and
-    settings, of which nothing has stepped."""
+    settings, before its first step."""
 
     def __init__(self, like: Optimizer, held: Held) -> None:
         self._held = held
@@ -134,8 +135,7 @@ class Compact(Optimizer):
             self._update, self._moments, self._whole = _muon, {"momentum_buffer": True}, True
         else:
             raise TypeError(f"{type(like).__name__} is not an optimizer that can be compact")
-        self.name = type(like).__name__
-        super().__init__(like.param_groups, like.defaults)
+        super().__init__(like.param_groups, like.defaults | {HELD: held})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -168,7 +168,7 @@ class Compact(Optimizer):
         if self._whole or not parameter.is_contiguous():
             yield None
             return
-        size = _PIECE.get(parameter.device.type, _PIECE_ELSEWHERE)
+        size = _PIECE if parameter.device.type == "cpu" else _PIECE_ON_DEVICE
         yield from (slice(start, start + size) for start in range(0, parameter.numel(), size))
 
     def _empty(self, name: str, parameter: Tensor, *, signed: bool) -> dict[str, Tensor]:
@@ -194,13 +194,21 @@ class Compact(Optimizer):
             _flat(state[name], piece).copy_(rounded_stochastically(values))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that `state_dict` returned. torch would convert it to the parameters' dtype."""
+        """Load a state that `state_dict` returned, or that of torch's optimizer. torch's own method would convert it
+        to the parameters' dtype."""
         super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group[HELD] = self._held
         parameters: Iterable[Tensor] = (each for group in self.param_groups for each in group["params"])
         for index, parameter in enumerate(parameters):
-            for key, value in state_dict["state"].get(index, {}).items():
-                where = "cpu" if key == "step" else parameter.device
-                self.state[parameter][key] = value.detach().to(where, copy=True).flatten() if value.ndim else value
+            saved = state_dict["state"].get(index)
+            if saved is None:
+                continue
+            state = self.state[parameter]
+            state.setdefault("step", torch.zeros((), dtype=torch.float32))  # torch's SGD and Muon count none
+            for name, signed in self._moments.items():
+                for key, empty in self._empty(name, parameter, signed=signed).items():
+                    state[key] = empty.copy_(saved[key].flatten())
 
 
 def _part(tensor: Tensor, piece: slice | None) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from protocol.spec.sections import OPTIMIZERS, InnerSpec
-from worker.errors import BoxError, ModelError
+from worker.errors import ModelError
 from worker.inner.compact import Compact, Held
 from worker.models.user_code import call_user_function
 
@@ -77,18 +77,11 @@ _BY_NAME = {name: globals()[name] for name in OPTIMIZERS}
 
 
 def build_inner_optimizers(model: nn.Module, inner: InnerSpec, held: Held | None = None) -> list[Optimizer]:
-    """Return the optimizers that train `model`. `held`: how they hold their moments; None: as torch does.
-
-    Raises ModelError if they are unavailable or do not suit the model, and BoxError if `held` does not suit them.
-    """
+    """Return the optimizers that train `model`. `held`: how those of OPTIMIZERS hold their moments; None: as torch
+    does. Raises ModelError if they are unavailable or do not suit the model."""
     if inner.optimizer in _BY_NAME:
         built: list[Optimizer] = _BY_NAME[inner.optimizer](model, inner)
         return built if held is None else [Compact(each, held) for each in built]
-    if held is not None:
-        raise BoxError(
-            f"the run's inner.optimizer is {inner.optimizer!r}, code that holds its moments as it does: leave out "
-            "--optimizer-state and --parameters bf16"
-        )
     returned = call_user_function("inner.optimizer", inner.optimizer, model, inner)
     own = list(returned) if isinstance(returned, list | tuple) else [returned]
     where = f"inner.optimizer = {inner.optimizer!r}"

@@ -83,7 +83,8 @@ class InnerStep:
             self.scaler.update()
         if finite:
             self._take_steps()
-        self._drop_gradient()
+        else:
+            self._drop_gradient()
 
     def _is_finite(self, norm: Tensor | None) -> bool:
         if norm is None:

@@ -143,7 +143,7 @@ class Pretrained:
         self._check(loaded[1])
         if in_4_bits_on is not None:
             for parameter in model.parameters():
-                if parameter.is_floating_point():  # otherwise a view of the file, all of which would stay mapped
+                if parameter.is_floating_point():  # a view of the file would keep all of it mapped
                     parameter.data = parameter.data.clone()
         for layer in model.modules():
             # bitsandbytes would repack the weights for some CPUs at each evaluation, and fail with odd shapes.

@@ -33,6 +33,7 @@ def with_each_tensor(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 Stretch = tuple[int, int]
+HELD = "held"  # the key of a parameter group that says how its moments are held, if not as torch does
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,15 @@ def keep_changed_settings(optimizer: Optimizer, before: list[dict[str, Any]], no
 
 
 def load_local_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Load what `local_state` or `reassembled` returned. Raises ValueError if it does not belong to this optimizer."""
+    """Load what `local_state` or `reassembled` returned. Raises ValueError if it does not belong to this optimizer, or
+    has moments in 8 bits and this optimizer has not, or the other way round: torch would load the codes as values."""
+    for before, now in zip(state["param_groups"], optimizer.param_groups, strict=False):
+        saved, own = (group.get(HELD, "fp32") for group in (before, now))
+        if saved != own and "8bit" in (saved, own):
+            raise ValueError(
+                f"the snapshot's moments are held in {saved}, and this worker holds them in {own}; start it with "
+                f"--optimizer-state {saved}, or with another --state"
+            )
     parameters = _parameters(optimizer)
     by_index = {
         index: {key: _like(parameters[index], value) for key, value in values.items()}

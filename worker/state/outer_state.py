@@ -39,8 +39,8 @@ _MAPPED_FROM = 1 << 23  # elements; smaller outer states stay in memory
 
 
 def is_mapped(elements: int, device: torch.device) -> bool:
-    """Return True if the outer state of a worker that trains so many elements on `device` is in a file. On a GPU's host
-    it is in memory, page-locked, because it is copied to the device."""
+    """Return True if a worker that trains on `device` keeps the outer state of this many elements in a file. With a
+    GPU, the state stays in page-locked memory, from which it is copied to the device."""
     return sys.platform == "linux" and device.type != "cuda" and elements >= _MAPPED_FROM
 
 
