@@ -90,3 +90,9 @@ def test_workers_with_other_frozen_parameters_are_refused(tmp_path: Path) -> Non
         assert shown.elements == 32
         with open_http(running.url) as http, pytest.raises(ModelError, match=r"here \(none\) are not those of the run"):
             load_checkpoint(Client(http, "toy", run.token), factories=(toy.FACTORY,))
+
+
+def test_frozen_parameters_without_elements_have_no_digest() -> None:
+    empty = nn.Module()
+    empty.weight = nn.Parameter(torch.empty(0, 3), requires_grad=False)
+    assert frozen_summary(empty) is None

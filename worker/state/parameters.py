@@ -159,11 +159,9 @@ def held(name: str, parameter: Tensor) -> tuple[int, int]:
 def frozen_summary(model: nn.Module) -> FrozenSummary | None:
     """Return the digest and size of the parameters that are not trained (`summary_of`); None if all are trained."""
     frozen = frozen_parameters(model)
-    return (
-        summary_of((name, _whole(each)) for name, each in frozen.items())
-        if any(each.numel() for each in frozen.values())
-        else None
-    )
+    if not any(each.numel() for each in frozen.values()):
+        return None
+    return summary_of((name, _whole(each)) for name, each in frozen.items())
 
 
 def _whole(parameter: Tensor) -> Tensor:
