@@ -1,13 +1,16 @@
 """A frozen model in 4 bits (QLoRA): what is held, that both kinds share a run, and what is refused."""
 
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
 from harness.coordinator import InThread, coordinator_thread
 from outerstep.common.exit_codes import Exit
@@ -23,6 +26,7 @@ from worker.export import export
 from worker.inner.precision import cast_parameters, precision_on
 from worker.link.client import Client, open_http
 from worker.models.building import build_model, logits_of
+from worker.models.pretrained import Pretrained
 from worker.state.parameters import frozen_summary, tensor_specs
 
 pytest.importorskip("bitsandbytes", reason="needs: pip install 'outerstep[qlora]'")
@@ -61,7 +65,7 @@ def test_linear_layers_are_in_4_bits_and_the_digest_is_that_of_the_weights(tmp_p
     assert {each.dtype for name, each in held.items() if name not in linear} == {torch.bfloat16}
 
     expected, found = logits_of(full, TOKENS), logits_of(quantised, TOKENS).float()
-    assert 0 < float(((found - expected).norm() / expected.norm()).detach()) < 0.2
+    assert_close_in_4_bits(found, expected)
 
 
 def test_adapters_can_be_in_bf16_as_well(tmp_path: Path) -> None:
@@ -113,13 +117,82 @@ def test_other_weights_are_refused_in_4_bits_too(
     assert shown(coordinator, "tuned").state != "finished"
 
 
-def test_weights_that_are_renamed_when_they_are_loaded_are_refused_by_name(tmp_path: Path) -> None:
+def changed(directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+    file = directory / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+
+
+def with_nan(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = torch.nan
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda weights: {name.removeprefix("model."): each for name, each in weights.items()},
+            r"has no tensor model\.embed_tokens\.weight: .* renames or merges .*; with base = full",
+        ),
+        (
+            lambda weights: {name: each for name, each in weights.items() if name != "model.norm.weight"},
+            r"has no tensor model\.norm\.weight: either config\.json describes another model",
+        ),
+        (
+            lambda weights: weights | {"model.other": torch.zeros(3)},
+            r"also have 1 tensors of the model that config\.json describes: model\.other",
+        ),
+        (
+            lambda weights: weights | {"model.norm.weight": torch.zeros(3)},
+            r"have in another shape .*: model\.norm\.weight \[3\] instead of \[16\]",
+        ),
+        (with_nan, r"tensor model\.layers\.1\.mlp\.down_proj\.weight has values that are not finite"),
+    ],
+)
+def test_wrong_weights_are_refused_by_name(tmp_path: Path, change: Any, message: str) -> None:
     save_trained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file({name.removeprefix("model."): each for name, each in load_file(file).items()}, file, {"format": "pt"})
-    model = build_model(spec(tmp_path), CPU, base="nf4")
-    with pytest.raises(ModelError, match=r"has no tensor model\.embed_tokens\.weight: .* use base = full"):
-        summary_of_frozen(model, spec(tmp_path).model, "nf4")
+    changed(tmp_path, change)
+    with pytest.raises(ModelError, match=message):
+        build_model(spec(tmp_path), CPU, base="nf4")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_model_is_the_one_that_transformers_loads(tmp_path: Path, tied: bool) -> None:
+    save_trained(tmp_path, tie_word_embeddings=tied, shard_size="20KB")
+    nf4 = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=nf4, device_map={"": "cpu"})
+    trained = Pretrained(str(tmp_path), None)
+    assert_same_tensors(trained.model_in_4_bits(trained.config(), "eager", CPU), expected)
+
+
+def test_a_gpt_2_whose_layers_are_transposed_is_loaded_as_well(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=256, n_positions=64)
+    GPT2LMHeadModel(shape).bfloat16().save_pretrained(tmp_path)
+    trained = Pretrained(str(tmp_path), None)
+    config = trained.config()
+    found = trained.model_in_4_bits(config, "eager", CPU)
+    expected = trained.model(config, "eager")(TOKENS).logits
+    assert_close_in_4_bits(found(TOKENS).logits.float(), expected)
+
+
+def assert_same_tensors(found: nn.Module, expected: nn.Module) -> None:
+    own, theirs = found.state_dict(), expected.state_dict()
+    assert own.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(own[name], tensor), name
+    theirs = dict(expected.named_buffers())
+    for name, buffer in found.named_buffers():
+        assert torch.equal(buffer, theirs[name]), name
+
+
+def assert_close_in_4_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert 0 < float(((found - expected).norm() / expected.norm()).detach()) < 0.2
 
 
 def test_what_does_not_go_with_4_bits_is_refused_by_name(tmp_path: Path) -> None:

@@ -152,7 +152,8 @@ def _pretrained_model(spec: RunSpec, device: torch.device, max_parameters: int, 
     _check_size(config, label, max_parameters, attention)
     config.use_cache = False
     if spec.model.lora is not None:
-        frozen = trained.model(config, attention, in_4_bits_on=device if base == "nf4" else None)
+        in_4_bits = base == "nf4"
+        frozen = trained.model_in_4_bits(config, attention, device) if in_4_bits else trained.model(config, attention)
         return _with_adapters(frozen, spec.model, spec.seed)
     with model_errors(f"transformers cannot build {label}"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -5,8 +5,9 @@ read from safetensors. Of a repository only the necessary files are fetched, all
 """
 
 import json
+import math
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    BitsAndBytesConfig,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -34,7 +34,7 @@ from worker.errors import ModelError
 
 CONFIG, GENERATION, ADAPTERS = "config.json", "generation_config.json", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_PART = 1 << 22  # elements that are checked at a time
+_PART = 1 << 20  # elements that are checked at a time
 _NAMED = 3  # tensors that an error names
 _LENGTH = 300  # longest quotation of another library's error; some list every model that exists
 _TRANSFORMERS_ERRORS = (  # nearly anything
@@ -108,30 +108,16 @@ class Pretrained:
         with model_errors(f"{path}: transformers rejects it"):
             return GenerationConfig.from_pretrained(path.parent)
 
-    def model(
-        self, config: PreTrainedConfig, attention: str, in_4_bits_on: torch.device | None = None
-    ) -> PreTrainedModel:
-        """Return the model with its weights, in fp32 on the CPU. `config` is what `config()` returned.
-
-        in_4_bits_on  quantise the weights of linear layers, except those of the head, to NF4 while they are loaded, on
-                      this device; the others are in bf16 (QLoRA, arXiv 2305.14314, section 3)
-        """
+    def model(self, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+        """Return the model with its weights, in fp32 on the CPU. `config` is what `config()` returned."""
         for path in self._weights():
-            _check_finite(path)
-        held: dict[str, Any] = {"dtype": torch.float32}
-        if in_4_bits_on is not None:
-            nf4 = BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_use_double_quant=True,
-                bnb_4bit_compute_dtype=torch.bfloat16,
-            )
-            held = {"dtype": torch.bfloat16, "quantization_config": nf4, "device_map": {"": in_4_bits_on}}
+            for name in _names(path):
+                _checked(path, name)
         with model_errors(f"transformers cannot load {self._label}"):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self._directory,
                 config=config,
-                **held,
+                dtype=torch.float32,
                 attn_implementation=attention,
                 ignore_mismatched_sizes=True,  # reported by _check
                 output_loading_info=True,
@@ -141,27 +127,49 @@ class Pretrained:
             )
         model: PreTrainedModel = loaded[0]
         self._check(loaded[1])
-        if in_4_bits_on is not None:
-            for parameter in model.parameters():
-                if parameter.is_floating_point():  # a view of the file would keep all of it mapped
-                    parameter.data = parameter.data.clone()
-        for layer in model.modules():
-            # bitsandbytes would repack the weights for some CPUs at each evaluation, and fail with odd shapes.
-            if hasattr(layer, "support_avx512bf16_for_cpu"):
-                setattr(layer, "support_avx512bf16_for_cpu", False)  # noqa: B010, no attribute of nn.Module
+        return model
+
+    def model_in_4_bits(self, config: PreTrainedConfig, attention: str, device: torch.device) -> PreTrainedModel:
+        """Return the model with its weights on `device`, those of its linear layers in 4 bits (four_bits.py)."""
+        from worker.models.four_bits import empty_in_4_bits, fill, shapes  # bitsandbytes is an extra
+
+        files = {name: path for path in self._weights() for name in _names(path)}
+        with model_errors(f"transformers cannot build {self._label} in 4 bits"):
+            model = empty_in_4_bits(config, attention)
+        wanted, known = shapes(model), model.state_dict()
+        self._check_named(files, wanted)
+        self._check(
+            {
+                "missing_keys": [],
+                "unexpected_keys": [name for name in files if name not in known],
+                "mismatched_keys": [
+                    (name, given, asked)
+                    for name, asked in wanted.items()
+                    if (given := _shape(files[name], name)) != asked
+                ],
+            }
+        )
+        largest_first = sorted(wanted, key=lambda name: -math.prod(wanted[name]))
+        fill(model, ((name, _checked(files[name], name)) for name in largest_first), device)
         return model
 
     def tensors(self, names: Iterable[str]) -> Iterator[Tensor]:
         """Yield tensors of the weights as they are in their files, one at a time."""
         self.config()
-        found = {name: path for path in self._weights() for name in _names(path)}
+        files, names = {name: path for path in self._weights() for name in _names(path)}, list(names)
+        self._check_named(files, names)
         for name in names:
-            if name not in found:
+            yield _tensor(files[name], name)
+
+    def _check_named(self, files: Mapping[str, Path], names: Iterable[str]) -> None:
+        """Raise ModelError unless the files have a tensor of each of these names."""
+        for name in names:
+            if name not in files:
                 raise ModelError(
-                    f"{self._label} has no tensor {name}: transformers renames or merges the weights of this "
-                    "architecture, and their digest can be computed only from a model in fp32; use base = full"
+                    f"{self._label} has no tensor {name}: either {CONFIG} describes another model, or transformers "
+                    "renames or merges the weights of this architecture, which a model in 4 bits does not allow; with "
+                    "base = full it is loaded if it can be"
                 )
-            yield _tensor(found[name], name)
 
     def _check(self, report: dict[str, Any]) -> None:
         """Raise ModelError unless the weights contained exactly the tensors of the model."""
@@ -254,8 +262,12 @@ def _parts(index: Path) -> list[str]:
 
 
 def _names(path: Path) -> list[str]:
-    with safe_open(path, framework="pt") as tensors:
-        return list(tensors.keys())
+    """Return the names of the tensors in a safetensors file. Raises ModelError if it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            return list(tensors.keys())
+    except SafetensorError as error:
+        raise ModelError(f"{path} is damaged: {error}; fetch it again") from error
 
 
 def _tensor(path: Path, name: str) -> Tensor:
@@ -266,12 +278,14 @@ def _tensor(path: Path, name: str) -> Tensor:
         return tensor
 
 
-def _check_finite(path: Path) -> None:
-    """Raise ModelError if a safetensors file is damaged or contains a value that is not finite."""
-    try:
-        for name in _names(path):
-            tensor = _tensor(path, name)
-            if tensor.is_floating_point() and not all(part.isfinite().all() for part in tensor.view(-1).split(_PART)):
-                raise ModelError(f"{path}: tensor {name} has values that are not finite; the weights are unusable")
-    except SafetensorError as error:
-        raise ModelError(f"{path} is damaged: {error}; fetch it again") from error
+def _shape(path: Path, name: str) -> list[int]:
+    with safe_open(path, framework="pt") as tensors:
+        return list(tensors.get_slice(name).get_shape())
+
+
+def _checked(path: Path, name: str) -> Tensor:
+    """Return a tensor of a safetensors file. Raises ModelError if it is damaged or has a value that is not finite."""
+    tensor = _tensor(path, name)
+    if tensor.is_floating_point() and not all(part.isfinite().all() for part in tensor.view(-1).split(_PART)):
+        raise ModelError(f"{path}: tensor {name} has values that are not finite; the weights are unusable")
+    return tensor

@@ -21,7 +21,7 @@ from worker.errors import ModelError
 _FINE = "supported: fully_shard, DistributedDataParallel, torch.compile"
 
 
-_PART = 1 << 22  # elements that are hashed at a time
+_PART = 1 << 20  # elements that are hashed at a time
 
 
 def own_buffers(model: nn.Module) -> list[str]:
