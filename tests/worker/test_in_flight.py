@@ -31,6 +31,9 @@ class State(list[None]):
     def begin_changes(self) -> None:
         self.round = None
 
+    def release(self, p: int) -> None:
+        pass
+
     def reach(self, round_number: int) -> None:
         self.round = round_number
 

@@ -161,22 +161,33 @@ class Fragments:
 
     @torch.no_grad()
     def pseudo_gradient(
-        self, p: int, theta: Tensor, carry: Tensor | None = None, local: Tensor | None = None, after: Any = None
+        self,
+        p: int,
+        theta: Tensor,
+        carry: Tensor | None = None,
+        local: Tensor | None = None,
+        after: Any = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Return Δ = θ_global − θ_local in host memory. With this sign, the outer optimizer descends.
 
         θ_local is `local`, a result of `gather`, with `after` the `mark` taken after it; None: the model as it is now,
         if this process has all of it. θ_global is cast to the parameter's dtype, as the model started from it, and
         `carry`, which `rebase` was given, is added exactly: so neither the rounding of a bf16 model nor that of its
-        rebase is mistaken for progress, or loses any.
+        rebase is mistaken for progress, or loses any. `out`: the memory for Δ, float32[n]; None: new, page-locked for a
+        GPU, which writes into that directly.
         """
+        on_gpu = self.device.type == "cuda"
+        delta = torch.empty(len(theta), dtype=torch.float32, pin_memory=on_gpu) if out is None else out
         with self._side_stream.beside(self.mark() if after is None else after):
-            delta = torch.empty(len(theta), dtype=torch.float32, device=self.device)
             for piece in chain.from_iterable(map(self._parts, self._pieces(p))):
                 start = self._start(piece, theta, carry).float()
                 reached = self._read(piece).float() if local is None else local[piece.place]
-                torch.sub(start, reached, out=delta[piece.place])
-            return self.in_host_memory(delta if carry is None else delta.add_(carry.to(self.device)))
+                progress = start - reached
+                if carry is not None:
+                    progress += carry[piece.place].to(self.device)
+                delta[piece.place] = progress
+        return delta
 
     @torch.no_grad()
     def progress_since(self, p: int, local: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """The outer state on this worker: θ_global and the outer momentum u of every fragment, in host memory or in a file.
 
 In a file, the state is mapped into memory, and a fragment's pages are given back after each use: they are needed only
-during a sync, and the inner steps have the memory for themselves. What is in use stays in the page cache.
+during a sync, and the inner steps have the memory for themselves. What is in use stays in the page cache. The same file
+has the round's pseudo-gradient, which is needed until its fragment is merged.
 
 The same published bytes and the same arithmetic make it bit-identical on every worker and the coordinator. State
 digests prove that, fragment by fragment, before every step.
@@ -76,10 +77,12 @@ class OuterState:
         if mapped_in is None:
             self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in elements]
             self.momentum = [torch.zeros(n, dtype=torch.float32) for n in elements]
+            self._deltas: list[Tensor | None] = [None] * len(elements)
         else:
-            self._maps = _mapped([2 * _F32 * n for n in elements], mapped_in)
-            halves = [_halves(each, n) for each, n in zip(self._maps, elements, strict=True)]
-            self.theta, self.momentum = ([half[which] for half in halves] for which in (0, 1))
+            self._maps = _mapped([3 * _F32 * n for n in elements], mapped_in)
+            thirds = [_thirds(each, n) for each, n in zip(self._maps, elements, strict=True)]
+            self.theta, self.momentum = ([third[which] for third in thirds] for which in (0, 1))
+            self._deltas = [third[2] for third in thirds]
         self._digests: list[bytes | None] = [None] * len(layout.fragments)
         self._outer = outer
         self.changes = 0  # counted, to tell whether the state has changed
@@ -111,13 +114,18 @@ class OuterState:
         lr, beta = self._outer.learning_rate, self._outer.momentum
         return torch.from_numpy(reached(self.theta[p].numpy(), self.momentum[p].numpy(), learning_rate=lr, beta=beta))
 
+    def room_for_delta(self, p: int) -> Tensor | None:
+        """Return the memory for this round's pseudo-gradient of fragment p, float32[n], if it is in a file; None if it
+        is not: then each round allocates its own."""
+        return self._deltas[p]
+
     def release(self, p: int) -> None:
         """Give back the memory pages of fragment p, if it is in a file: its next use reads them again."""
         pages = self._maps[p]
         if pages is not None:
             pages.madvise(mmap.MADV_DONTNEED)
 
-    def _populate(self, p: int) -> None:
+    def populate(self, p: int) -> None:
         """Map the pages of fragment p for writing, all at once: page by page, it takes several times as long."""
         pages = self._maps[p]
         if pages is not None:
@@ -188,7 +196,7 @@ class OuterState:
         self.changes += 1
         size = header.chunk_elements
         self._digests[p] = None
-        self._populate(p)
+        self.populate(p)
         lr, beta = self._outer.learning_rate, self._outer.momentum
         for index, (theta, momentum) in enumerate(
             zip(self.theta[p].split(size), self.momentum[p].split(size), strict=True)
@@ -233,8 +241,6 @@ def _mapped(sizes: Sequence[int], directory: Path) -> list[mmap.mmap | None]:
         ]
 
 
-def _halves(pages: mmap.mmap | None, n: int) -> tuple[Tensor, Tensor]:
-    if pages is None:
-        return torch.empty(0), torch.empty(0)
-    values = torch.frombuffer(pages, dtype=torch.float32, count=2 * n)
-    return values[:n], values[n:]
+def _thirds(pages: mmap.mmap | None, n: int) -> Sequence[Tensor]:
+    values = torch.empty(0) if pages is None else torch.frombuffer(pages, dtype=torch.float32, count=3 * n)
+    return values[:n], values[n : 2 * n], values[2 * n :]

@@ -91,9 +91,10 @@ def save_state(files: StateDir, owner: str, slot: int, state: OuterState) -> Non
     files.replace(STATE.format(slot), partial(write_document, document, after_piece=state.release_all))
 
 
-def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
+def save(files: StateDir, owner: str, snapshot: Snapshot, after_piece: Callable[[], object] = lambda: None) -> None:
     """Write the snapshot, whose outer state is durable. Nothing in it may change before this returns. The previous one
-    is kept if another process may be killed before it has written its own. Raises OSError."""
+    is kept if another process may be killed before it has written its own. `after_piece` is called after each large
+    piece of it. Raises OSError."""
     document = {
         "version": _VERSION,
         "identity": owner,
@@ -110,7 +111,7 @@ def save(files: StateDir, owner: str, snapshot: Snapshot) -> None:
     }
     if snapshot.ranks[1] > 1 and (files.path / SNAPSHOT).exists():
         (files.path / SNAPSHOT).rename(files.path / BEFORE)
-    files.replace(SNAPSHOT, partial(write_document, document))
+    files.replace(SNAPSHOT, partial(write_document, document, after_piece=after_piece))
 
 
 class _Hashed:
