@@ -122,7 +122,7 @@ def _ended(
     except Exception as error:
         if is_out_of_memory(error):
             reason = memory_error_of(error) or "no more is available"
-            log.error("not enough memory: %s; try --parameters bf16, or several GPUs (--gpus N)", reason)
+            log.error("not enough memory: %s; try --fit auto, or several GPUs (--gpus N)", reason)
             return Exit.REFUSED
         log.exception("unexpected error; restarting this worker resumes its work")
         return Exit.RETRY
@@ -180,6 +180,7 @@ def _train(
             host=host_facts(device) | _facts_of(box),
             frozen=box.frozen,
             tell=settings.tell,
+            offload=settings.offload,
             use=box.use,
             ranks=ranks,
         )

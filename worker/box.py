@@ -25,6 +25,7 @@ from worker.inner.evaluation import evaluate
 from worker.inner.execution import checkpoint_activations, compile_model, flops_per_token
 from worker.inner.loss import Loss, check_packing, conversations_in, find_head
 from worker.inner.micro_batch import MicroBatches, choose_micro_batch
+from worker.inner.offload import HostGradients
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.precision import Precision, cast_parameters, loss_scaler, precision_on
 from worker.inner.schedules import Schedule
@@ -86,10 +87,13 @@ def set_up(
     except ValueError as error:
         raise BoxError(str(error)) from error
     log.info("building the model")
+    if settings.offload:
+        _check_offload(settings, device, ranks.size, precision)
     if base == "nf4" and settings.mode == "fsdp":
         raise BoxError("--mode fsdp does not work with a frozen model in 4 bits (nf4): use --mode ddp or --base full")
-    # A sharded model is built in host memory, and moved to the device layer by layer.
-    where = device if ranks.size == 1 or settings.mode == "ddp" or base == "nf4" else torch.device("cpu")
+    # In host memory, from which a sharded model is moved to the device layer by layer, and one in bf16 once it is that.
+    in_host_memory = (ranks.size > 1 and settings.mode != "ddp") or settings.parameters == "bf16"
+    where = torch.device("cpu") if in_host_memory and base != "nf4" else device
     model = build_model(spec, where, settings.max_parameters, base)
     give_back_free_memory()
     mode, reasons = None, []
@@ -100,6 +104,8 @@ def set_up(
     if mode == "fsdp" and (settings.compile or precision == "fp16"):
         wrong = "--compile" if settings.compile else "--precision fp16"
         raise BoxError(f"{wrong} does not work with a sharded model: leave it out, or use --mode ddp")
+    if settings.parameters == "bf16":
+        cast_parameters(model, torch.bfloat16)
     model = model if mode == "fsdp" else model.to(device)
     check = partial(check_vocabulary, model)
     log.info("opening the training set")
@@ -110,8 +116,6 @@ def set_up(
     conversations = conversations_in(spec.data)
     if conversations == "packed":
         check_packing(model)
-    if settings.parameters == "bf16":
-        cast_parameters(model, torch.bfloat16)
     use = _device_use(spec, settings, model, precision, device, ranks.size)
     head = find_head(model)
     if settings.activation_checkpointing:
@@ -123,7 +127,9 @@ def set_up(
         shard(model)
     if mode is not None:
         loss = distribute(loss, mode, device)
-    optimizers = build_inner_optimizers(model, spec.inner, _moments(spec, settings, mode))
+    trained = (each for each in model.parameters() if each.requires_grad)
+    offloaded = HostGradients(trained) if settings.offload else None
+    optimizers = build_inner_optimizers(model, spec.inner, moments(spec, settings, mode), offloaded)
     sizes, why = _micro_batches(spec, settings, model, loss, device, ranks.size)
     reasons.append(why)
     log.info("%s", "; ".join(reasons))
@@ -137,7 +143,9 @@ def set_up(
         model=model,
         optimizers=optimizers,
         schedule=Schedule(spec, optimizers),
-        step=InnerStep(loss, optimizers, sizes, inner=spec.inner, scaler=loss_scaler(precision, device)),
+        step=InnerStep(
+            loss, optimizers, sizes, inner=spec.inner, scaler=loss_scaler(precision, device), offloaded=offloaded
+        ),
         micro_batches=sizes,
         use=use,
         ranks=ranks,
@@ -215,11 +223,26 @@ def _device_use(
     return DeviceUse(device, flops_per_token(model, length, precision, where), peak * devices)
 
 
-def _moments(spec: RunSpec, settings: BoxSettings, mode: Mode | None) -> Held | None:
+def _check_offload(settings: BoxSettings, device: torch.device, processes: int, precision: Precision) -> None:
+    """Raise BoxError if gradients and moments cannot be offloaded from this device with these settings."""
+    if device.type != "cuda":
+        raise BoxError(
+            f"--offload moves gradients and moments from a GPU to host memory, and this worker trains on {device}: "
+            "leave it out"
+        )
+    if processes > 1:
+        raise BoxError("--offload is for a single GPU: share the model among several with --mode fsdp instead")
+    if precision == "fp16":
+        raise BoxError("--offload does not work with --precision fp16, whose gradients are scaled: use bf16")
+    if settings.compile:
+        raise BoxError("--offload does not work with --compile, which computes all gradients at once: leave one out")
+
+
+def moments(spec: RunSpec, settings: BoxSettings, mode: Mode | None) -> Held | None:
     """Return how the inner optimizers hold their moments; None: as torch or the user's code does. Raises BoxError if
     --optimizer-state was given and they cannot be held that way."""
     held: Held = settings.optimizer_state or settings.parameters
-    if held == settings.parameters == "fp32":
+    if held == settings.parameters == "fp32" and not settings.offload:
         return None
     if spec.inner.optimizer not in OPTIMIZERS:
         why = f"the run's inner.optimizer is {spec.inner.optimizer!r}, code that holds its moments as it does"
@@ -227,8 +250,9 @@ def _moments(spec: RunSpec, settings: BoxSettings, mode: Mode | None) -> Held | 
         why = "the model is sharded, and so are the moments"
     else:
         return held
-    if settings.optimizer_state is not None:
-        raise BoxError(f"{why}: leave out --optimizer-state")
+    for flag, given in (("--optimizer-state", settings.optimizer_state is not None), ("--offload", settings.offload)):
+        if given:
+            raise BoxError(f"{why}: leave out {flag}")
     log.warning("%s: with --parameters bf16, its steps are rounded to the nearest, which loses small updates", why)
     return None
 

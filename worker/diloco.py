@@ -111,6 +111,8 @@ class DiLoCo:
     tell        how much of that is sent: all, some (what the arithmetic depends on), or nothing; docs/settings.md
     ranks       the processes that train the model together, as one worker; None: torch.distributed's default
                 group, in each process of which a DiLoCo is made
+    offload     with a GPU: keep the outer state in a file in `state_dir` instead of page-locked memory; without one, a
+                large one is in a file anyway
     use         the model's FLOPs and the device's peak, for the MFU; None: only memory is reported
     clock       monotonic seconds
 
@@ -138,6 +140,7 @@ class DiLoCo:
         host: dict[str, HostValue] | None = None,
         frozen: FrozenSummary | None = None,
         tell: HostDetail = "all",
+        offload: bool = False,
         use: DeviceUse | None = None,
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -160,6 +163,7 @@ class DiLoCo:
         tensors, device = tensor_specs(model), next(model.parameters()).device
         facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
         self._tell: HostDetail = tell
+        self._offload = offload
         request = JoinRequest(
             tensors=tensors, data=data, frozen=frozen or frozen_summary(model), host=shared_facts(facts, tell)
         )
@@ -459,7 +463,7 @@ class DiLoCo:
         on_cuda = fragments.device.type == "cuda"
         owner = identity(self._run, reply.layout, self.name)
         self._release = release_for(spec, reply.layout.elements, self._files, owner, self.ranks)
-        maps = is_mapped(reply.layout.total_elements, fragments.device)
+        maps = is_mapped(reply.layout.total_elements, fragments.device, offload=self._offload)
         mapped_in = self._files.path if self._files is not None and maps else None
         state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda, owns=fragments.owns, mapped_in=mapped_in)
         heartbeat = Heartbeat(membership, reply.lease_s, self._shared_metrics)

@@ -147,6 +147,13 @@ class BoxSettings(_Settings):
             "of the parameters"
         ),
     )
+    offload: bool = Field(
+        False,
+        description=(
+            "keep gradients and moments in host memory, and the outer state in a file, so that the GPU holds little "
+            "more than the parameters; each inner step moves them over PCIe"
+        ),
+    )
     base: Base | None = Field(
         None,
         description=(

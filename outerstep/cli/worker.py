@@ -50,6 +50,7 @@ FLAGS = {
     "precision": "--precision",
     "parameters": "--parameters",
     "optimizer_state": "--optimizer-state",
+    "offload": "--offload",
     "base": "--base",
     "compile": "--compile",
     "activation_checkpointing": "--activation-checkpointing",
@@ -141,6 +142,10 @@ def worker(
         Literal["fp32", "bf16", "8bit"] | None,
         typer.Option("--optimizer-state", help="How to hold the optimizer's moments. Default: as the parameters."),
     ] = None,
+    offload: Annotated[
+        bool,
+        typer.Option("--offload", help="Keep gradients and moments in host memory: less GPU memory, more time."),
+    ] = False,
     base: Annotated[
         Literal["full", "nf4"] | None,
         typer.Option("--base", help="How to hold the frozen model of adapters: fp32, or 4 bits. Default: the run's."),
@@ -210,6 +215,7 @@ def worker(
         "precision": precision,
         "parameters": parameters,
         "optimizer_state": optimizer_state,
+        "offload": offload,
         "base": base,
         "compile": compile_model,
         "activation_checkpointing": activation_checkpointing,

@@ -187,7 +187,7 @@ def _train(
                 replica_budget(device),
                 "ddp" if built.frozen_bytes is not None else settings.mode,
             )
-        mapped = is_mapped(built.elements, device)
+        mapped = is_mapped(built.elements, device, offload=settings.offload)
         needed = training.memory_needed(
             built, mode, processes, settings.parameters, settings.optimizer_state, mapped=mapped
         )

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from protocol.spec.run import parse_spec
-from worker.box import _moments, set_up
+from worker.box import moments, set_up
 from worker.errors import BoxError
 from worker.inner.compact import BLOCK, OCTAVES, Compact, decoded, encoded, rounded_stochastically
 from worker.settings import BoxSettings
@@ -208,9 +208,9 @@ def test_moments_of_torch_go_on_in_bf16_and_back(which: int) -> None:
 
 def test_bf16_parameters_of_the_user_s_optimizer_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     spec = parse_spec(SPEC.format(steps=1, seed=0, optimizer="adamw").replace('"adamw"', '"torch.optim:AdamW"'))
-    assert _moments(spec, BoxSettings(name="a", parameters="bf16"), None) is None
+    assert moments(spec, BoxSettings(name="a", parameters="bf16"), None) is None
     assert "loses small updates" in caplog.text
     plain = parse_spec(SPEC.format(steps=1, seed=0, optimizer="adamw"))
     with pytest.raises(BoxError, match="sharded"):
-        _moments(plain, BoxSettings(name="a", optimizer_state="8bit"), "fsdp")
-    assert _moments(plain, BoxSettings(name="a", parameters="bf16"), "ddp") == "bf16"
+        moments(plain, BoxSettings(name="a", optimizer_state="8bit"), "fsdp")
+    assert moments(plain, BoxSettings(name="a", parameters="bf16"), "ddp") == "bf16"

@@ -24,6 +24,7 @@ from torch.optim._muon import muon
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
+from worker.inner.offload import HostGradients, page_locked
 from worker.state.optimizer_state import HELD
 
 Held = Literal["fp32", "bf16", "8bit"]
@@ -121,10 +122,11 @@ def _muon(group: dict[str, Any], values: Tensor, gradient: Tensor, moments: list
 
 class Compact(Optimizer):
     """An optimizer of torch, with what it keeps in another form. `like`: AdamW, SGD or Muon with their parameters and
-    settings, before its first step."""
+    settings, before its first step. `offloaded`: has the gradients, which are in host memory, as the moments will be;
+    None: parameters have theirs."""
 
-    def __init__(self, like: Optimizer, held: Held) -> None:
-        self._held = held
+    def __init__(self, like: Optimizer, held: Held, offloaded: HostGradients | None = None) -> None:
+        self._held, self._offloaded = held, offloaded
         self._whole = False  # whether an update needs the whole parameter
         if isinstance(like, torch.optim.AdamW):
             self._update, self._moments = _adamw, {"exp_avg": True, "exp_avg_sq": False}  # whether it has a sign
@@ -140,12 +142,16 @@ class Compact(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Take a step on every parameter that has a gradient."""
+        stepped = None
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._step(group, parameter, parameter.grad)
+                if parameter.grad is not None if self._offloaded is None else self._offloaded.has(parameter):
+                    self._step(group, parameter)
+                    stepped = parameter.device
+        if self._offloaded is not None and stepped is not None and stepped.type == "cuda":
+            torch.cuda.synchronize(stepped)  # the moments are in host memory now, for whoever reads them there
 
-    def _step(self, group: dict[str, Any], parameter: Tensor, gradient: Tensor) -> None:
+    def _step(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
@@ -155,13 +161,22 @@ class Compact(Optimizer):
         for piece in self._pieces(parameter):
             values, step = _part(parameter, piece), count.clone()
             updated = values.float()
-            moments = [self._decoded(state, name, piece).view(updated.shape) for name in self._moments]
-            self._update(group, updated, _part(gradient, piece).float(), moments, step)
+            moments = [
+                self._decoded(state, name, piece, parameter.device).view(updated.shape) for name in self._moments
+            ]
+            self._update(group, updated, self._gradient(parameter, piece), moments, step)
             if updated is not values:
                 values.copy_(rounded_stochastically(updated))
             for (name, signed), moment in zip(self._moments.items(), moments, strict=True):
                 self._encode(state, name, piece, moment.flatten(), signed=signed)
         state["step"] = count + 1
+
+    def _gradient(self, parameter: nn.Parameter, piece: slice | None) -> Tensor:
+        """Return a slice of the gradient, in fp32 on the parameter's device."""
+        if self._offloaded is not None:
+            return self._offloaded.piece(parameter, piece)
+        assert parameter.grad is not None
+        return _part(parameter.grad, piece).float()
 
     def _pieces(self, parameter: Tensor) -> Iterator[slice | None]:
         """Yield slices of the flattened parameter; None for all of it."""
@@ -172,31 +187,40 @@ class Compact(Optimizer):
         yield from (slice(start, start + size) for start in range(0, parameter.numel(), size))
 
     def _empty(self, name: str, parameter: Tensor, *, signed: bool) -> dict[str, Tensor]:
-        count, device = parameter.numel(), parameter.device
+        count = parameter.numel()
         if self._held != "8bit":
             kind = torch.bfloat16 if self._held == "bf16" else torch.float32
-            return {name: torch.zeros(count, dtype=kind, device=device)}
-        codes = torch.zeros(count, dtype=torch.int8 if signed else torch.uint8, device=device)
-        return {name: codes, name + _SCALE: torch.zeros(-(-count // BLOCK), device=device)}
+            return {name: self._zeros(count, kind, parameter.device)}
+        codes = self._zeros(count, torch.int8 if signed else torch.uint8, parameter.device)
+        return {name: codes, name + _SCALE: self._zeros(-(-count // BLOCK), torch.float32, parameter.device)}
 
-    def _decoded(self, state: dict[str, Tensor], name: str, piece: slice | None) -> Tensor:
-        values = _flat(state[name], piece)
-        return values.float() if self._held != "8bit" else decoded(values, _flat(state[name + _SCALE], _blocks(piece)))
+    def _zeros(self, count: int, kind: torch.dtype, device: torch.device) -> Tensor:
+        if self._offloaded is not None:
+            return page_locked(count, kind, device)
+        return torch.zeros(count, dtype=kind, device=device)
+
+    def _decoded(self, state: dict[str, Tensor], name: str, piece: slice | None, device: torch.device) -> Tensor:
+        values = _flat(state[name], piece).to(device, non_blocking=True)
+        if self._held != "8bit":
+            return values.float()
+        return decoded(values, _flat(state[name + _SCALE], _blocks(piece)).to(device, non_blocking=True))
 
     def _encode(
         self, state: dict[str, Tensor], name: str, piece: slice | None, values: Tensor, *, signed: bool
     ) -> None:
         if self._held == "8bit":
             codes, scale = encoded(values, signed=signed)
-            _flat(state[name + _SCALE], _blocks(piece)).copy_(scale)
-            _flat(state[name], piece).copy_(codes)
+            _flat(state[name + _SCALE], _blocks(piece)).copy_(scale, non_blocking=True)
+            _flat(state[name], piece).copy_(codes, non_blocking=True)
         elif self._held == "bf16":
-            _flat(state[name], piece).copy_(rounded_stochastically(values))
+            _flat(state[name], piece).copy_(rounded_stochastically(values), non_blocking=True)
+        elif self._offloaded is not None:  # what was updated is a copy
+            _flat(state[name], piece).copy_(values, non_blocking=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned, or that of torch's optimizer. torch's own method would convert it
-        to the parameters' dtype."""
-        super().load_state_dict(state_dict)
+        to the parameters' dtype, and move it to their device."""
+        super().load_state_dict(state_dict | {"state": {}})
         for group in self.param_groups:
             group[HELD] = self._held
         parameters: Iterable[Tensor] = (each for group in self.param_groups for each in group["params"])
@@ -205,7 +229,7 @@ class Compact(Optimizer):
             if saved is None:
                 continue
             state = self.state[parameter]
-            state.setdefault("step", torch.zeros((), dtype=torch.float32))  # torch's SGD and Muon count none
+            state["step"] = torch.as_tensor(saved.get("step", 0.0), dtype=torch.float32).cpu().clone()
             for name, signed in self._moments.items():
                 for key, empty in self._empty(name, parameter, signed=signed).items():
                     state[key] = empty.copy_(saved[key].flatten())

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from protocol.spec.sections import OPTIMIZERS, InnerSpec
 from worker.errors import ModelError
 from worker.inner.compact import Compact, Held
+from worker.inner.offload import HostGradients
 from worker.models.user_code import call_user_function
 
 log = logging.getLogger(__name__)
@@ -76,12 +77,15 @@ def sgd(model: nn.Module, inner: InnerSpec) -> list[Optimizer]:
 _BY_NAME = {name: globals()[name] for name in OPTIMIZERS}
 
 
-def build_inner_optimizers(model: nn.Module, inner: InnerSpec, held: Held | None = None) -> list[Optimizer]:
+def build_inner_optimizers(
+    model: nn.Module, inner: InnerSpec, held: Held | None = None, offloaded: HostGradients | None = None
+) -> list[Optimizer]:
     """Return the optimizers that train `model`. `held`: how those of OPTIMIZERS hold their moments; None: as torch
-    does. Raises ModelError if they are unavailable or do not suit the model."""
+    does. `offloaded`: the gradients in host memory, where the moments will be too, with `held`; None: nothing is.
+    Raises ModelError if they are unavailable or do not suit the model."""
     if inner.optimizer in _BY_NAME:
         built: list[Optimizer] = _BY_NAME[inner.optimizer](model, inner)
-        return built if held is None else [Compact(each, held) for each in built]
+        return built if held is None else [Compact(each, held, offloaded) for each in built]
     returned = call_user_function("inner.optimizer", inner.optimizer, model, inner)
     own = list(returned) if isinstance(returned, list | tuple) else [returned]
     where = f"inner.optimizer = {inner.optimizer!r}"

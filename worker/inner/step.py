@@ -11,18 +11,27 @@ from protocol.spec.sections import InnerSpec
 from worker.errors import BoxError
 from worker.inner.loss import Loss
 from worker.inner.micro_batch import MicroBatches, is_out_of_memory, memory_error_of
+from worker.inner.offload import HostGradients
 
 
-def clip_gradients(parameters: list[nn.Parameter], inner: InnerSpec) -> Tensor | None:
-    """Scale the gradients down to the run's `clip_norm` (global L2 norm). Return the norm before clipping, a scalar on
-    the device, or None if the run does not clip. Does not synchronize with the device."""
-    return None if inner.clip_norm == "none" else nn.utils.clip_grad_norm_(parameters, inner.clip_norm)
+def clip_gradients(
+    parameters: list[nn.Parameter], inner: InnerSpec, offloaded: HostGradients | None = None
+) -> Tensor | None:
+    """Scale the gradients, of the parameters or `offloaded`, down to the run's `clip_norm` (global L2 norm). Return the
+    norm before clipping, a scalar on the device, or None if the run does not clip. Does not synchronize with the
+    device."""
+    if inner.clip_norm == "none":
+        return None
+    if offloaded is not None:
+        return offloaded.clip(inner.clip_norm)
+    return nn.utils.clip_grad_norm_(parameters, inner.clip_norm)
 
 
 class InnerStep:
     """Takes inner steps on `loss.model`. All `optimizers` together take one inner step.
 
-    A step does not synchronize with the device, except in fp16, where `scaler` must know if the gradient is finite.
+    A step does not synchronize with the device, except in fp16, where `scaler` must know if the gradient is finite, and
+    if the gradients are `offloaded`.
     """
 
     def __init__(
@@ -33,10 +42,11 @@ class InnerStep:
         *,
         inner: InnerSpec,
         scaler: torch.amp.GradScaler | None = None,
+        offloaded: HostGradients | None = None,
     ) -> None:
         self._loss, self._optimizers, self._micro_batches = loss, optimizers, micro_batches
         self._parameters = [parameter for parameter in loss.model.parameters() if parameter.requires_grad]
-        self._inner, self.scaler = inner, scaler
+        self._inner, self.scaler, self._offloaded = inner, scaler, offloaded
         self._stepping = False
         for optimizer in optimizers:
             optimizer.register_step_post_hook(self._note_stepped)  # before DiLoCo registers its own
@@ -76,7 +86,7 @@ class InnerStep:
         if self.scaler is not None:
             for optimizer in self._optimizers:
                 self.scaler.unscale_(optimizer)
-        norm = clip_gradients(self._parameters, self._inner)
+        norm = clip_gradients(self._parameters, self._inner, self._offloaded)
         finite = True
         if self.scaler is not None:
             finite = self._is_finite(norm)
@@ -102,8 +112,7 @@ class InnerStep:
                 raise
             what, cause = "inner optimizer's step" if self._stepping else "sync", memory_error_of(error)
             raise BoxError(
-                f"the {what} does not fit into memory: {cause}. Try --optimizer-state 8bit, --parameters bf16, or "
-                "a GPU with more memory."
+                f"the {what} does not fit into memory: {cause}. Try --fit auto, or a GPU with more memory."
             ) from error
 
     def _note_stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -114,3 +123,5 @@ class InnerStep:
     def _drop_gradient(self) -> None:
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
+        if self._offloaded is not None:
+            self._offloaded.drop()

@@ -39,10 +39,11 @@ _MADV_POPULATE_WRITE = 23  # Python has no name for it
 _MAPPED_FROM = 1 << 23  # elements; smaller outer states stay in memory
 
 
-def is_mapped(elements: int, device: torch.device) -> bool:
+def is_mapped(elements: int, device: torch.device, *, offload: bool = False) -> bool:
     """Return True if a worker that trains on `device` keeps the outer state of this many elements in a file. With a
-    GPU, the state stays in page-locked memory, from which it is copied to the device."""
-    return sys.platform == "linux" and device.type != "cuda" and elements >= _MAPPED_FROM
+    GPU, the state stays in page-locked memory, from which it is copied to the device, unless `offload` needs the
+    memory."""
+    return sys.platform == "linux" and (device.type != "cuda" or offload) and elements >= _MAPPED_FROM
 
 
 def tensor_bytes(tensor: Tensor) -> Buffer:
