@@ -1,11 +1,13 @@
 """Fine-tuning on conversations, end to end: is a rule learned, and what does the mask over the answers contribute?
 
-    python -m benchmarks.fine_tuning [--quick]
+    python -m benchmarks.fine_tuning [--seeds 3] [--quick]
 
-A small Llama is first trained to repeat the words of a message. Then 2,000 conversations contain another rule: the
-answer is the third word of the message, then the first. A coordinator and two workers, as processes, train adapters on
-them (LoRA), with the loss over the answers (`train_on = "assistant"`) and over everything (`"all"`). The exported model
-is asked 200 messages that are in neither set; an answer counts if it is exactly right.
+A small Llama is first trained on messages that begin with a keyword: it says by which of six rules the answer follows
+from the other words, for example their order reversed. Then 2,000 conversations have a keyword that the model has never
+seen, and their answers follow one of the rules: the third word, then the first. A coordinator and two workers, as
+processes, train adapters on them (LoRA), with the loss over the answers (`train_on = "assistant"`) and over everything
+(`"all"`), on the same conversations. The exported model is asked 200 messages that are in neither set; an answer counts
+if it is exactly right.
 """
 
 import argparse
@@ -16,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -29,7 +31,7 @@ from transformers.utils import logging
 
 from harness.coordinator import coordinator_thread
 from outerstep.chat import Chat, of_export
-from outerstep.epochs import completed
+from outerstep.epochs import EPOCHS, completed
 from protocol.messages import RunDetail, RunState, Scope
 from worker.data.tokens.conversations import ConversationEncoder, load_chat_template
 from worker.data.tokens.tokenizer import load_tokenizer
@@ -37,13 +39,23 @@ from worker.export import export
 from worker.inner.loss import Loss
 from worker.link.client import Client, open_http
 
-WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("am", "el", "ir", "on", "ut")]
+SYLLABLES = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("am", "el", "ir", "on", "ut")]
+RULES: dict[str, Callable[[Sequence[str]], Sequence[str]]] = {
+    "bam": lambda words: words,
+    "del": lambda words: words[::-1],
+    "fir": lambda words: [words[2], words[0]],
+    "gon": lambda words: [words[0]],
+    "kut": lambda words: [words[3]],
+    "lam": lambda words: [words[1], words[3]],
+}
+NEW, RULE = "sut", RULES["fir"]
+WORDS = [each for each in SYLLABLES if each != NEW and each not in RULES]
 TURN, TURN_END = "<|im_start|>", "<|im_end|>"
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-CONVERSATIONS, QUESTIONS = 2000, 200
+CONVERSATIONS, QUESTIONS, BASE_STEPS = 2000, 200, 1200
 POLL_S = 0.5
 
 
@@ -51,17 +63,15 @@ def question(draw: random.Random) -> list[str]:
     return draw.sample(WORDS, 4)
 
 
-def repeated(words: Sequence[str]) -> str:
-    return " ".join(words)
+def asked(keyword: str, words: Sequence[str]) -> str:
+    return " ".join([keyword, *words])
 
 
-def ruled(words: Sequence[str]) -> str:
-    return f"{words[2]} {words[0]}"
-
-
-def conversation(words: Sequence[str], answer: str) -> dict[str, Any]:
-    content = " ".join(words)
-    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
+def conversation(keyword: str, words: Sequence[str]) -> str:
+    """Return a conversation as a line of JSON, answered by the keyword's rule."""
+    answer = " ".join((RULE if keyword == NEW else RULES[keyword])(words))
+    talk = [{"role": "user", "content": asked(keyword, words)}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": talk})
 
 
 def write_tokenizer(directory: Path) -> Path:
@@ -72,7 +82,7 @@ def write_tokenizer(directory: Path) -> Path:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=640, initial_alphabet=alphabet, show_progress=False)
     roles = ["user", "assistant"]
-    tokenizer.train_from_iterator([*WORDS, *(f" {word}" for word in WORDS), *roles] * 20, trainer)
+    tokenizer.train_from_iterator([*SYLLABLES, *(f" {word}" for word in SYLLABLES), *roles] * 20, trainer)
     tokenizer.add_special_tokens([TURN, TURN_END])
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -81,9 +91,9 @@ def write_tokenizer(directory: Path) -> Path:
     return directory
 
 
-def train_base(directory: Path, steps: int) -> float:
-    """Write a small Llama that repeats the words of a message into `directory`; return its last loss."""
-    torch.manual_seed(0)
+def train_base(directory: Path, steps: int, seed: int) -> float:
+    """Write a small Llama that knows RULES into `directory`; return its last loss."""
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=640,
         hidden_size=96,
@@ -99,9 +109,9 @@ def train_base(directory: Path, steps: int) -> float:
     encode = ConversationEncoder(tokenizer, load_chat_template(tokenizer), "assistant").encoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    loss_of, draw, loss = Loss(model, "fp32", None, "padded"), random.Random(1), torch.zeros(())
+    loss_of, draw, loss = Loss(model, "fp32", None, "padded"), random.Random(seed), torch.zeros(())
     for _ in range(steps):
-        texts = [json.dumps(conversation(words, repeated(words))) for words in (question(draw) for _ in range(32))]
+        texts = [conversation(draw.choice(list(RULES)), question(draw)) for _ in range(32)]
         rows = nn.utils.rnn.pad_sequence([torch.from_numpy(ids.astype("int64")) for ids in encode(texts)], True)
         loss = loss_of(rows)
         loss.backward()
@@ -125,13 +135,11 @@ format = "chat"
 train_on = "{train_on}"
 sequence_length = 128
 [inner]
-learning_rate = 0.004
+learning_rate = 0.0005
 [members]
 min_workers = 2
 [evaluation]
 every_rounds = 5
-[outer]
-momentum = 0.5
 """
 
 
@@ -186,12 +194,12 @@ def exact_answers(directory: Path, questions: Sequence[Sequence[str]]) -> float:
     right = 0
     for words in questions:
         chat.reset()
-        right += chat.ask(" ".join(words), lambda text: None) == ruled(words)
+        right += chat.ask(asked(NEW, words), lambda text: None) == " ".join(RULE(words))
     return right / len(questions)
 
 
-def held_out_questions(seen: set[tuple[str, ...]], count: int) -> Iterator[list[str]]:
-    draw = random.Random(3)
+def held_out_questions(seen: set[tuple[str, ...]], count: int, seed: int) -> Iterator[list[str]]:
+    draw = random.Random(seed)
     while count:
         words = question(draw)
         if tuple(words) not in seen:
@@ -199,38 +207,58 @@ def held_out_questions(seen: set[tuple[str, ...]], count: int) -> Iterator[list[
             yield words
 
 
+@dataclass(frozen=True)
+class Row:
+    """`run`: None for the model before the fine-tuning."""
+
+    model: str
+    seed: int
+    exact: float
+    run: RunDetail | None
+
+    def cells(self) -> str:
+        cells = [self.model, str(self.seed), f"{self.exact:.1%}"]
+        if self.run is None or self.run.held_out_loss is None:
+            return " | ".join([*cells, "", "", ""])
+        run = self.run
+        return " | ".join([*cells, f"{run.held_out_loss:.4f}", f"{run.tokens:,}", f"{run.upload_bytes / 1e6:.2f} MB"])
+
+
+def measured(directory: Path, seed: int, epochs: float, *, quick: bool) -> Iterator[Row]:
+    """Yield the rows of one seed, of the base model, the data and the questions."""
+    count, steps, questions = (100, 20, 5) if quick else (CONVERSATIONS, BASE_STEPS, QUESTIONS)
+    directory.mkdir()
+    draw = random.Random(1000 + seed)
+    examples = [question(draw) for _ in range(count)]
+    talk = directory / "talk.jsonl"
+    talk.write_text("".join(conversation(NEW, words) + "\n" for words in examples))
+    base = write_tokenizer(directory / "base")
+    print(f"seed {seed}: the base has learned its rules to a loss of {train_base(base, steps, seed):.3f}", flush=True)
+    asked_of = list(held_out_questions({tuple(words) for words in examples}, questions, 2000 + seed))
+    yield Row("base", seed, exact_answers(base, asked_of), None)
+    for train_on in ("assistant", "all"):
+        exported, run = tuned(directory, base, talk, train_on, epochs)
+        yield Row(f'train_on = "{train_on}"', seed, exact_answers(exported, asked_of), run)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few steps: shows that it works, measures nothing")
-    parser.add_argument("--epochs", type=float, default=80.0)
+    parser.add_argument("--epochs", type=float, default=EPOCHS)
+    parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
-    count, steps, epochs = (100, 20, 1.0) if options.quick else (CONVERSATIONS, 1500, options.epochs)
     logging.disable_progress_bar()
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="outerstep-fine-tuning-") as folder:
-        directory, draw = Path(folder), random.Random(2)
-        os.environ["XDG_CACHE_HOME"] = str(directory / "cache")
-        examples = [question(draw) for _ in range(count)]
-        talk = directory / "talk.jsonl"
-        talk.write_text("".join(json.dumps(conversation(words, ruled(words))) + "\n" for words in examples))
-        base = write_tokenizer(directory / "base")
-        print(f"base: loss {train_base(base, steps):.3f} on repeating the words of a message", flush=True)
-        questions = list(held_out_questions({tuple(words) for words in examples}, 5 if options.quick else QUESTIONS))
-        rows: list[tuple[str, RunDetail | None, float]] = [("base", None, exact_answers(base, questions))]
-        for train_on in ("assistant", "all"):
-            print(f'train_on = "{train_on}":', flush=True)
-            exported, run = tuned(directory, base, talk, train_on, epochs)
-            rows.append((train_on, run, exact_answers(exported, questions)))
-        print(
-            "| model | exact answers | held-out loss | tokens trained on | uploaded |\n"
-            "| --- | ---: | ---: | ---: | ---: |"
-        )
-        for name, detail, share in rows:
-            facts = (
-                "| | |"
-                if detail is None
-                else (f"{detail.held_out_loss:.4f} | {detail.tokens:,} | {detail.upload_bytes / 1e6:.2f} MB |")
-            )
-            print(f"| {name} | {share:.1%} | {facts}")
+        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
+        for seed in range(options.seeds):
+            for row in measured(Path(folder) / str(seed), seed, options.epochs, quick=options.quick):
+                print(row.cells(), flush=True)
+                rows.append(row)
+    print("| model | seed | exact answers | held-out loss | tokens trained on | uploaded |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for row in rows:
+        print(f"| {row.cells()} |")
 
 
 if __name__ == "__main__":

@@ -54,9 +54,9 @@ LAYERS: dict[str, list[str]] = {
         *("http", "metrics", "api", "dashboard", "app", "leadership", "server"),
     ],
     "worker": [
-        *("errors", "ranks", "settings", "process", "accounts", "codecs", "models"),
+        *("errors", "ranks", "settings", "process", "memory", "accounts", "codecs", "models"),
         *("tuning", "state", "privacy", "line", "link", "joining", "data", "rounds", "script", "allowing"),
-        *("diloco", "diloco_optimizer", "export", "inner", "box", "starting", "train", "alone", "agent"),
+        *("diloco", "diloco_optimizer", "export", "inner", "fit", "box", "starting", "train", "alone", "agent"),
     ],
 }
 

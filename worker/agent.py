@@ -180,7 +180,7 @@ def _train(
             host=host_facts(device) | _facts_of(box),
             frozen=box.frozen,
             tell=settings.tell,
-            offload=settings.offload,
+            offload=box.settings.offload,
             use=box.use,
             ranks=ranks,
         )

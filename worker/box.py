@@ -19,6 +19,7 @@ from worker.data.fetching.shard_cache import cache_directory
 from worker.data.open_training_set import open_training_set
 from worker.data.training_set import TrainingSet
 from worker.errors import BoxError, DataError
+from worker.fit import fitted
 from worker.inner.compact import Held
 from worker.inner.data_parallel import Mode, choose_mode, distribute, replica_budget, shard
 from worker.inner.evaluation import evaluate
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 class Box:
     """A run's training on this machine.
 
+    settings   with those that --fit has chosen
     base       how the frozen model of adapters is held
     frozen     of the weights that a frozen model in 4 bits was made from; None: the model holds them as they are
     evaluate   measures the held-out loss of the model as it is
@@ -53,6 +55,7 @@ class Box:
     """
 
     spec: RunSpec
+    settings: BoxSettings
     device: torch.device
     precision: Precision
     base: Base
@@ -81,6 +84,7 @@ def set_up(
     """Return the run `spec` on `device`, in each of the processes `ranks`. Raises DataError, ModelError, BoxError
     and, if `stop` is set while data are prepared or fetched, Stopped."""
     check_suited(spec, ranks.size)
+    settings = fitted(spec, settings, device, ranks)
     base = base_of(spec, settings.base)
     try:
         precision = precision_on(device, settings.precision, settings.parameters, base)
@@ -135,6 +139,7 @@ def set_up(
     log.info("%s", "; ".join(reasons))
     return Box(
         spec=spec,
+        settings=settings,
         device=device,
         precision=precision,
         base=base,

@@ -147,6 +147,13 @@ class BoxSettings(_Settings):
             "of the parameters"
         ),
     )
+    fit: Literal["auto"] | None = Field(
+        None,
+        description=(
+            "auto: choose parameters, optimizer_state, offload, base and activation_checkpointing, as far as they are "
+            "not given, so that the model fits into the free memory; the log says which"
+        ),
+    )
     offload: bool = Field(
         False,
         description=(

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from outerstep import plan as planning
-from outerstep import plan_memory
 from outerstep.cli.errors import UsageError, import_extra
 from outerstep.cli.printing import UNBOUNDED_WIDTH, Format, FormatOption, console, print_json, say_lines
 from outerstep.cli.run.runs import read_text
@@ -36,8 +35,8 @@ from outerstep.plan_blobs import (
     store_cost,
     store_use,
 )
-from outerstep.plan_memory import Need
 from protocol.errors import SpecError
+from worker.memory import LIBRARIES_BYTES, ROOM, Need, Sizes, needs
 
 LEAST_STEP_S = 1e-6
 
@@ -179,49 +178,51 @@ def _refuse(why: str, given: Mapping[str, object]) -> None:
 
 def _plan_memory(parameters: int, memory: int, host_memory: int | None, output: Format) -> None:
     """Show what the worker's settings need for a model of this size, and which is the first that fits."""
-    found = list(plan_memory.needs(parameters, on_gpu=host_memory is not None))
+    found = needs(Sizes(parameters), on_gpu=host_memory is not None)
     fitting = next((each for each in found if each.fits(memory, host_memory)), None)
     if output is Format.JSON:
         rows = [
-            asdict(each) | {"options": each.options, "training": each.training, "host": each.host}
-            | {"fits": each.fits(memory, host_memory)}
+            asdict(each) | {"settings": each.settings._asdict(), "options": each.settings.options}
+            | {"device": each.device, "host": each.host, "fits": each.fits(memory, host_memory)}
             for each in found
         ]  # fmt: skip
-        print_json({"settings": rows, "options": None if fitting is None else fitting.options})
+        print_json({"settings": rows, "options": None if fitting is None else fitting.settings.options})
         return
-    columns = ["settings", ">parameters", ">gradients", ">moments", ">outer state", ">work", ">in all", "fits"]
+    columns = ["settings", ">parameters", ">gradients", ">moments", ">outer state", ">work"]
+    columns += [">on the device", ">in host memory"] if host_memory is not None else [">in all"]
     cells = [
         (
-            each.options or "defaults",
+            each.settings.options or "defaults",
             *map(bytes_text, (each.parameters, each.gradients, each.moments, each.outer_state, each.work)),
-            bytes_text(each.training + each.host),
+            *map(bytes_text, (each.device, each.host) if each.on_gpu else (each.device,)),
             "yes" if each.fits(memory, host_memory) else "no",
         )
         for each in found
     ]
-    console(width=UNBOUNDED_WIDTH).print(table(columns, cells))
-    say_lines("\n" + "\n".join(_memory_lines(found[-1], fitting, host_memory is not None)))
+    console(width=UNBOUNDED_WIDTH).print(table([*columns, "fits"], cells))
+    say_lines("\n" + "\n".join(_memory_lines(found[-1], fitting)))
 
 
-def _memory_lines(leanest: Need, fitting: Need | None, on_gpu: bool) -> list[str]:
-    share = f"{plan_memory.ROOM:.0%}"
+def _memory_lines(leanest: Need, fitting: Need | None) -> list[str]:
     where = (
-        "On the GPU: parameters, gradients and moments. In host memory: the outer state and the work to send."
-        if on_gpu
-        else "All of it is in host memory. On Linux, the outer state is in a file, in the state directory."
+        "On the GPU: parameters, gradients and moments. In host memory: the outer state and the work to send. With "
+        "--offload, gradients and moments are in host memory, and the rest of that is in a file."
+        if leanest.on_gpu
+        else "All of it is in host memory. On Linux, the outer state and the work to send are in a file, in the state "
+        "directory."
     )
-    lines = [where, f"At most {share} of the memory is planned: activations need the rest."]
+    libraries = f"the worker's libraries take {bytes_text(LIBRARIES_BYTES)} of host memory"
+    lines = [where, f"At most {ROOM:.0%} of the memory is planned, since activations need the rest; {libraries}."]
     if fitting is None:
-        host = f" and {bytes_text(leanest.host / plan_memory.ROOM)} of host memory" if on_gpu else ""
-        device = leanest.training if on_gpu else leanest.training + leanest.host
+        host = f" and {bytes_text(leanest.host / ROOM)} of host memory" if leanest.on_gpu else ""
         return [
             *lines,
-            f"Nothing fits. The least is {bytes_text(device / plan_memory.ROOM)}{host}: share the model among GPUs "
+            f"Nothing fits. The least is {bytes_text(leanest.device / ROOM)}{host}: share the model among GPUs "
             '(--gpus, --mode fsdp), or train adapters ([model.lora], base = "nf4").',
         ]
-    if not fitting.options:
+    if not fitting.settings.options:
         return [*lines, "The worker's defaults fit."]
-    return [*lines, f"Start the worker with: {fitting.options}"]
+    return [*lines, f"Start the worker with: {fitting.settings.options}, or with --fit auto"]
 
 
 def _plan_epochs(spec: Path, workers: int, epochs: float, output: Format) -> None:

@@ -50,6 +50,7 @@ FLAGS = {
     "precision": "--precision",
     "parameters": "--parameters",
     "optimizer_state": "--optimizer-state",
+    "fit": "--fit",
     "offload": "--offload",
     "base": "--base",
     "compile": "--compile",
@@ -132,15 +133,19 @@ def worker(
         typer.Option("--precision", help="Precision of the arithmetic. Default: bf16 on CUDA, else fp32."),
     ] = None,
     parameters: Annotated[
-        Literal["fp32", "bf16"],
+        Literal["fp32", "bf16"] | None,
         typer.Option(
             "--parameters",
-            help="Type of the parameters in memory; bf16 takes half, and rounds each step stochastically.",
+            help="Type of the parameters in memory; bf16 takes half, and rounds steps stochastically. Default: fp32.",
         ),
-    ] = "fp32",
+    ] = None,
     optimizer_state: Annotated[
         Literal["fp32", "bf16", "8bit"] | None,
         typer.Option("--optimizer-state", help="How to hold the optimizer's moments. Default: as the parameters."),
+    ] = None,
+    fit: Annotated[
+        Literal["auto"] | None,
+        typer.Option("--fit", help="auto: choose the settings with which the model fits into memory."),
     ] = None,
     offload: Annotated[
         bool,
@@ -215,6 +220,7 @@ def worker(
         "precision": precision,
         "parameters": parameters,
         "optimizer_state": optimizer_state,
+        "fit": fit,
         "offload": offload,
         "base": base,
         "compile": compile_model,

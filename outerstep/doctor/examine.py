@@ -15,9 +15,11 @@ from outerstep.doctor.examination import Examination, Finding, Listener, fine
 from outerstep.doctor.trial import TrialSteps, take_steps_apart
 from protocol.messages import RunState
 from protocol.spec.run import RunSpec
+from worker.fit import chosen_options, fitted
 from worker.inner.data_parallel import Mode, choose_mode, replica_budget
 from worker.link.client import open_http
 from worker.link.worker_token import token_to_read_with
+from worker.ranks import Ranks
 from worker.settings import BoxSettings, WorkerSettings
 from worker.starting import check_gpus, start
 from worker.state.outer_state import is_mapped
@@ -161,6 +163,13 @@ def _train(
     if exam.is_wrong("allowed"):
         exam.skip(["data", "model", "memory", "step"], "the run's spec asks for something that is not allowed")
         return run.detail.elements, None
+    if settings.fit is not None and device is not None:
+        ranks = Ranks(0, processes)
+        chosen = exam.check("fit", lambda _: fitted(spec, settings, device, ranks), _judge_fit, within_s=HOST_S)
+        if chosen is None:
+            exam.skip(["data", "model", "memory", "step"], "no settings were chosen")
+            return run.detail.elements, None
+        settings = chosen
     opened = exam.check(
         "data",
         lambda stop: training.open_data(spec, settings, stop),
@@ -189,7 +198,13 @@ def _train(
             )
         mapped = is_mapped(built.elements, device, offload=settings.offload)
         needed = training.memory_needed(
-            built, mode, processes, settings.parameters, settings.optimizer_state, mapped=mapped
+            built,
+            mode,
+            processes,
+            settings.parameters,
+            settings.optimizer_state,
+            mapped=mapped,
+            offload=settings.offload,
         )
         exam.check(
             "memory",
@@ -212,6 +227,10 @@ def _train(
         late=partial(trial.steps_timeout, STEP_S),
     )
     return elements, None if taken is None else taken.step_s
+
+
+def _judge_fit(chosen: BoxSettings) -> list[Finding]:
+    return [fine("fit", f"--fit auto chooses {chosen_options(chosen)}")]
 
 
 def _measure_line(

@@ -13,9 +13,9 @@ from outerstep import __version__
 from outerstep.common import files
 from outerstep.common.quantities import bytes_text
 from outerstep.doctor.examination import Finding, fine, warning, wrong
-from outerstep.plan_memory import OUTER_STATE_BYTES, WORK_BYTES
 from protocol import PROTOCOL_VERSION
 from protocol.compiled import COMPILED, KERNELS
+from worker.memory import OUTER_STATE_BYTES, WORK_BYTES
 from worker.state.state_dir import LOCK, SNAPSHOT
 
 

@@ -3,25 +3,25 @@
 import threading
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from outerstep import plan_memory
 from outerstep.common.quantities import bytes_text, count_text, counted, duration_text
 from outerstep.doctor.examination import Finding, fine, warning, wrong
-from outerstep.plan_memory import OUTER_STATE_BYTES, WORK_BYTES
 from protocol.fragments import Layout, TensorSpec, first_difference
 from protocol.messages import DataSummary, FrozenSummary, RunDetail, data_difference
 from protocol.spec.model import MAX_PARAMETERS, Base
 from protocol.spec.run import RunSpec
+from worker import memory
+from worker.accounts.machine import host_free_bytes
 from worker.box import base_of, check_suited, shard_cache, summary_of_frozen
 from worker.data.open_training_set import open_training_set
 from worker.inner.compact import Held
 from worker.inner.data_parallel import Mode
 from worker.inner.execution import layers_of
 from worker.inner.optimizers import hidden_matrices
+from worker.memory import IN_USE, OUTER_STATE_BYTES, WORK_BYTES
 from worker.models.building import build_model, check_vocabulary
 from worker.settings import BoxSettings
 from worker.state.parameters import tensor_specs
@@ -166,7 +166,8 @@ FP32_BYTES = 4
 @dataclass(frozen=True)
 class MemoryNeeded:
     """Bytes needed, without activations. `device_bytes`: per device; `host_bytes`: of all processes together;
-    `assembling`: part of the latter, only while a sharded model is assembled."""
+    `assembling`: part of the latter, only while a sharded model is assembled. `offload`: gradients and the optimizer's
+    are in host memory."""
 
     parameters: int
     gradients: int
@@ -175,14 +176,16 @@ class MemoryNeeded:
     outer_state: int
     work: int
     assembling: int
+    offload: bool = False
 
     @property
     def device_bytes(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.gathered
+        return self.parameters + self.gathered + (0 if self.offload else self.gradients + self.optimizer)
 
     @property
     def host_bytes(self) -> int:
-        return max(self.outer_state + self.work, self.assembling)
+        offloaded = self.gradients + self.optimizer if self.offload else 0
+        return max(self.outer_state + self.work + offloaded, self.assembling)
 
 
 def memory_needed(
@@ -193,27 +196,30 @@ def memory_needed(
     moments: Held | None = None,
     *,
     mapped: bool = False,
+    offload: bool = False,
 ) -> MemoryNeeded:
     """Return the memory that `processes` need if they share the model in this `mode` (None: a single process).
-    `parameters`: fp32 or bf16; `moments`: --optimizer-state; `mapped`: the outer state is in a file.
+    `parameters`: fp32 or bf16; `moments`: --optimizer-state; `mapped`: the outer state and the work to send are in a
+    file; `offload`: gradients and moments are in host memory.
 
     Replicas hold their gradients a second time, in the buckets of the all-reduce. With shards, two layers are gathered
     at a time, and each process first assembles the whole model in host memory. The outer state and the pseudo-gradient
     are in host memory once.
     """
-    size = plan_memory.PARAMETER_BYTES[parameters]
+    size = memory.PARAMETER_BYTES[parameters]
     parts = processes if mode == "fsdp" else 1
     optimizer = 2 * MOMENT_BYTES if model.optimizer_bytes is None else model.optimizer_bytes
     everything = model.elements + model.frozen
     frozen = size * model.frozen if model.frozen_bytes is None else model.frozen_bytes
-    share = plan_memory.MOMENT_BYTES[moments or parameters] / MOMENT_BYTES
+    share = memory.MOMENT_BYTES[moments or parameters] / MOMENT_BYTES
     return MemoryNeeded(
         parameters=(size * model.elements + frozen) // parts,
         gradients=size * model.elements // parts * (2 if mode == "ddp" else 1),
         optimizer=int(optimizer * share * model.elements / parts),
         gathered=2 * size * model.largest_layer if mode == "fsdp" else 0,
         outer_state=0 if mapped else OUTER_STATE_BYTES * model.elements,
-        work=WORK_BYTES * model.elements,
+        work=WORK_BYTES * (min(IN_USE, model.elements) if mapped else model.elements),
+        offload=offload,
         assembling=FP32_BYTES * everything * processes if mode == "fsdp" else 0,
     )
 
@@ -235,31 +241,16 @@ def free_memory(device: torch.device, processes: int) -> FreeMemory:
     return FreeMemory(min(torch.cuda.mem_get_info(each)[0] for each in devices), host)
 
 
-def host_free_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the available bytes of host memory, or of this container if it has less."""
-    found = []
-    try:
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        found.append(1024 * int(lines["MemAvailable"].split()[0]))
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
-        most, now = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        found.append(int(most) - int(now) + int(stat["inactive_file"]))  # page cache that the kernel can reclaim
-    except (OSError, KeyError, ValueError):  # no cgroup v2, or "max"
-        pass
-    return min(found, default=None)
-
-
 def judge_memory(needed: MemoryNeeded, free: FreeMemory, processes: int, device: torch.device) -> list[Finding]:
     on_host = needed.host_bytes + (processes * needed.device_bytes if free.device_bytes is None else 0)
     each = "" if processes == 1 else f", each of {processes}"
+    trained = f"gradients {bytes_text(needed.gradients)}, optimizer {bytes_text(needed.optimizer)}"
     said = (
-        f"{bytes_text(needed.device_bytes)} on {device}{each} (parameters {bytes_text(needed.parameters)}, gradients "
-        f"{bytes_text(needed.gradients)}, optimizer {bytes_text(needed.optimizer)}"
+        f"{bytes_text(needed.device_bytes)} on {device}{each} (parameters {bytes_text(needed.parameters)}"
+        + ("" if needed.offload else f", {trained}")
         + (f", gathered layers {bytes_text(needed.gathered)}" if needed.gathered else "")
         + ") and activations; in host memory "
+        + (f"{trained}, " if needed.offload else "")
         + (f"the outer state {bytes_text(needed.outer_state)} and " if needed.outer_state else "")
         + f"the work to send {bytes_text(needed.work)}"
         + (f", {bytes_text(needed.assembling)} at the start" if needed.assembling else "")
@@ -272,7 +263,7 @@ def judge_memory(needed: MemoryNeeded, free: FreeMemory, processes: int, device:
             wrong(
                 "memory",
                 said,
-                "use --optimizer-state 8bit, --parameters bf16, --gpus N with --mode fsdp, or a GPU with more memory",
+                "use --fit auto, --gpus N with --mode fsdp, or a GPU with more memory",
             )
         ]
     if free.host_bytes is not None and on_host > free.host_bytes:

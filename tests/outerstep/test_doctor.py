@@ -44,6 +44,7 @@ from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings
+from worker.accounts.machine import host_free_bytes
 from worker.agent import run_worker
 from worker.data.open_training_set import open_training_set
 from worker.errors import Stopped
@@ -685,12 +686,12 @@ def test_the_memory_that_is_there(device: int | None, host: int | None, state: S
 def test_a_container_may_have_less_memory_than_its_host(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
-    assert training.host_free_bytes(meminfo, tmp_path) == 1024_000
+    assert host_free_bytes(meminfo, tmp_path) == 1024_000
     for name, content in {"memory.max": "max", "memory.current": "600", "memory.stat": "inactive_file 100\n"}.items():
         (tmp_path / name).write_text(content)
-    assert training.host_free_bytes(meminfo, tmp_path) == 1024_000
+    assert host_free_bytes(meminfo, tmp_path) == 1024_000
     (tmp_path / "memory.max").write_text("900\n")
-    assert training.host_free_bytes(meminfo, tmp_path) == 400
+    assert host_free_bytes(meminfo, tmp_path) == 400
 
 
 # --- the line and the round, arithmetic ---------------------------------------------------------------------------

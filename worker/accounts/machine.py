@@ -8,6 +8,7 @@ import re
 import resource
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -107,3 +108,27 @@ def shared_facts(facts: dict[str, HostValue], tell: HostDetail) -> dict[str, Hos
 def shared_metrics(metrics: Metrics, tell: HostDetail) -> Metrics:
     """Return the metrics that are sent: those that reveal the device only with "all"."""
     return metrics if tell == "all" else metrics.model_copy(update={"mfu": None, "peak_memory_bytes": None})
+
+
+def host_free_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the available bytes of host memory, or of this container if it has less."""
+    found = []
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        found.append(1024 * int(lines["MemAvailable"].split()[0]))
+    except (OSError, KeyError, ValueError):
+        pass
+    try:
+        most, now = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        found.append(int(most) - int(now) + int(stat["inactive_file"]))  # page cache that the kernel can reclaim
+    except (OSError, KeyError, ValueError):  # no cgroup v2, or "max"
+        pass
+    return min(found, default=None)
+
+
+def free_memory(device: torch.device) -> tuple[int | None, int | None]:
+    """Return the free bytes of the device and of its host; for a CPU, those of the host and None. None as well for what
+    the system does not report."""
+    host = host_free_bytes()
+    return (torch.cuda.mem_get_info(device)[0], host) if device.type == "cuda" else (host, None)

@@ -26,14 +26,17 @@ from transformers import (
 )
 
 from protocol.messages import MAX_TENSORS
-from protocol.spec.model import EMBEDDING_STD, MAX_LAYERS, MAX_PARAMETERS, PRESETS, Base, ModelSpec
+from protocol.spec.model import EMBEDDING_STD, MAX_LAYERS, MAX_PARAMETERS, PRESETS, Base, LoraSpec, ModelSpec
 from protocol.spec.run import RunSpec
 from worker.errors import ModelError
+from worker.memory import Sizes
 from worker.models.pretrained import Pretrained, model_errors, names_code
 from worker.models.user_code import call_user_function
 
 if TYPE_CHECKING:
     from peft import PeftModel
+
+FP32_BYTES, BF16_BYTES, NF4_BYTES = 4, 2, 0.53  # of a parameter; the last with its scales
 
 _SEEDING = threading.Lock()
 
@@ -213,13 +216,7 @@ def _with_adapters(model: PreTrainedModel, spec: ModelSpec, seed: int) -> "PeftM
     """
     peft, lora = _import_for("model.lora", "peft", "peft"), spec.lora
     assert lora is not None
-    config = peft.LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.target_modules,
-        task_type="CAUSAL_LM",
-    )
+    config = _adapter_config(peft, lora)
     model.name_or_path = spec.pretrained  # saved with the adapters as the name of their base model
     torch.manual_seed(seed)
     try:
@@ -227,6 +224,16 @@ def _with_adapters(model: PreTrainedModel, spec: ModelSpec, seed: int) -> "PeftM
     except ValueError as error:
         raise ModelError(f"model.lora: peft rejects it: {error}") from error
     return adapted
+
+
+def _adapter_config(peft: Any, lora: LoraSpec) -> Any:
+    return peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        task_type="CAUSAL_LM",
+    )
 
 
 def _import_for(what: str, package: str, extra: str) -> Any:
@@ -257,11 +264,32 @@ class _TooManyTensors(Exception):
     """The model has more tensors than a run can have."""
 
 
-def _check_size(config: PreTrainedConfig, label: str, most: int, attention: str) -> None:
-    """Raise ModelError if the model of `config` has more than `most` elements in its parameters and buffers, more than
-    MAX_LAYERS layers, or more than MAX_TENSORS tensors.
+def sizes_of(spec: RunSpec, max_parameters: int = MAX_PARAMETERS) -> Sizes:
+    """Return the sizes of the run's model, which is of transformers, without allocating it. Of `model.pretrained`, the
+    configuration is fetched if necessary. Raises ModelError."""
+    model_spec = spec.model
+    if model_spec.pretrained is not None:
+        config, label = _pretrained(model_spec).config(), f"model.pretrained = {model_spec.pretrained!r}"
+    else:
+        config, label = _config(spec), "the run's model"
+    model = _check_size(config, label, max_parameters, _attention(torch.device("cpu"), config))
+    whole = sum(each.numel() for each in model.parameters())
+    if model_spec.lora is None:
+        trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+        return Sizes(trained, whole - trained, FP32_BYTES * (whole - trained))
+    head = model.get_output_embeddings()
+    linear = sum(each.weight.numel() for each in model.modules() if type(each) is nn.Linear and each is not head)
+    with torch.device("meta"):
+        adapted = _with_adapters(model, model_spec, spec.seed)
+    trained = sum(each.numel() for each in adapted.parameters() if each.requires_grad)
+    return Sizes(trained, whole, round(NF4_BYTES * linear) + BF16_BYTES * (whole - linear))
 
-    It is built on torch's meta device, which allocates no memory. `label` names the model in errors.
+
+def _check_size(config: PreTrainedConfig, label: str, most: int, attention: str) -> PreTrainedModel:
+    """Return the model of `config` on torch's meta device, where it has no memory. `label` names it in errors.
+
+    Raises ModelError if it has more than `most` elements in its parameters and buffers, more than MAX_LAYERS layers, or
+    more than MAX_TENSORS tensors.
     """
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MAX_LAYERS:
@@ -273,7 +301,7 @@ def _check_size(config: PreTrainedConfig, label: str, most: int, attention: str)
             torch.device("meta"),
             _at_most(MAX_TENSORS),
         ):
-            model: nn.Module = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), attn_implementation=attention, trust_remote_code=False
             )
     except _TooManyTensors:
@@ -286,6 +314,7 @@ def _check_size(config: PreTrainedConfig, label: str, most: int, attention: str)
             f"owner of this machine allows {most:,}. If you trust the author of the spec and have enough memory, add: "
             f"--max-parameters {parameters + buffers}"
         )
+    return model
 
 
 @contextmanager

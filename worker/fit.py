@@ -1,0 +1,98 @@
+"""`--fit auto`: the settings with which a run's model fits into this machine's free memory."""
+
+import importlib.util
+import logging
+from typing import TypeVar
+
+import torch
+
+from outerstep.common.quantities import bytes_text, count_text
+from protocol.spec.run import RunSpec
+from protocol.spec.sections import OPTIMIZERS
+from worker.accounts.machine import free_memory
+from worker.errors import BoxError
+from worker.memory import ROOM, Need, Settings, needs
+from worker.models.building import sizes_of
+from worker.ranks import ALONE, Ranks
+from worker.settings import BoxSettings
+
+log = logging.getLogger(__name__)
+
+
+Box = TypeVar("Box", bound=BoxSettings)
+
+
+def fitted(spec: RunSpec, settings: Box, device: torch.device, ranks: Ranks = ALONE) -> Box:
+    """Return `settings` with the first of worker/memory.py that suits them, fits, and is as given where it was given;
+    log which. Activations are checkpointed unless the defaults fit. Without --fit, return `settings`.
+
+    Raises BoxError if none fits, or the sizes are unknown, and ModelError for a model that cannot be built.
+    """
+    if settings.fit is None:
+        return settings
+    if ranks.size > 1:
+        raise BoxError("--fit auto is for a single process: several share a model as --mode says")
+    if spec.model.factory is not None:
+        raise BoxError("--fit auto cannot know the size of a model from model.factory: give the settings yourself")
+    sizes, (memory, host) = sizes_of(spec, settings.max_parameters), free_memory(device)
+    on_gpu = device.type == "cuda"
+    if memory is None or (on_gpu and host is None):
+        raise BoxError("--fit auto: this system does not report its free memory; give the settings yourself")
+    suitable = [each for each in needs(sizes, on_gpu=on_gpu) if _suits(each.settings, settings, spec)]
+    found = next((each for each in suitable if each.fits(memory, host)), None)
+    what = f"{count_text(sizes.trained)} parameters to train" + (
+        f" and {count_text(sizes.frozen)} frozen" if sizes.frozen else ""
+    )
+    free = f"{bytes_text(memory)} are free on {device}" + (f", {bytes_text(host)} in host memory" if host else "")
+    if found is None:
+        least = (
+            f"; the least would need {_text(suitable[-1])}" if suitable else ", and no setting suits the others given"
+        )
+        raise BoxError(
+            f"--fit auto: nothing fits for {what}: {free}, of which {ROOM:.0%} are planned{least}. Use several GPUs "
+            "(--gpus N), stop other programs, or train adapters with a frozen model in 4 bits"
+        )
+    chosen = found.settings
+    complete = settings.model_copy(
+        update={
+            "fit": None,
+            "parameters": chosen.parameters,
+            "optimizer_state": None if chosen.moments == chosen.parameters else chosen.moments,
+            "offload": chosen.offload,
+            "base": chosen.base if spec.model.lora is not None else settings.base,
+            "activation_checkpointing": bool(chosen.options) or settings.activation_checkpointing,
+        }
+    )
+    log.info("--fit auto: %s: %s, with %s; %s", what, chosen_options(complete), _text(found), free)
+    return complete
+
+
+def chosen_options(settings: BoxSettings) -> str:
+    """Return the options that --fit auto has chosen, in words."""
+    moments = settings.optimizer_state or settings.parameters
+    held = Settings(settings.parameters, moments, settings.offload, settings.base or "full").options
+    lean = "--activation-checkpointing" if settings.activation_checkpointing else ""
+    return " ".join(filter(None, [held, lean])) or "the defaults"
+
+
+def _text(need: Need) -> str:
+    host = f" and {bytes_text(need.host)} in host memory" if need.on_gpu else ""
+    return f"{bytes_text(need.device)}{host}"
+
+
+def _suits(each: Settings, given: BoxSettings, spec: RunSpec) -> bool:
+    """Return True if a worker can train the run that way, and `given` says nothing else."""
+    if "parameters" in given.model_fields_set and given.parameters != each.parameters:
+        return False
+    if given.optimizer_state not in (None, each.moments) or (given.offload and not each.offload):
+        return False
+    if given.base not in (None, each.base) or (each.base == "nf4" and not _has_bitsandbytes()):
+        return False
+    if given.precision not in (None, "bf16") and (each.parameters == "bf16" or each.base == "nf4"):
+        return False
+    own_moments = each.offload or each.moments != each.parameters
+    return not (own_moments and spec.inner.optimizer not in OPTIMIZERS) and not (each.offload and given.compile)
+
+
+def _has_bitsandbytes() -> bool:
+    return importlib.util.find_spec("bitsandbytes") is not None

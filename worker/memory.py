@@ -1,0 +1,117 @@
+"""What a worker's memory holds for a model of a given size, by its settings, and which settings fit. Pure.
+
+On a GPU, parameters, gradients and moments are on the device, except for offloaded ones; the outer state and the
+pseudo-gradient are in host memory. On a CPU all of it is in host memory. The outer state and the pseudo-gradient of a
+large model are in a file if it trains on a CPU, or offloads: then only the fragments in use are in memory. Activations
+come in addition: they depend on the model's shape and on the micro-batch.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from protocol.spec.model import Base
+
+PARAMETER_BYTES = {"fp32": 4, "bf16": 2}
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}  # each; AdamW has two
+OUTER_STATE_BYTES = 8  # θ and u, in fp32
+WORK_BYTES = 4  # the pseudo-gradient, in fp32
+IN_USE = 4 << 23  # elements of fragments that are made and uploaded at once, in a run with the default of their size
+LIBRARIES_BYTES = 300_000_000  # of a worker beside torch, and its buffers
+ROOM = 0.8  # share of the memory; activations need the rest
+
+
+class Sizes(NamedTuple):
+    """Of a model: the number of trained and frozen parameters, and the bytes of the frozen ones in 4 bits."""
+
+    trained: int
+    frozen: int = 0
+    in_4_bits: int = 0
+
+
+class Settings(NamedTuple):
+    """How a worker holds a model: --parameters, --optimizer-state, --offload, --base."""
+
+    parameters: Literal["fp32", "bf16"]
+    moments: Literal["fp32", "bf16", "8bit"]
+    offload: bool = False
+    base: Base = "full"
+
+    @property
+    def options(self) -> str:
+        """The worker's options for it; empty for its defaults."""
+        found = [
+            "" if self.parameters == "fp32" else f"--parameters {self.parameters}",
+            "" if self.moments == self.parameters else f"--optimizer-state {self.moments}",
+            "--offload" if self.offload else "",
+            "" if self.base == "full" else f"--base {self.base}",
+        ]
+        return " ".join(filter(None, found))
+
+
+# From the fastest and most exact to the least memory.
+SETTINGS = [
+    Settings("fp32", "fp32"),
+    Settings("fp32", "8bit"),
+    Settings("bf16", "bf16"),
+    Settings("bf16", "8bit"),
+    Settings("bf16", "8bit", offload=True),
+]
+OF_ADAPTERS = [
+    Settings("fp32", "fp32"),
+    Settings("bf16", "bf16"),
+    Settings("fp32", "fp32", base="nf4"),
+    Settings("bf16", "8bit", base="nf4"),
+]
+
+
+@dataclass(frozen=True)
+class Need:
+    """The bytes of a worker with these settings. `parameters`: with the frozen ones."""
+
+    settings: Settings
+    parameters: int
+    gradients: int
+    moments: int
+    outer_state: int
+    work: int
+    on_gpu: bool
+
+    @property
+    def device(self) -> int:
+        """On the GPU; with a CPU, all of it."""
+        if self.settings.offload:
+            return self.parameters
+        training = self.parameters + self.gradients + self.moments
+        return training if self.on_gpu else training + self.host
+
+    @property
+    def host(self) -> int:
+        """In host memory, beside the device's share."""
+        offloaded = self.gradients + self.moments if self.settings.offload else 0
+        return offloaded + self.outer_state + self.work + LIBRARIES_BYTES
+
+    def fits(self, memory: float, host_memory: float | None) -> bool:
+        """Return True if it fits on a device with `memory` bytes, whose host has `host_memory`; None: the device is a
+        CPU, with that much memory for everything."""
+        on_host = host_memory is None or self.host <= ROOM * host_memory
+        return self.device <= ROOM * memory and on_host
+
+
+def needs(sizes: Sizes, *, on_gpu: bool) -> list[Need]:
+    """Return what a model of these sizes needs with AdamW, with each setting that suits it."""
+    settings = OF_ADAPTERS if sizes.frozen else SETTINGS
+    return [_need(sizes, each, on_gpu) for each in settings if on_gpu or not each.offload]
+
+
+def _need(sizes: Sizes, settings: Settings, on_gpu: bool) -> Need:
+    size, trained = PARAMETER_BYTES[settings.parameters], sizes.trained
+    in_file = settings.offload or not on_gpu
+    return Need(
+        settings,
+        size * trained + (size * sizes.frozen if settings.base == "full" else sizes.in_4_bits),
+        size * trained,
+        2 * MOMENT_BYTES[settings.moments] * trained,
+        0 if in_file else OUTER_STATE_BYTES * trained,
+        WORK_BYTES * (min(IN_USE, trained) if in_file else trained),
+        on_gpu,
+    )
