@@ -1,9 +1,10 @@
 """How much memory a worker needs per parameter, by its settings.
 
-    python -m benchmarks.memory [--rows "default;leanest"] [--size 134M] [--json]
+    python -m benchmarks.memory [--rows "default;leanest"] [--size 134M] [--workers 1] [--json]
 
 Each row is an `outerstep worker` on the CPU, in a process of its own, that trains two rounds: peak memory, less
-that of a process that has only imported torch and transformers, per parameter. Only Linux counts the peak.
+that of a process that has only imported torch and transformers, per parameter. With several workers, the largest of
+their peaks, and the coordinator's beside it. Only Linux counts the peak.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from harness.coordinator import Running, coordinator_process
+from harness.coordinator import InProcess, coordinator_process
 from outerstep.common.quantities import bytes_text, count_text
 from protocol.messages import Scope
 
@@ -48,6 +51,8 @@ learning_rate = 1e-4
 [sync]
 rounds = 2
 inner_steps = 2
+[members]
+min_workers = {workers}
 """
 LEAN = ["--activation-checkpointing", "--micro-batch", "1"]
 ROWS: dict[str, list[str]] = {
@@ -66,28 +71,34 @@ PAUSE_S = 0.05
 
 @dataclass(frozen=True)
 class Row:
-    """`parameters`: of the model; `peak_bytes`: above an idle process."""
+    """`parameters`: of the model; `peak_bytes`: of a worker, above an idle process; `coordinator_bytes`: all of it."""
 
     settings: str
     parameters: int
     peak_bytes: int
+    coordinator_bytes: int
+    seconds: float
 
     @property
     def per_parameter(self) -> float:
         return self.peak_bytes / self.parameters
 
 
-def peak_so_far(process: subprocess.Popen[bytes]) -> int:
-    """Return the peak resident memory in bytes of a running process; 0 if it has just ended."""
-    lines = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+def peak_so_far(pid: int) -> int:
+    """Return the peak resident memory in bytes of a running process; 0 if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    lines = dict(line.split(":", 1) for line in text.splitlines())
     return 1024 * int(lines["VmHWM"].split()[0]) if "VmHWM" in lines else 0
 
 
-def peak_of(process: subprocess.Popen[bytes]) -> int:
-    """Return the peak resident memory in bytes of a process, once it has ended."""
+def peak_of(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Return the largest peak of the resident memory in bytes of these processes, once all have ended."""
     peak = 0
-    while process.poll() is None:
-        peak = max(peak, peak_so_far(process))
+    while any(each.poll() is None for each in processes):
+        peak = max(peak, *(peak_so_far(each.pid) for each in processes))
         time.sleep(PAUSE_S)
     return peak
 
@@ -97,12 +108,12 @@ def idle_bytes() -> int:
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
-        peak = peak_so_far(process)
+        peak = peak_so_far(process.pid)
         process.kill()
     return peak
 
 
-def measure(settings: str, size: str, running: Running, directory: Path, idle: int) -> Row:
+def measure(settings: str, size: str, workers: int, running: InProcess, directory: Path, idle: int) -> Row:
     """Train a run with these settings. Raises RuntimeError if the worker does not end well."""
     name, adapted = settings.replace(" ", "-").replace(",", ""), settings.startswith("adapters")
     heads = SHAPES[size]["hidden_size"] // 64
@@ -117,24 +128,30 @@ def measure(settings: str, size: str, running: Running, directory: Path, idle: i
     model = f'config = {{ model_type = "llama", {shape} }}'
     if adapted:
         model = f'pretrained = "{base}"\n[model.lora]\nrank = 8'
-    running.create_run(SPEC.format(name=name, model=model))
-    command = [sys.executable, "-m", "outerstep", "worker", running.url, "--run", name, "--name", "a"]
-    command += ["--state", str(directory / name), "--device", "cpu", "--data-root", "/", *ROWS[settings]]
-    log = directory / f"{name}.log"
-    with log.open("wb") as file:
-        environment = {**os.environ, "OUTERSTEP_TOKEN": running.token(Scope.WORKER)}
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
-        peak = peak_of(process)
-    if process.returncode:
-        raise RuntimeError(f"{settings}: the worker ended with {process.returncode}:\n{log.read_text()[-2000:]}")
-    return Row(settings, parameters, peak - idle)
+    running.create_run(SPEC.format(name=name, model=model, workers=workers))
+    command = [sys.executable, "-m", "outerstep", "worker", running.url, "--run", name, "--device", "cpu"]
+    command += ["--data-root", "/", *ROWS[settings]]
+    environment = {**os.environ, "OUTERSTEP_TOKEN": running.token(Scope.WORKER)}
+    began = time.monotonic()
+    with ExitStack() as stack:
+        processes, logs = [], [directory / f"{name}-{number}.log" for number in range(workers)]
+        for log in logs:
+            own = ["--name", log.stem, "--state", str(directory / log.stem)]
+            file = stack.enter_context(log.open("wb"))
+            processes.append(subprocess.Popen([*command, *own], stdout=file, stderr=file, env=environment))
+        peak = peak_of(processes)
+    for log, process in zip(logs, processes, strict=True):
+        if process.returncode:
+            raise RuntimeError(f"{settings}: a worker ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+    return Row(settings, parameters, peak - idle, peak_so_far(running.pid), round(time.monotonic() - began, 1))
 
 
 def table(rows: list[Row], idle: int) -> Table:
-    shown = Table("settings", "parameters", "peak memory", "bytes per parameter", caption=f"idle: {bytes_text(idle)}")
+    columns = ("settings", "parameters", "peak memory", "bytes per parameter", "coordinator", "seconds")
+    shown = Table(*columns, caption=f"idle: {bytes_text(idle)}")
     for each in rows:
         cells = count_text(each.parameters), bytes_text(each.peak_bytes), f"{each.per_parameter:.2f}"
-        shown.add_row(each.settings, *cells)
+        shown.add_row(each.settings, *cells, bytes_text(each.coordinator_bytes), f"{each.seconds:.0f}")
     return shown
 
 
@@ -142,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=lambda text: text.split(";"), default=list(ROWS), help="default: all")
     parser.add_argument("--size", choices=list(SHAPES), default="134M")
+    parser.add_argument("--workers", type=int, default=1, help="default: 1")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     named = ", ".join(ROWS)
@@ -151,7 +169,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="outerstep-") as directory:
         place = Path(directory)
         with coordinator_process() as running:
-            rows = [measure(each, arguments.size, running, place, idle) for each in arguments.rows]
+            rows = [measure(each, arguments.size, arguments.workers, running, place, idle) for each in arguments.rows]
     if arguments.json:
         print(json.dumps([asdict(each) | {"per_parameter": each.per_parameter} for each in rows], indent=2))
     else:

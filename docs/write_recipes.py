@@ -17,7 +17,8 @@ from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, duratio
 from outerstep.plan import Setting, Workload
 from protocol.spec.run import RunSpec, parse_spec
 from worker.inner.optimizers import hidden_matrices
-from worker.models.building import build_model
+from worker.memory import Sizes, needs
+from worker.models.building import build_model, bytes_in_4_bits
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 PAGE = FOLDER / "README.md"
@@ -50,6 +51,30 @@ PRETRAINED: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 32,
         "tie_word_embeddings": True,
+    },
+    "NousResearch/Hermes-3-Llama-3.1-8B": {
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "Qwen/Qwen2.5-32B-Instruct": {
+        "vocab_size": 152_064,
+        "hidden_size": 5120,
+        "intermediate_size": 27_648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+    },
+    "mistralai/Mistral-7B-v0.1": {
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
     },
 }
 
@@ -88,6 +113,7 @@ We ran none of these at full size; the tests run each recipe in miniature.
 
 - **tokens**: what all workers together train on, in several epochs if the set has fewer.
 - **GPU**: fp32 weights, gradients and the optimizer's state, without the activations of a micro-batch.
+- **at least**: the same with the leanest settings that `--fit auto` may choose, such as a frozen model in 4 bits.
 - **time**: of inner steps, and of syncs that training waits for.
 - **a sync**: the bytes of one worker, up and down. **in inner steps**: the share of the time spent training rather than
   waiting for syncs.
@@ -106,6 +132,7 @@ class Recipe:
     trained: int
     parameters: int
     gpu_bytes: int
+    least_bytes: int
     step_s: float
     setting: Setting
 
@@ -127,14 +154,28 @@ def recipe(path: Path) -> Recipe:
     )
     setting = plan.setting(workload, exchange, sync.schedule_steps)
     parameters = sum(each.numel() for each in model.parameters())
-    return Recipe(path.name, comment, spec, trained, parameters, gpu_bytes(model, spec), step_s, setting)
+    frozen = parameters - trained
+    sizes = Sizes(trained, frozen, in_4_bits(spec) if frozen else 0)
+    least = needs(sizes, on_gpu=True)[-1].device
+    return Recipe(path.name, comment, spec, trained, parameters, gpu_bytes(model, spec), least, step_s, setting)
+
+
+def in_4_bits(spec: RunSpec) -> int:
+    """Return the bytes of the run's frozen model in 4 bits."""
+    with META:
+        return bytes_in_4_bits(AutoModelForCausalLM.from_config(pretrained(spec)))
+
+
+def pretrained(spec: RunSpec) -> LlamaConfig:
+    assert spec.model.pretrained is not None
+    return LlamaConfig(**PRETRAINED[spec.model.pretrained])
 
 
 def shape(spec: RunSpec) -> nn.Module:
     """Return the run's model on the meta device, with adapters of the right shapes beside the matrices that get one."""
     if spec.model.pretrained is None:
         return build_model(spec, META)
-    model: nn.Module = AutoModelForCausalLM.from_config(LlamaConfig(**PRETRAINED[spec.model.pretrained]))
+    model: nn.Module = AutoModelForCausalLM.from_config(pretrained(spec))
     if spec.model.lora is not None:
         model.requires_grad_(False)
         rank = spec.model.lora.rank
@@ -186,6 +227,7 @@ def row(each: Recipe) -> str:
         count_text(tokens),
         count_text(each.trained) + ("" if each.trained == each.parameters else f" of {count_text(each.parameters)}"),
         bytes_text(each.gpu_bytes),
+        bytes_text(each.least_bytes),
         f"{each.step_s:.2f} s",
         time_text(each),
         f"{bytes_text(cost.upload_bytes)}, {bytes_text(cost.download_bytes)}",
@@ -202,6 +244,7 @@ COLUMNS = (
     "tokens",
     "parameters",
     "GPU",
+    "at least",
     "inner step",
     "time",
     "a sync",

@@ -16,7 +16,7 @@ from tests.support.workers import worker_settings
 from worker.agent import run_worker
 
 RECIPES = sorted(write_recipes.FOLDER.glob("*.toml"))
-OFTEN = {"opendiloco-150m-h500", "muloco-150m", "lora-1.7b"}  # trained by `make test`; the others are like one of these
+OFTEN = {"opendiloco-150m-h500", "muloco-150m", "qlora-32b"}  # trained by `make test`; the others are like one of these
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,8 @@ def test_a_recipe_trains_in_miniature(path: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if "[model.lora]" in text:
         pytest.importorskip("peft", reason="needs: pip install 'outerstep[peft]'")
+    if 'base = "nf4"' in text:
+        pytest.importorskip("bitsandbytes", reason="needs: pip install 'outerstep[qlora]'")
     small = miniature(text, tmp_path)
     name = parse_spec(text).name
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -39,7 +41,8 @@ def test_a_recipe_trains_in_miniature(path: Path, tmp_path: Path, monkeypatch: p
             run = RunDetail.model_validate(http.get(f"/v1/runs/{name}").json())
             worker = WorkerInfo.model_validate(http.get(f"/v1/runs/{name}/workers/a").json())
     assert (run.state, run.state_digest) == ("finished", worker.state_digest)
-    assert run.tokens == run.spec.total_inner_steps * run.spec.unit_tokens
+    of_unit = run.data.unit_tokens if run.data is not None else None  # those that are trained on, in conversations
+    assert run.tokens == run.spec.total_inner_steps * (of_unit or run.spec.unit_tokens)
     assert run.held_out_loss is not None
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from protocol.spec.model import PRESETS
+from tests.support.conversations import write_conversations
 from tests.support.text import write_text
-from tests.support.tokenizers import write_tokenizer
+from tests.support.tokenizers import write_chat_tokenizer, write_tokenizer
 from tests.support.trained import save_trained
 
 VOCABULARY = 300
@@ -35,8 +36,14 @@ def miniature(text: str, home: Path) -> str:
         own = document.setdefault(section, {})
         own.update({key: value for key, value in sizes.items() if key in own or key != "overlap"})
     model, data = document["model"], document["data"]
-    data["source"] = str(write_text(home / "text", seed=1, words=400))
-    data["tokenizer"] = str(write_tokenizer(home / "tokenizer"))
+    if data.get("format", "text") == "text":
+        data["source"] = str(write_text(home / "text", seed=1, words=400))
+        data["tokenizer"] = str(write_tokenizer(home / "tokenizer"))
+    else:
+        home.mkdir(exist_ok=True)
+        data["source"] = str(write_conversations(home / "talk.jsonl"))
+        data["tokenizer"] = str(write_chat_tokenizer(home / "tokenizer"))
+        data["sequence_length"] = 64  # the longest conversation is longer than 16 tokens
     if "preset" in model:
         model["config"] = {"model_type": "llama", **PRESETS[model.pop("preset")], **SMALL_MODEL}
     if "pretrained" in model:

@@ -277,12 +277,17 @@ def sizes_of(spec: RunSpec, max_parameters: int = MAX_PARAMETERS) -> Sizes:
     if model_spec.lora is None:
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         return Sizes(trained, whole - trained, FP32_BYTES * (whole - trained))
-    head = model.get_output_embeddings()
-    linear = sum(each.weight.numel() for each in model.modules() if type(each) is nn.Linear and each is not head)
+    in_4_bits = bytes_in_4_bits(model)
     with torch.device("meta"):
         adapted = _with_adapters(model, model_spec, spec.seed)
-    trained = sum(each.numel() for each in adapted.parameters() if each.requires_grad)
-    return Sizes(trained, whole, round(NF4_BYTES * linear) + BF16_BYTES * (whole - linear))
+    return Sizes(sum(each.numel() for each in adapted.parameters() if each.requires_grad), whole, in_4_bits)
+
+
+def bytes_in_4_bits(model: PreTrainedModel) -> int:
+    """Return the bytes of the model with its linear layers in NF4 and the rest, with the head, in bf16."""
+    head, whole = model.get_output_embeddings(), sum(each.numel() for each in model.parameters())
+    linear = sum(each.weight.numel() for each in model.modules() if type(each) is nn.Linear and each is not head)
+    return round(NF4_BYTES * linear) + BF16_BYTES * (whole - linear)
 
 
 def _check_size(config: PreTrainedConfig, label: str, most: int, attention: str) -> PreTrainedModel:
