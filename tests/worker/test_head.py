@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from worker.inner import loss as loss_module
-from worker.inner.loss import Loss, find_head
+from worker.inner.loss import Head, Loss, chunked_cross_entropy, find_head
 
 VOCABULARY, ROWS, LENGTH = 300, 4, 16
 SHAPE = {
@@ -66,6 +66,36 @@ def test_the_same_loss_and_gradient_with_few_logits(
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     for one, other in zip(chunked.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_chunks_of_a_part_of_the_targets_scaled(bias: bool, frozen: bool) -> None:
+    """Some targets do not count, the last chunk is shorter, the loss is scaled, and the head may be frozen."""
+    torch.manual_seed(0)
+    linear = nn.Linear(8, VOCABULARY, bias=bias).requires_grad_(not frozen)
+    hidden = torch.randn(53, 8, requires_grad=True)
+    targets = torch.randint(0, VOCABULARY, (53,))
+    targets[::3] = -100
+    given = [hidden, *(each for each in linear.parameters() if not frozen)]
+    expected = nn.functional.cross_entropy(linear(hidden), targets, reduction="sum") / 7 * 0.3
+    found = chunked_cross_entropy(hidden, Head(nn.Identity(), linear), targets, 10, 7) * 0.3
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(torch.autograd.grad(found, given), torch.autograd.grad(expected, given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        assert torch.equal(chunked_cross_entropy(hidden, Head(nn.Identity(), linear), targets, 10, 7) * 0.3, found)
+
+
+def test_its_gradients_can_be_asked_for_only_once() -> None:
+    """They are scaled in place; a second time would scale them again without a word."""
+    hidden = torch.randn(30, 8, requires_grad=True)
+    loss = chunked_cross_entropy(
+        hidden, Head(nn.Identity(), nn.Linear(8, 9)), torch.zeros(30, dtype=torch.int64), 10, 1
+    )
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only once"):
+        loss.backward()
 
 
 def test_few_logits_are_made_at_once_bit_for_bit() -> None:

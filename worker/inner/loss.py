@@ -7,12 +7,12 @@ these are the tokens that are trained on.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from protocol.spec.sections import DataSpec
@@ -78,17 +78,68 @@ def chunked_cross_entropy(
     hidden: Tensor, head: Head, targets: Tensor, chunk_tokens: int, mean_over: Tensor | int
 ) -> Tensor:
     """Return the sum of the cross-entropies in nats divided by `mean_over`, a scalar in fp32, with the logits of
-    `chunk_tokens` tokens in memory at most. The backward pass computes them again.
+    `chunk_tokens` tokens in memory at most.
 
     hidden   [tokens, width]
     targets  int64[tokens]
     """
     if len(targets) <= chunk_tokens:
         return head.cross_entropy(hidden, head.linear, targets) / mean_over
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-    for states, wanted in zip(hidden.split(chunk_tokens), targets.split(chunk_tokens), strict=True):
-        total = total + checkpoint(head.cross_entropy, states, head.linear, wanted, use_reentrant=False)
+    total: Tensor = _FusedCrossEntropy.apply(hidden, head.linear.weight, head.linear.bias, targets, chunk_tokens)
     return total / mean_over
+
+
+class _FusedCrossEntropy(torch.autograd.Function):
+    """The linear layer and the sum of the cross-entropies in one operation, chunk by chunk.
+
+    The forward pass also computes the gradients of each chunk while its logits are there, for a loss whose gradient is
+    1; the backward pass only scales them. So no logits are computed twice, as they would be with checkpoints.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk_tokens: int
+    ) -> Tensor:
+        of_hidden, of_weight, of_bias = (
+            torch.zeros_like(each) if needed and each is not None else None
+            for each, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+        )
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, len(targets), chunk_tokens):
+            states, wanted = hidden[start : start + chunk_tokens], targets[start : start + chunk_tokens]
+            logits = functional.linear(states, weight, bias)
+            dtype, values = logits.dtype, logits.float()
+            del logits
+            counts = wanted != _UNTRAINED
+            index = torch.where(counts, wanted, 0)[:, None]
+            highest = values.amax(dim=1, keepdim=True)
+            hit = values.gather(1, index) - highest
+            powers = values.sub_(highest).exp_()  # in place, as they are the largest tensor of a step
+            sums = powers.sum(dim=1, keepdim=True)
+            total += ((sums.log() - hit).squeeze(1) * counts).sum()
+            if of_hidden is None and of_weight is None and of_bias is None:
+                continue
+            slope = powers.div_(sums)
+            slope.scatter_add_(1, index, torch.full_like(sums, -1.0))
+            slope = slope.mul_(counts[:, None]).to(dtype)
+            if of_hidden is not None:
+                of_hidden[start : start + chunk_tokens] = slope @ weight.to(dtype)
+            if of_weight is not None:
+                of_weight += slope.t() @ states.to(dtype)
+            if of_bias is not None:
+                of_bias += slope.sum(dim=0, dtype=torch.float32)
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.used = False
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.used:
+            raise RuntimeError("the gradients of a fused cross-entropy can be asked for only once")
+        ctx.used = True
+        scaled = (None if each is None else each.mul_(slope) for each in ctx.saved_tensors)  # in place: they are large
+        return *scaled, None, None
 
 
 class Inputs(NamedTuple):
