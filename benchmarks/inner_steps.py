@@ -37,6 +37,7 @@ learning_rate = 1e-4
 rounds = 1
 inner_steps = 10
 """
+LEAN: dict[str, Any] = {"parameters": "bf16", "optimizer_state": "8bit"}
 ROWS: dict[str, dict[str, Any]] = {
     "auto": {},
     "micro-batch 4": {"micro_batch": 4},
@@ -44,11 +45,16 @@ ROWS: dict[str, dict[str, Any]] = {
     "micro-batch 64": {"micro_batch": 64},
     "fp16": {"precision": "fp16"},
     "parameters bf16": {"parameters": "bf16"},
+    "moments in 8 bits": {"optimizer_state": "8bit"},
+    "parameters bf16, moments in 8 bits": LEAN,
+    "the same, offloaded": {**LEAN, "offload": True},
+    "the same, offloaded, activation checkpointing": {**LEAN, "offload": True, "activation_checkpointing": True},
     "activation checkpointing": {"activation_checkpointing": True},
     "compiled": {"compile": True},
     "compiled, micro-batch 16": {"compile": True, "micro_batch": 16},
 }
 QUICK = ("auto", "micro-batch 4", "activation checkpointing")
+ON_CUDA = ("offload",)  # settings that need it
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,8 @@ def main() -> None:
     text = SPEC.format(**shape)
     rows = []
     for name in QUICK if options.quick else ROWS:
+        if not torch.cuda.is_available() and any(key in ON_CUDA for key in ROWS[name]):
+            continue
         rows.append(measure(name, text, options.device))
         print(rows[-1], flush=True)
     Console().print(table(rows))

@@ -14,6 +14,8 @@ from worker.inner import loss as loss_module
 from worker.inner.execution import compile_model
 from worker.inner.loss import Loss, find_head
 from worker.inner.micro_batch import MicroBatches
+from worker.inner.offload import HostGradients
+from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.precision import Precision, loss_scaler
 from worker.inner.step import InnerStep
 
@@ -101,3 +103,27 @@ def test_fp16_learns() -> None:
         losses.append(float(step.gradient(batch())))
         step.apply()
     assert losses[-1] < losses[0]
+
+
+def test_offloaded_it_is_the_same_training_with_the_memory_of_the_parameters() -> None:
+    """Moments in 8 bits, clipped, in micro-batches. Between steps the device holds nothing but the parameters."""
+    inner = InnerSpec(optimizer="adamw", learning_rate=1e-3, clip_norm=1e-2)
+    models = []
+    for offloads in (False, True):
+        model = llama().bfloat16()
+        held = torch.cuda.memory_allocated()
+        offloaded = HostGradients(model.parameters()) if offloads else None
+        optimizers = build_inner_optimizers(model, inner, "8bit", offloaded)
+        step = InnerStep(Loss(model, "bf16"), optimizers, MicroBatches(4, ROWS), inner=inner, offloaded=offloaded)
+        for number in range(3):
+            torch.manual_seed(number)
+            step.gradient(batch())
+            step.apply()
+        models.append(model)
+        if offloads:
+            moments = [each for state in optimizers[0].state.values() for each in state.values()]
+            assert {each.device.type for each in moments} == {"cpu"}
+            assert all(each.is_pinned() for each in moments if each.numel() > 1)
+            assert torch.cuda.memory_allocated() - held < 1 << 20
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
