@@ -28,7 +28,7 @@ from worker.inner.loss import Loss, check_packing, conversations_in, find_head
 from worker.inner.micro_batch import MicroBatches, choose_micro_batch
 from worker.inner.offload import HostGradients
 from worker.inner.optimizers import build_inner_optimizers
-from worker.inner.precision import Precision, cast_parameters, loss_scaler, precision_on
+from worker.inner.precision import Precision, cast_parameters, loss_scaler, precision_on, use_float8
 from worker.inner.schedules import Schedule
 from worker.inner.step import InnerStep
 from worker.models.building import build_model, check_vocabulary
@@ -120,7 +120,13 @@ def set_up(
     conversations = conversations_in(spec.data)
     if conversations == "packed":
         check_packing(model)
-    use = _device_use(spec, settings, model, precision, device, ranks.size)
+    use = _device_use(spec, settings, model, precision, device, ranks.size)  # before the layers are replaced
+    if precision == "float8":
+        if mode == "fsdp":
+            raise BoxError("--precision float8 does not work with a sharded model: use bf16, or --mode ddp")
+        log.info("%d linear layers compute in float8", use_float8(model))
+        if not settings.compile:
+            log.warning("--precision float8 saves time only with --compile")
     head = find_head(model)
     if settings.activation_checkpointing:
         checkpoint_activations(model)

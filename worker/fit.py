@@ -88,7 +88,9 @@ def _suits(each: Settings, given: BoxSettings, spec: RunSpec) -> bool:
         return False
     if given.base not in (None, each.base) or (each.base == "nf4" and not _has_bitsandbytes()):
         return False
-    if given.precision not in (None, "bf16") and (each.parameters == "bf16" or each.base == "nf4"):
+    if each.parameters == "bf16" and given.precision not in (None, "bf16", "float8"):
+        return False
+    if each.base == "nf4" and given.precision not in (None, "bf16"):
         return False
     own_moments = each.offload or each.moments != each.parameters
     return not (own_moments and spec.inner.optimizer not in OPTIMIZERS) and not (each.offload and given.compile)

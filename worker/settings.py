@@ -126,11 +126,12 @@ class BoxSettings(_Settings):
             "many as fit, found by halving when memory runs out"
         ),
     )
-    precision: Literal["bf16", "fp16", "tf32", "fp32"] | None = Field(
+    precision: Literal["float8", "bf16", "fp16", "tf32", "fp32"] | None = Field(
         None,
         description=(
             "arithmetic of the inner steps: autocast to bf16 or fp16 (with a GradScaler), fp32, or fp32 with TF32 "
-            "matrix products (CUDA); default: bf16 on CUDA, else fp32"
+            "matrix products (CUDA); float8: bf16, with the linear layers in float8 by torchao, which saves time only "
+            "with --compile; default: bf16 on CUDA, else fp32"
         ),
     )
     parameters: Literal["fp32", "bf16"] = Field(

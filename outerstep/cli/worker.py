@@ -129,7 +129,7 @@ def worker(
         ),
     ] = None,
     precision: Annotated[
-        Literal["bf16", "fp16", "tf32", "fp32"] | None,
+        Literal["float8", "bf16", "fp16", "tf32", "fp32"] | None,
         typer.Option("--precision", help="Precision of the arithmetic. Default: bf16 on CUDA, else fp32."),
     ] = None,
     parameters: Annotated[

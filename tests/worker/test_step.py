@@ -1,18 +1,20 @@
 """One inner step: micro-batches, memory that does not suffice, precision, several optimizers."""
 
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from protocol.spec.sections import InnerSpec
 from worker.errors import BoxError
 from worker.inner.evaluation import evaluate
-from worker.inner.loss import Loss, mean_loss
+from worker.inner.loss import Loss, find_head, mean_loss
 from worker.inner.micro_batch import MicroBatches, is_out_of_memory
-from worker.inner.precision import cast_parameters, loss_scaler, precision_on
+from worker.inner.precision import cast_parameters, loss_scaler, precision_on, use_float8
 from worker.inner.step import InnerStep
 
 CPU = torch.device("cpu")
@@ -175,6 +177,56 @@ def test_a_step_is_clipped_and_dropped() -> None:
 
 
 # --- precision ----------------------------------------------------------------------------------------------------
+
+
+def test_float8_is_refused_by_name_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"--precision float8 needs a GPU .* the device is cpu; use bf16"):
+        precision_on(CPU, "float8")
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(ValueError, match=r"the device is cuda \(NVIDIA A100\); use bf16"):
+        precision_on(cuda, "float8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert [precision_on(cuda, "float8", held) for held in ("fp32", "bf16")] == ["float8", "float8"]
+    with pytest.raises(ValueError, match=r"a frozen model in 4 bits \(nf4\) needs --precision bf16, not float8"):
+        precision_on(cuda, "float8", base="nf4")
+
+
+def test_without_torchao_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(BoxError, match=r"float8 needs torchao.* pip install 'outerstep\[float8\]'"):
+        use_float8(nn.Linear(16, 16))
+
+
+def test_linear_layers_in_float8_train_like_the_others() -> None:
+    """As if the device had float8: close to bf16, with the same parameters, and the head as it was."""
+    pytest.importorskip("torchao", reason="torchao is not installed: pip install 'outerstep[float8]'")
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=72, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    models: list[nn.Module] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(LlamaForCausalLM(config))
+    plain, model = models
+    before = {name: id(each) for name, each in model.named_parameters()}
+    assert use_float8(model, emulate=True) == 2 * 4, "of each layer all but the three whose 72 is no multiple of 16"
+    assert {name: id(each) for name, each in model.named_parameters()} == before
+    assert type(model.get_submodule("lm_head")) is nn.Linear
+    batch = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(1))
+    losses = []
+    for each in models:
+        optimizer, loss_of = torch.optim.AdamW(each.parameters(), lr=3e-3), Loss(each, "bf16", find_head(each))
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = loss_of(batch)
+            loss.backward()
+            optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[1] < 3.0, "it was 4.2 at first"
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert not torch.equal(next(plain.parameters()), next(model.parameters()))
 
 
 def test_the_device_s_own_precision() -> None:

@@ -48,8 +48,9 @@ _OTHERS = re.compile(r"\b(Laptop|Max-Q|MIG|Ti|D)\b")  # variants of the same nam
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of a device with this name; None if it is not in the table."""
-    column = {"bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}[precision]
+    """Return the peak FLOP/s of a device with this name; None if it is not in the table. For float8 it is that of bf16,
+    in which the attention and the head are computed."""
+    column = {"float8": 0, "bf16": 0, "fp16": 0, "tf32": 1, "fp32": 2}[precision]
     if _OTHERS.search(device_name):
         return None
     for name, peaks in PEAKS.items():
