@@ -4,8 +4,9 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.api import checkpoints, events, rounds, runs, server, tokens, workers
@@ -66,9 +67,7 @@ def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = N
     app.state.metrics = metrics = ServerMetrics(coordinator, connections)
     answer_problems(app)
     openapi.extend_schema(app)
-    for group in (runs, workers, rounds, checkpoints, events, tokens, server):
-        app.include_router(group.router)
-    app.router.routes += [*openapi.page_routes(app), *dashboard.routes()]
+    app.router.routes += [*_api().routes, *openapi.page_routes(app), *dashboard.routes()]
     # A request passes the last one added first.
     if tracing.is_on():
         app.add_middleware(TraceAttributes)
@@ -79,6 +78,16 @@ def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = N
     app.add_middleware(AssignRequestId)
     app.add_middleware(HeadAsGet)
     return app
+
+
+@cache
+def _api() -> APIRouter:
+    """Return the routes of the API. FastAPI analyses them at the first request; several applications in one process
+    share the result."""
+    api = APIRouter()
+    for group in (runs, workers, rounds, checkpoints, events, tokens, server):
+        api.include_router(group.router)
+    return api
 
 
 async def _tick(coordinator: Coordinator) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import psutil
+import uvicorn.server
 from sqlalchemy import make_url
 
 from coordinator.run.live_run import LiveRun
@@ -111,6 +112,20 @@ class InThread(Running):
             if time.monotonic() > give_up_at:
                 raise TimeoutError(f"the jobs of the run {run} do not finish")
             time.sleep(0.005)
+
+
+class _Impatient:
+    """asyncio for uvicorn, which polls every 0.1 s whether to stop, and whether connections are closed: tests start and
+    stop a thousand servers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, delay: float) -> None:
+        await asyncio.sleep(delay / 10)
+
+
+uvicorn.server.asyncio = _Impatient()  # type: ignore[assignment]
 
 
 @cache

@@ -146,7 +146,7 @@ def test_the_exit_codes_are_told_as_they_are():
         (["worker", "http://c", "--run", "r", "--token", "t", "--peak-flops", "0"], "--peak-flops = 0.0: input should"),
         (
             ["worker", "http://c", "--run", "r", "--token", "t", "--precision", "fp8"],
-            "'fp8' is not one of 'bf16', 'fp16'",
+            "'fp8' is not one of 'float8', 'bf16'",
         ),
         (["worker", "--spec", "run.toml"], "--spec is for --no-sync"),
         (["worker", "--no-sync", "--spec", "run.toml", "--gpus", "2"], "--gpus is for"),
