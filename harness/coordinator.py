@@ -125,7 +125,7 @@ class _Impatient:
         await asyncio.sleep(delay / 10)
 
 
-uvicorn.server.asyncio = _Impatient()  # type: ignore[assignment]
+setattr(uvicorn.server, "asyncio", _Impatient())  # noqa: B010, a module has no such attribute for mypy
 
 
 @cache
