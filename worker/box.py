@@ -98,7 +98,7 @@ def set_up(
     # In host memory, from which a sharded model is moved to the device layer by layer, and one in bf16 once it is that.
     in_host_memory = (ranks.size > 1 and settings.mode != "ddp") or settings.parameters == "bf16"
     where = torch.device("cpu") if in_host_memory and base != "nf4" else device
-    model = build_model(spec, where, settings.max_parameters, base)
+    model = build_model(spec, where, settings.max_parameters, base, trains_on=device)
     give_back_free_memory()
     mode, reasons = None, []
     if ranks.size > 1:
@@ -108,6 +108,9 @@ def set_up(
     if mode == "fsdp" and (settings.compile or precision == "fp16"):
         wrong = "--compile" if settings.compile else "--precision fp16"
         raise BoxError(f"{wrong} does not work with a sharded model: leave it out, or use --mode ddp")
+    conversations = conversations_in(spec.data)
+    if conversations == "packed":
+        check_packing(model)  # in fp32
     if settings.parameters == "bf16":
         cast_parameters(model, torch.bfloat16)
     model = model if mode == "fsdp" else model.to(device)
@@ -117,9 +120,6 @@ def set_up(
     if spec.data.holdout and not data.held_out_tokens:
         warning = "nothing is held out, or less than a sequence of %d tokens: this worker measures no held-out loss"
         log.warning(warning, spec.data.sequence_length)
-    conversations = conversations_in(spec.data)
-    if conversations == "packed":
-        check_packing(model)
     use = _device_use(spec, settings, model, precision, device, ranks.size)  # before the layers are replaced
     if precision == "float8":
         if mode == "fsdp":

@@ -86,7 +86,8 @@ def _suits(each: Settings, given: BoxSettings, spec: RunSpec) -> bool:
         return False
     if given.optimizer_state not in (None, each.moments) or (given.offload and not each.offload):
         return False
-    if given.base not in (None, each.base) or (each.base == "nf4" and not _has_bitsandbytes()):
+    wanted = given.base or ("nf4" if spec.model.lora is not None and spec.model.lora.base == "nf4" else None)
+    if wanted not in (None, each.base) or (each.base == "nf4" and wanted is None and not _has_bitsandbytes()):
         return False
     if each.parameters == "bf16" and given.precision not in (None, "bf16", "float8"):
         return False

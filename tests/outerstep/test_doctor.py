@@ -49,6 +49,7 @@ from worker.agent import run_worker
 from worker.data.open_training_set import open_training_set
 from worker.errors import Stopped
 from worker.link.client import open_http
+from worker.memory import IN_USE
 from worker.models.building import build_model
 from worker.settings import BoxSettings, WorkerSettings
 from worker.state.parameters import tensor_specs
@@ -600,6 +601,18 @@ def test_a_micro_batch_that_does_not_fit_the_batch(
     assert code(found) is Exit.DONE
 
 
+def test_what_fit_auto_would_choose(
+    running: InThread, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = examined(worker_settings(running, run, tmp_path / "state", fit="auto"))
+    assert of(found, "fit").said == "--fit auto chooses the defaults"
+    monkeypatch.setattr("worker.fit.free_memory", lambda device: (10**6, None))
+    found = examined(worker_settings(running, run, tmp_path / "state", fit="auto"))
+    assert of(found, "fit").state is State.WRONG
+    assert "nothing fits" in of(found, "fit").said
+    assert {of(found, name).state for name in ("data", "model", "memory", "step")} == {State.SKIPPED}
+
+
 def test_a_step_that_the_memory_does_not_hold(
     running: InThread, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -653,6 +666,16 @@ def test_the_memory_by_mode(mode: Any, processes: int, parameters: str, device_b
 )
 def test_moments_in_fewer_bits(parameters: str, moments: Any, size: int) -> None:
     assert training.memory_needed(model_of(10**9), None, 1, parameters, moments).optimizer == size * 10**9
+
+
+def test_offloaded_gradients_and_moments_are_in_host_memory() -> None:
+    needed = training.memory_needed(model_of(10**9), None, 1, "bf16", "8bit", mapped=True, offload=True)
+    assert needed.device_bytes == 2e9
+    assert needed.host_bytes == 2e9 + 2e9 + 4 * IN_USE
+    shown = training.judge_memory(needed, training.FreeMemory(10**10, 10**10), 1, CPU)[0].said
+    assert shown.startswith(
+        "2 GB on cpu (parameters 2 GB) and activations; in host memory gradients 2 GB, optimizer 2 GB"
+    )
 
 
 def test_frozen_parameters_have_no_gradients() -> None:

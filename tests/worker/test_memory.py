@@ -169,6 +169,11 @@ def test_a_frozen_model_that_is_too_large_is_held_in_4_bits(monkeypatch: pytest.
         free(monkeypatch, memory, 64e9)
         found = fitted(run, BoxSettings(fit="auto"), CUDA)
         assert (found.base, found.parameters, found.offload) == (base, parameters, False)
+    free(monkeypatch, 48e9, 64e9)
+    asked = spec('pretrained = "/models/llama", lora = { rank = 8, base = "nf4" }')
+    assert fitted(asked, BoxSettings(fit="auto"), CUDA).base == "nf4", "as the run's spec says"
+    assert fitted(asked, BoxSettings(fit="auto", base="full"), CUDA).base == "full"
+    free(monkeypatch, 12e9, 64e9)
     monkeypatch.setattr(fit, "_has_bitsandbytes", lambda: False)
     with pytest.raises(BoxError, match="nothing fits for 20 M parameters to train and 8 G frozen"):
         fitted(run, BoxSettings(fit="auto"), CUDA)

@@ -41,6 +41,8 @@ def test_a_model_without_sdpa_is_built_on_a_gpu_too(model_type: str, attention: 
     config = f'[model]\nconfig = {{model_type = "{model_type}", vocab_size = 20, num_key_value_heads = 2, {shape}}}'
     model = build_model(spec(config), torch.device("meta"))
     assert model.config._attn_implementation == attention  # type: ignore[union-attr]  # noqa: SLF001
+    for_a_gpu = build_model(spec(config), CPU, trains_on=torch.device("cuda"))
+    assert for_a_gpu.config._attn_implementation == attention  # type: ignore[union-attr]  # noqa: SLF001
 
 
 def test_the_embeddings_of_tiny_are_too_large_to_be_thrown_about() -> None:

@@ -44,10 +44,15 @@ log = logging.getLogger(__name__)
 
 
 def build_model(
-    spec: RunSpec, device: torch.device, max_parameters: int = MAX_PARAMETERS, base: Base = "full"
+    spec: RunSpec,
+    device: torch.device,
+    max_parameters: int = MAX_PARAMETERS,
+    base: Base = "full",
+    trains_on: torch.device | None = None,
 ) -> nn.Module:
     """Return the run's model in float32 on `device`, with its initial parameters unless `load_weights` has to load
-    them (see `has_initial_parameters`). `base`: how the frozen model of adapters is held.
+    them (see `has_initial_parameters`). `base`: how the frozen model of adapters is held. `trains_on`: the device that
+    it will be moved to, for which the attention is chosen; None: `device`.
 
     Raises ModelError if it cannot be built, or has more than `max_parameters`. The size is checked before any memory is
     allocated, except that of a model from the user's function, which is known only afterwards.
@@ -60,7 +65,7 @@ def build_model(
         model = (
             _factory_model(spec.model)
             if spec.model.factory
-            else _transformers_model(spec, device, max_parameters, base)
+            else _transformers_model(spec, trains_on or device, max_parameters, base)
         )
     return model.to(device)
 
@@ -278,7 +283,7 @@ def sizes_of(spec: RunSpec, max_parameters: int = MAX_PARAMETERS) -> Sizes:
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
         return Sizes(trained, whole - trained, FP32_BYTES * (whole - trained))
     in_4_bits = bytes_in_4_bits(model)
-    with torch.device("meta"):
+    with _SEEDING, torch.random.fork_rng(devices=[]), torch.device("meta"):
         adapted = _with_adapters(model, model_spec, spec.seed)
     return Sizes(sum(each.numel() for each in adapted.parameters() if each.requires_grad), whole, in_4_bits)
 

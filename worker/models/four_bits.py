@@ -9,36 +9,45 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from bitsandbytes.nn.modules import Linear4bit
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
-from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
-from transformers.quantizers.base import get_keys_to_not_convert
 
 from worker.process import give_back_free_memory
 
 
 def empty_in_4_bits(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """Return the model with layers for NF4 with double quantisation, bf16 compute, and its parameters on torch's meta
-    device. Its embeddings, its head and its norms are in bf16."""
-    nf4 = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
+    """Return the model with its parameters on torch's meta device. Its linear layers, except the output embeddings, are
+    for NF4 with double quantisation and compute in bf16; its embeddings, its head and its norms are in bf16."""
     with init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(
             config, attn_implementation=attention, dtype=torch.bfloat16, trust_remote_code=False
         )
-    model = replace_with_bnb_linear(model, get_keys_to_not_convert(model), nf4)
+    head = model.get_output_embeddings()
+    linear = {name: each for name, each in model.named_modules() if type(each) in (nn.Linear, Conv1D)}
+    for name, layer in linear.items():
+        if layer is not head:
+            model.set_submodule(name, _layer_in_4_bits(layer))
     model.is_loaded_in_4bit = True  # for peft
-    for layer in model.modules():
-        # bitsandbytes would repack the weights for some CPUs at each evaluation, and fail with odd shapes.
-        if hasattr(layer, "support_avx512bf16_for_cpu"):
-            layer.support_avx512bf16_for_cpu = False
     loaded: PreTrainedModel = model.eval()
     return loaded
+
+
+def _layer_in_4_bits(layer: Any) -> nn.Module:
+    """Return a layer without weights in place of `layer`, a Linear or transformers' Conv1D."""
+    rows, columns = layer.weight.shape
+    given, made = (columns, rows) if isinstance(layer, nn.Linear) else (rows, columns)
+    with torch.device("meta"):
+        new: Any = Linear4bit(
+            given, made, layer.bias is not None, torch.bfloat16, compress_statistics=True, quant_type="nf4"
+        )
+    new.requires_grad_(False)
+    new.is_transposed = isinstance(layer, Conv1D)
+    # bitsandbytes would repack the weights for some CPUs at each evaluation, and fail with odd shapes.
+    new.support_avx512bf16_for_cpu = False
+    made_empty: nn.Module = new
+    return made_empty
 
 
 def fill(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
@@ -82,4 +91,4 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 def _is_transposed(module: nn.Module) -> bool:
     """Return True for a layer that was transformers' Conv1D, a linear layer whose weight is [in, out]."""
-    return is_in_4_bits(getattr(module, "weight", None)) and getattr(module, "source_cls", None) is Conv1D
+    return bool(getattr(module, "is_transposed", False))
