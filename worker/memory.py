@@ -16,7 +16,7 @@ MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}  # each; AdamW has two
 OUTER_STATE_BYTES = 8  # θ and u, in fp32
 WORK_BYTES = 4  # the pseudo-gradient, in fp32
 IN_USE = 4 << 23  # elements of fragments that are made and uploaded at once, in a run with the default of their size
-LIBRARIES_BYTES = 300_000_000  # of a worker beside torch, and its buffers
+LIBRARIES_BYTES = 250_000_000  # of a worker beside torch, and its buffers
 ROOM = 0.8  # share of the memory; activations need the rest
 
 

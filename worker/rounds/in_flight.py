@@ -144,7 +144,7 @@ class InFlight:
                 outcome = exchange.contribute(contribution, next_turn.set)
             sent.set()
             unsent = exchange.unsent(contribution)  # while the delta is waited for
-            exchange.state.release(p)
+            exchange.state.release_delta(p)
             with exchange.client.stages(Stage.AWAIT_DELTA):
                 delta, sent_again = fetched.result()
             outcome = sent_again[-1] if sent_again else outcome

@@ -194,13 +194,13 @@ class Round:
 
         def make() -> Contribution:
             room = self._state.room_for_delta(p)
-            self._state.populate(p)
             delta = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.delta(p), local, gathered, room)
             norm = float(torch.linalg.vector_norm(delta))
             if not self._state.is_intact(p):
                 # The base of this pseudo-gradient is unknown. The coordinator rejects it by its base, and reports that.
                 log.error("round %d: the memory of fragment %d's outer state has changed unexpectedly", round_number, p)
                 norm = float(torch.linalg.vector_norm(delta.zero_()))
+            self._state.release_delta(p)
             self._check_finite(norm, loss)
             return Contribution(round_number, p, named, weight, inner_steps, loss, norm, delta, carry.late.get(p))
 

@@ -74,16 +74,18 @@ class OuterState:
         self._round: int | None = None
         self.own = [p for p in range(len(layout.fragments)) if owns(p)]
         elements = [n if owns(p) else 0 for p, n in enumerate(layout.elements)]
-        self._maps: list[mmap.mmap | None] = [None] * len(elements)
+        self._maps: list[mmap.mmap | None] = [None] * len(elements)  # θ, then u
+        self._delta_maps = self._maps
         if mapped_in is None:
             self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in elements]
             self.momentum = [torch.zeros(n, dtype=torch.float32) for n in elements]
             self._deltas: list[Tensor | None] = [None] * len(elements)
         else:
-            self._maps = _mapped([3 * _F32 * n for n in elements], mapped_in)
-            thirds = [_thirds(each, n) for each, n in zip(self._maps, elements, strict=True)]
-            self.theta, self.momentum = ([third[which] for third in thirds] for which in (0, 1))
-            self._deltas = [third[2] for third in thirds]
+            self._maps = _mapped([2 * _F32 * n for n in elements], mapped_in)
+            self._delta_maps = _mapped([_F32 * n for n in elements], mapped_in)
+            self.theta = [_values(each, 0, n) for each, n in zip(self._maps, elements, strict=True)]
+            self.momentum = [_values(each, n, n) for each, n in zip(self._maps, elements, strict=True)]
+            self._deltas = [_values(each, 0, n) for each, n in zip(self._delta_maps, elements, strict=True)]
         self._digests: list[bytes | None] = [None] * len(layout.fragments)
         self._outer = outer
         self.changes = 0  # counted, to tell whether the state has changed
@@ -118,25 +120,26 @@ class OuterState:
     def room_for_delta(self, p: int) -> Tensor | None:
         """Return the memory for this round's pseudo-gradient of fragment p, float32[n], if it is in a file; None if it
         is not: then each round allocates its own."""
+        _populate(self._delta_maps[p])
         return self._deltas[p]
 
     def release(self, p: int) -> None:
         """Give back the memory pages of fragment p, if it is in a file: its next use reads them again."""
-        pages = self._maps[p]
-        if pages is not None:
-            pages.madvise(mmap.MADV_DONTNEED)
+        _give_back(self._maps[p])
 
-    def populate(self, p: int) -> None:
-        """Map the pages of fragment p for writing, all at once: page by page, it takes several times as long."""
-        pages = self._maps[p]
-        if pages is not None:
-            with suppress(OSError):  # Linux before 5.14: they are mapped as they are written
-                pages.madvise(_MADV_POPULATE_WRITE)
+    def release_delta(self, p: int) -> None:
+        """Do the same for its pseudo-gradient."""
+        _give_back(self._delta_maps[p])
 
     def release_all(self) -> None:
         """Call `release` for every fragment."""
         for p in self.own:
             self.release(p)
+
+    def release_deltas(self) -> None:
+        """Call `release_delta` for every fragment."""
+        for p in self.own:
+            self.release_delta(p)
 
     @property
     def digests(self) -> list[bytes]:
@@ -197,7 +200,7 @@ class OuterState:
         self.changes += 1
         size = header.chunk_elements
         self._digests[p] = None
-        self.populate(p)
+        _populate(self._maps[p])
         lr, beta = self._outer.learning_rate, self._outer.momentum
         for index, (theta, momentum) in enumerate(
             zip(self.theta[p].split(size), self.momentum[p].split(size), strict=True)
@@ -242,6 +245,19 @@ def _mapped(sizes: Sequence[int], directory: Path) -> list[mmap.mmap | None]:
         ]
 
 
-def _thirds(pages: mmap.mmap | None, n: int) -> Sequence[Tensor]:
-    values = torch.empty(0) if pages is None else torch.frombuffer(pages, dtype=torch.float32, count=3 * n)
-    return values[:n], values[n : 2 * n], values[2 * n :]
+def _values(pages: mmap.mmap | None, start: int, n: int) -> Tensor:
+    return (
+        torch.empty(0) if pages is None else torch.frombuffer(pages, dtype=torch.float32, count=n, offset=_F32 * start)
+    )
+
+
+def _populate(pages: mmap.mmap | None) -> None:
+    """Map pages for writing, all at once: one by one, it takes several times as long."""
+    if pages is not None:
+        with suppress(OSError):  # Linux before 5.14: they are mapped as they are written
+            pages.madvise(_MADV_POPULATE_WRITE)
+
+
+def _give_back(pages: mmap.mmap | None) -> None:
+    if pages is not None:
+        pages.madvise(mmap.MADV_DONTNEED)

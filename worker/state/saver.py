@@ -115,4 +115,4 @@ class Saver:
 
     def _write(self, files: StateDir, state: Future[list[bytes]], taken: Callable[..., Snapshot]) -> None:
         digests = state.result()  # it ran before this on the same thread; without it, the snapshot is useless
-        snapshot.save(files, self._owner, taken(digests=digests), self._state.release_all)
+        snapshot.save(files, self._owner, taken(digests=digests), self._state.release_deltas)
