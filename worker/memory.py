@@ -21,7 +21,8 @@ ROOM = 0.8  # share of the memory; activations need the rest
 
 
 class Sizes(NamedTuple):
-    """Of a model: the number of trained and frozen parameters, and the bytes of the frozen ones in 4 bits."""
+    """Of a model: the number of trained and frozen parameters, and the bytes that the frozen ones take in 4 bits (0 if
+    they cannot be held that way)."""
 
     trained: int
     frozen: int = 0
@@ -99,7 +100,7 @@ class Need:
 
 def needs(sizes: Sizes, *, on_gpu: bool) -> list[Need]:
     """Return what a model of these sizes needs with AdamW, with each setting that suits it."""
-    settings = OF_ADAPTERS if sizes.frozen else SETTINGS
+    settings = OF_ADAPTERS if sizes.in_4_bits else SETTINGS
     return [_need(sizes, each, on_gpu) for each in settings if on_gpu or not each.offload]
 
 

@@ -87,6 +87,19 @@ def test_chunks_of_a_part_of_the_targets_scaled(bias: bool, frozen: bool) -> Non
         assert torch.equal(chunked_cross_entropy(hidden, Head(nn.Identity(), linear), targets, 10, 7) * 0.3, found)
 
 
+def test_a_sum_over_many_tokens_does_not_exceed_the_range_of_fp16() -> None:
+    """All of them have one target, and large states; a GradScaler would skip every step for ever."""
+    linear, hidden = nn.Linear(8, 16, bias=False), torch.full((4096, 8), 40.0)
+    with torch.autocast("cpu", torch.float16):
+        loss = chunked_cross_entropy(
+            hidden, Head(nn.Identity(), linear), torch.zeros(4096, dtype=torch.int64), 2048, 4096
+        )
+    loss.backward()
+    assert linear.weight.grad is not None
+    expected = torch.autograd.grad(nn.functional.cross_entropy(linear(hidden), torch.zeros(4096).long()), linear.weight)
+    torch.testing.assert_close(linear.weight.grad, expected[0], rtol=1e-2, atol=1e-2)
+
+
 def test_its_gradients_can_be_asked_for_only_once() -> None:
     """They are scaled in place; a second time would scale them again without a word."""
     hidden = torch.randn(30, 8, requires_grad=True)

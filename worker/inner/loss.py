@@ -23,6 +23,7 @@ from worker.models.building import logits_of
 
 LOGITS_BYTES = 1 << 30  # of fp32 logits in memory at once; more are computed in chunks
 _PROBE_TOKENS = 2  # fits into any model's context
+_FP16_ROOM = 64.0
 _UNTRAINED = -100  # the target that torch's cross_entropy ignores
 
 Conversations = Literal["packed", "padded"]
@@ -125,7 +126,11 @@ class _FusedCrossEntropy(torch.autograd.Function):
             if of_hidden is not None:
                 of_hidden[start : start + chunk_tokens] = slope @ weight.to(dtype)
             if of_weight is not None:
-                of_weight += slope.t() @ states.to(dtype)
+                states = states.to(dtype)
+                if dtype is torch.float16:  # whose range a sum over thousands of tokens can exceed
+                    of_weight.add_(slope.t() @ (states / _FP16_ROOM), alpha=_FP16_ROOM)
+                else:
+                    of_weight += slope.t() @ states
             if of_bias is not None:
                 of_bias += slope.sum(dim=0, dtype=torch.float32)
         ctx.save_for_backward(of_hidden, of_weight, of_bias)

@@ -36,7 +36,7 @@ from worker.models.user_code import call_user_function
 if TYPE_CHECKING:
     from peft import PeftModel
 
-FP32_BYTES, BF16_BYTES, NF4_BYTES = 4, 2, 0.53  # of a parameter; the last with its scales
+BF16_BYTES, NF4_BYTES = 2, 0.53  # of a parameter; the last with its scales
 
 _SEEDING = threading.Lock()
 
@@ -281,7 +281,7 @@ def sizes_of(spec: RunSpec, max_parameters: int = MAX_PARAMETERS) -> Sizes:
     whole = sum(each.numel() for each in model.parameters())
     if model_spec.lora is None:
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-        return Sizes(trained, whole - trained, FP32_BYTES * (whole - trained))
+        return Sizes(trained, whole - trained)
     in_4_bits = bytes_in_4_bits(model)
     with _SEEDING, torch.random.fork_rng(devices=[]), torch.device("meta"):
         adapted = _with_adapters(model, model_spec, spec.seed)
