@@ -44,13 +44,16 @@ def fitted(spec: RunSpec, settings: Box, device: torch.device, ranks: Ranks = AL
         f" and {count_text(sizes.frozen)} frozen" if sizes.frozen else ""
     )
     free = f"{bytes_text(memory)} are free on {device}" + (f", {bytes_text(host)} in host memory" if host else "")
-    if found is None:
-        least = (
-            f"; the least would need {_text(suitable[-1])}" if suitable else ", and no setting suits the others given"
-        )
+    if not suitable:
         raise BoxError(
-            f"--fit auto: nothing fits for {what}: {free}, of which {ROOM:.0%} are planned{least}. Use several GPUs "
-            "(--gpus N), stop other programs, or train adapters with a frozen model in 4 bits"
+            f"--fit auto cannot choose on {device}: no combination of settings goes with the options given and "
+            "the run's optimizer; leave out --offload, --parameters, --optimizer-state, --precision or --base"
+        )
+    if found is None:
+        raise BoxError(
+            f"--fit auto: nothing fits for {what}: {free}, of which {ROOM:.0%} are planned; the least would need "
+            f"{_text(suitable[-1])}. Stop other programs, use several GPUs (--gpus N), or train adapters with a frozen "
+            "model in 4 bits"
         )
     chosen = found.settings
     complete = settings.model_copy(

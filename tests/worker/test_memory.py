@@ -179,6 +179,14 @@ def test_a_frozen_model_that_is_too_large_is_held_in_4_bits(monkeypatch: pytest.
         fitted(run, BoxSettings(fit="auto"), CUDA)
 
 
+def test_options_that_exclude_each_other_are_not_reported_as_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 64e9, None)
+    for given in ({"offload": True}, {"parameters": "bf16", "precision": "fp32"}):
+        with pytest.raises(BoxError, match="cannot choose on cpu: no combination") as raised:
+            fitted(spec(), BoxSettings.model_validate({"fit": "auto", **given}), CPU)
+        assert "fits" not in str(raised.value)
+
+
 def test_it_says_what_it_cannot_know(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = BoxSettings(fit="auto")
     with pytest.raises(BoxError, match="--fit auto is for a single process"):

@@ -149,7 +149,7 @@ class Compact(Optimizer):
                     self._step(group, parameter)
                     stepped = parameter.device
         if self._offloaded is not None and stepped is not None and stepped.type == "cuda":
-            torch.cuda.synchronize(stepped)  # the moments are in host memory now, for whoever reads them there
+            torch.cuda.synchronize(stepped)  # the copies are asynchronous, and a snapshot may read the moments next
 
     def _step(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         state = self.state[parameter]

@@ -58,15 +58,14 @@ class HostGradients:
         self._norms[parameter] = torch.linalg.vector_norm(gradient, dtype=torch.float32)
         held.copy_(gradient, non_blocking=True)  # what reads it comes later on the same stream
 
-    def clip(self, most: float | None) -> Tensor | None:
-        """Let `piece` return gradients scaled down to the global L2 norm `most`, None: unscaled. Return the norm before
-        clipping, a scalar on the device; None if there is no gradient."""
+    def clip(self, most: float) -> Tensor | None:
+        """Let `piece` return gradients scaled down to the global L2 norm `most`. Return the norm before clipping, a
+        scalar on the device; None if there is no gradient."""
         if not self._norms:
             return None
         in_order = [self._norms[each] for each in self._parameters if each in self._norms]
         norm = torch.linalg.vector_norm(torch.stack(in_order))
-        if most is not None:
-            self._factor = torch.clamp(most / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_
+        self._factor = torch.clamp(most / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_
         return norm
 
     def has(self, parameter: nn.Parameter) -> bool:

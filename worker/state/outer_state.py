@@ -75,7 +75,7 @@ class OuterState:
         self.own = [p for p in range(len(layout.fragments)) if owns(p)]
         elements = [n if owns(p) else 0 for p, n in enumerate(layout.elements)]
         self._maps: list[mmap.mmap | None] = [None] * len(elements)  # θ, then u
-        self._delta_maps = self._maps
+        self._delta_maps: list[mmap.mmap | None] = [None] * len(elements)
         if mapped_in is None:
             self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in elements]
             self.momentum = [torch.zeros(n, dtype=torch.float32) for n in elements]
