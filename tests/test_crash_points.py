@@ -273,9 +273,6 @@ WORKER_OPERATIONS = {
     "seed",
     "assignment",
     "inner step",
-    "fsync state-N.pt.new in snapshot.save_state",
-    "rename to state-N.pt in snapshot.save_state",
-    "fsync . in snapshot.save_state",
     "fsync snapshot.pt.new in snapshot.save",
     "rename to snapshot.pt in snapshot.save",
     "fsync . in snapshot.save",
@@ -286,6 +283,12 @@ WORKER_OPERATIONS = {
     "report_evaluation",
     "leave",
 }
+OF_A_COPY = {
+    "fsync state-N.pt.new in snapshot.save_state",
+    "rename to state-N.pt in snapshot.save_state",
+    "fsync . in snapshot.save_state",
+}
+OF_FILES = {"write of the outer state", "fsync state-N-of-N.bin in mapped.sync"}
 
 WORKER_SPEC = """
 name = "{name}"
@@ -312,12 +315,14 @@ max_tokens = 64
 """
 
 
-def begin(served: InThread, folder: Path, run: str, point: str | None = None, count: int = 1) -> ForkServerProcess:
+def begin(
+    served: InThread, folder: Path, run: str, point: str | None = None, count: int = 1, *, in_files: bool = False
+) -> ForkServerProcess:
     """Start the worker whose state is in `folder`, to die when it passes `point` for the `count`-th time."""
     folder.mkdir(exist_ok=True)
     if point is not None:
         crash_points.arm(folder, point, count, point)
-    return forked(run_worker, folder, served.url, run, served.admin_token)
+    return forked(run_worker, folder, served.url, run, served.admin_token, in_files=in_files)
 
 
 def end(process: ForkServerProcess, folder: Path, exit_code: int) -> None:
@@ -326,17 +331,20 @@ def end(process: ForkServerProcess, folder: Path, exit_code: int) -> None:
 
 
 @pytest.mark.covers("reliability:worker-restart")
-def test_a_worker_killed_at_each_point_in_turn_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_files", [False, True], ids=["in memory", "in files"])
+def test_a_worker_killed_at_each_point_in_turn_ends_as_the_undisturbed_one(tmp_path: Path, *, in_files: bool) -> None:
     torch.set_num_threads(1)
     text = write_text(tmp_path / "text", seed=2)
     a, b = tmp_path / "a", tmp_path / "b"
     with coordinator_thread(tmp_path / "data") as served:
         served.create_run(WORKER_SPEC.format(name="undisturbed", text=text, rounds=2))
-        both = [(begin(served, folder, "undisturbed"), folder) for folder in (a, b)]
+        both = [(begin(served, folder, "undisturbed", in_files=in_files), folder) for folder in (a, b)]
         for process, folder in both:
             end(process, folder, 0)
         passed = crash_points.trace(a) + crash_points.trace(b)  # either may have seeded
-        assert {point.partition(" ")[2] for point in passed} >= WORKER_OPERATIONS
+        assert {point.partition(" ")[2] for point in passed} >= WORKER_OPERATIONS | (
+            OF_FILES if in_files else OF_A_COPY
+        )
         # State 0 is seeded once, so that comes first; leaving comes last, and each worker does that once.
         points = sorted(set(passed) - {"before leave", "after leave"}, key=lambda each: (each[-5:] != " seed", each))
 
@@ -346,16 +354,16 @@ def test_a_worker_killed_at_each_point_in_turn_ends_as_the_undisturbed_one(tmp_p
         a.parent.mkdir()
         of_b = None
         for point in points:
-            end(begin(served, a, "killed", point), a, -signal.SIGKILL)
+            end(begin(served, a, "killed", point, in_files=in_files), a, -signal.SIGKILL)
             if of_b is None and not point.endswith(" seed"):
-                of_b = begin(served, b, "killed", "after leave")
+                of_b = begin(served, b, "killed", "after leave", in_files=in_files)
         assert of_b is not None
-        end(begin(served, a, "killed", "before leave"), a, -signal.SIGKILL)
+        end(begin(served, a, "killed", "before leave", in_files=in_files), a, -signal.SIGKILL)
         end(of_b, b, -signal.SIGKILL)
         deaths = [line for line in crash_points.trace(a) if line.startswith("killed ")]
         assert deaths == [f"killed {point}" for point in [*points, "before leave"]]
         for folder in (a, b):
-            end(begin(served, folder, "killed"), folder, 0)  # nothing to do any more
+            end(begin(served, folder, "killed", in_files=in_files), folder, 0)  # nothing to do any more
         with served.client() as client:
             final = client.get(f"/v1/runs/killed/checkpoints/{len(points)}").raise_for_status().json()
     parsed = parse_spec(spec)

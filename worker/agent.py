@@ -164,7 +164,7 @@ def _train(
 ) -> None:
     ranks = Ranks.here()
     with _step_log(settings, ranks) as step_log:
-        box = set_up(run.spec, settings, device, stop=stop, ranks=ranks)
+        box = set_up(run.spec, settings, device, stop=stop, ranks=ranks, state_dir=settings.directory)
         _log_setup(run.name, settings, box)
         diloco = DiLoCo(
             box.model,
@@ -204,7 +204,7 @@ def _work_alone(
     directory = settings.state_dir or state_directory(spec.name, f"{settings.name}.no-sync")
     _check_state_directory(directory)
     with _step_log(settings, ALONE) as step_log, StateDir(directory) as files:
-        box = set_up(spec, settings, device, stop=stop)
+        box = set_up(spec, settings, device, stop=stop, state_dir=directory)
         _log_setup(spec.name, settings, box)
         load_initial = initial_parameters(box.model, spec.model)
         if load_initial is not None:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from worker.data.fetching.shard_cache import cache_directory
 from worker.data.open_training_set import open_training_set
 from worker.data.training_set import TrainingSet
 from worker.errors import BoxError, DataError
-from worker.fit import fitted
+from worker.fit import fitted, keep_choice
 from worker.inner.compact import Held
 from worker.inner.data_parallel import Mode, choose_mode, distribute, replica_budget, shard
 from worker.inner.evaluation import evaluate
@@ -80,11 +81,15 @@ def set_up(
     *,
     stop: threading.Event | None = None,
     ranks: Ranks = ALONE,
+    state_dir: Path | None = None,
 ) -> Box:
-    """Return the run `spec` on `device`, in each of the processes `ranks`. Raises DataError, ModelError, BoxError
-    and, if `stop` is set while data are prepared or fetched, Stopped."""
+    """Return the run `spec` on `device`, in each of the processes `ranks`. `state_dir` keeps what --fit auto chooses.
+    Raises DataError, ModelError, BoxError, OSError and, if `stop` is set while data are prepared or fetched,
+    Stopped."""
     check_suited(spec, ranks.size)
-    settings = fitted(spec, settings, device, ranks)
+    given, settings = settings, fitted(spec, settings, device, ranks, state_dir)
+    if state_dir is not None and settings is not given:
+        keep_choice(state_dir, settings)
     base = base_of(spec, settings.base)
     try:
         precision = precision_on(device, settings.precision, settings.parameters, base)

@@ -465,7 +465,14 @@ class DiLoCo:
         self._release = release_for(spec, reply.layout.elements, self._files, owner, self.ranks)
         maps = is_mapped(reply.layout.total_elements, fragments.device, offload=self._offload)
         mapped_in = self._files.path if self._files is not None and maps else None
-        state = OuterState(reply.layout, spec.outer, pin_memory=on_cuda, owns=fragments.owns, mapped_in=mapped_in)
+        state = OuterState(
+            reply.layout,
+            spec.outer,
+            pin_memory=on_cuda,
+            owns=fragments.owns,
+            mapped_in=mapped_in,
+            processes=self.ranks.size,
+        )
         heartbeat = Heartbeat(membership, reply.lease_s, self._shared_metrics)
         if self.ranks.is_first:  # on other ranks it would learn nothing
             resources.enter_context(heartbeat)

@@ -1,11 +1,18 @@
-"""`--fit auto`: the settings with which a run's model fits into this machine's free memory."""
+"""`--fit auto`: the settings with which a run's model fits into this machine's free memory.
+
+A worker that is restarted keeps what it chose first, whatever is free now: its snapshot has the moments in that form.
+"""
 
 import importlib.util
+import json
 import logging
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+from pydantic import ValidationError
 
+from outerstep.common.files import replace_file
 from outerstep.common.quantities import bytes_text, count_text
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import OPTIMIZERS
@@ -16,15 +23,21 @@ from worker.models.building import sizes_of
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings
 
-log = logging.getLogger(__name__)
+CHOICE = "fit.json"  # in the state directory
+_CHOSEN = ("parameters", "optimizer_state", "offload", "base", "activation_checkpointing")
 
+log = logging.getLogger(__name__)
 
 Box = TypeVar("Box", bound=BoxSettings)
 
 
-def fitted(spec: RunSpec, settings: Box, device: torch.device, ranks: Ranks = ALONE) -> Box:
+def fitted(
+    spec: RunSpec, settings: Box, device: torch.device, ranks: Ranks = ALONE, state_dir: Path | None = None
+) -> Box:
     """Return `settings` with the first of worker/memory.py that suits them, fits, and is as given where it was given;
     log which. Activations are checkpointed unless the defaults fit. Without --fit, return `settings`.
+
+    If `state_dir` has a snapshot and the choice that was made for it, that choice is kept if it suits them.
 
     Raises BoxError if none fits, or the sizes are unknown, and ModelError for a model that cannot be built.
     """
@@ -34,6 +47,10 @@ def fitted(spec: RunSpec, settings: Box, device: torch.device, ranks: Ranks = AL
         raise BoxError("--fit auto is for a single process: several share a model as --mode says")
     if spec.model.factory is not None:
         raise BoxError("--fit auto cannot know the size of a model from model.factory: give the settings yourself")
+    before = None if state_dir is None else _choice_in(state_dir, settings)
+    if before is not None and _suits(_settings_of(before), settings, spec):
+        log.info("--fit auto: %s, as when this worker was started first", chosen_options(before))
+        return before
     sizes, (memory, host) = sizes_of(spec, settings.max_parameters), free_memory(device)
     on_gpu = device.type == "cuda"
     if memory is None or (on_gpu and host is None):
@@ -70,10 +87,35 @@ def fitted(spec: RunSpec, settings: Box, device: torch.device, ranks: Ranks = AL
     return complete
 
 
+def keep_choice(state_dir: Path, chosen: BoxSettings) -> None:
+    """Keep what --fit auto has chosen for the worker's next start. Raises OSError."""
+    document = json.dumps(chosen.model_dump(include=set(_CHOSEN)))
+    replace_file(state_dir / CHOICE, lambda file: file.write(document.encode()), 0o600)
+
+
+def _choice_in(state_dir: Path, settings: Box) -> Box | None:
+    """Return `settings` with the choice that was made for the snapshot in this directory; None if there is none."""
+    path = state_dir / CHOICE
+    if not path.exists() or not any(state_dir.glob("*.pt")):
+        return None
+    try:
+        kept = json.loads(path.read_text())
+        chosen = {name: kept[name] for name in _CHOSEN} | {"fit": None}
+        chosen["activation_checkpointing"] |= settings.activation_checkpointing
+        return type(settings).model_validate(settings.model_dump(exclude_unset=True) | chosen)
+    except (OSError, ValueError, LookupError, TypeError, ValidationError) as error:
+        log.warning("%s is damaged (%s): --fit auto chooses again", path, type(error).__name__)
+        return None
+
+
+def _settings_of(settings: BoxSettings) -> Settings:
+    moments = settings.optimizer_state or settings.parameters
+    return Settings(settings.parameters, moments, settings.offload, settings.base or "full")
+
+
 def chosen_options(settings: BoxSettings) -> str:
     """Return the options that --fit auto has chosen, in words."""
-    moments = settings.optimizer_state or settings.parameters
-    held = Settings(settings.parameters, moments, settings.offload, settings.base or "full").options
+    held = _settings_of(settings).options
     lean = "--activation-checkpointing" if settings.activation_checkpointing else ""
     return " ".join(filter(None, [held, lean])) or "the defaults"
 

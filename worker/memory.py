@@ -2,7 +2,7 @@
 
 On a GPU, parameters, gradients and moments are on the device, except for offloaded ones; the outer state and the
 pseudo-gradient are in host memory. On a CPU all of it is in host memory. The outer state and the pseudo-gradient of a
-large model are in a file if it trains on a CPU, or offloads: then only the fragments in use are in memory. Activations
+large model are in files if it trains on a CPU, or offloads: then only the fragments in use are in memory. Activations
 come in addition: they depend on the model's shape and on the micro-batch.
 """
 
@@ -65,9 +65,19 @@ OF_ADAPTERS = [
 ]
 
 
+def disk_bytes(trained: int, moments: float, *, in_files: bool) -> int:
+    """Return the maximum bytes of a worker's state directory; `moments` are bytes per parameter. A snapshot has moments
+    and pseudo-gradient, and exists twice while a new one is written. The outer state has three files; if it is in
+    memory, two copies, none of which is written at the same time as a snapshot."""
+    snapshot = moments + WORK_BYTES
+    if in_files:
+        return int((3 * OUTER_STATE_BYTES + WORK_BYTES + 2 * snapshot) * trained)
+    return int((2 * OUTER_STATE_BYTES + snapshot + max(OUTER_STATE_BYTES, snapshot)) * trained)
+
+
 @dataclass(frozen=True)
 class Need:
-    """The bytes of a worker with these settings. `parameters`: with the frozen ones."""
+    """The bytes of a worker with these settings. `parameters`: with the frozen ones; `disk`: in its state directory."""
 
     settings: Settings
     parameters: int
@@ -75,6 +85,7 @@ class Need:
     moments: int
     outer_state: int
     work: int
+    disk: int
     on_gpu: bool
 
     @property
@@ -106,13 +117,14 @@ def needs(sizes: Sizes, *, on_gpu: bool) -> list[Need]:
 
 def _need(sizes: Sizes, settings: Settings, on_gpu: bool) -> Need:
     size, trained = PARAMETER_BYTES[settings.parameters], sizes.trained
-    in_file = settings.offload or not on_gpu
+    moments, in_file = 2 * MOMENT_BYTES[settings.moments], settings.offload or not on_gpu
     return Need(
         settings,
         size * trained + (size * sizes.frozen if settings.base == "full" else sizes.in_4_bits),
         size * trained,
-        2 * MOMENT_BYTES[settings.moments] * trained,
+        moments * trained,
         0 if in_file else OUTER_STATE_BYTES * trained,
         WORK_BYTES * (min(IN_USE, trained) if in_file else trained),
+        disk_bytes(trained, moments, in_files=in_file),
         on_gpu,
     )

@@ -206,9 +206,9 @@ def _plan_memory(parameters: int, memory: int, host_memory: int | None, output: 
 def _memory_lines(leanest: Need, fitting: Need | None) -> list[str]:
     where = (
         "On the GPU: parameters, gradients and moments. In host memory: the outer state and the work to send. With "
-        "--offload, gradients and moments are in host memory, and the rest of that is in a file."
+        "--offload, gradients and moments are in host memory, and the rest of that is in files."
         if leanest.on_gpu
-        else "All of it is in host memory. On Linux, the outer state and the work to send are in a file, in the state "
+        else "All of it is in host memory. On Linux, the outer state and the work to send are in files, in the state "
         "directory."
     )
     libraries = f"the worker's libraries take {bytes_text(LIBRARIES_BYTES)} of host memory"
@@ -220,6 +220,7 @@ def _memory_lines(leanest: Need, fitting: Need | None) -> list[str]:
             f"Nothing fits. The least is {bytes_text(leanest.device / ROOM)}{host}: share the model among GPUs "
             '(--gpus, --mode fsdp), or train adapters ([model.lora], base = "nf4").',
         ]
+    lines.append(f"The worker's state directory takes up to {bytes_text(fitting.disk)} of disk.")
     if not fitting.settings.options:
         return [*lines, "The worker's defaults fit."]
     return [*lines, f"Start the worker with: {fitting.settings.options}, or with --fit auto"]

@@ -19,6 +19,7 @@ from worker.fit import chosen_options, fitted
 from worker.inner.data_parallel import Mode, choose_mode, replica_budget
 from worker.link.client import open_http
 from worker.link.worker_token import token_to_read_with
+from worker.memory import disk_bytes
 from worker.ranks import Ranks
 from worker.settings import BoxSettings, WorkerSettings
 from worker.starting import check_gpus, start
@@ -164,8 +165,10 @@ def _train(
         exam.skip(["data", "model", "memory", "step"], "the run's spec asks for something that is not allowed")
         return run.detail.elements, None
     if settings.fit is not None and device is not None:
-        ranks = Ranks(0, processes)
-        chosen = exam.check("fit", lambda _: fitted(spec, settings, device, ranks), _judge_fit, within_s=HOST_S)
+        ranks, state_dir = Ranks(0, processes), settings.directory
+        chosen = exam.check(
+            "fit", lambda _: fitted(spec, settings, device, ranks, state_dir), _judge_fit, within_s=HOST_S
+        )
         if chosen is None:
             exam.skip(["data", "model", "memory", "step"], "no settings were chosen")
             return run.detail.elements, None
@@ -214,8 +217,8 @@ def _train(
         )
         if place is not None:
             moments = 2 * training.MOMENT_BYTES if built.optimizer_bytes is None else built.optimizer_bytes
-            snapshot = machine.snapshot_bytes(built.elements, moments, mapped=mapped)
-            exam.conclude("disk", machine.judge_disk(place, snapshot))
+            needed_bytes = disk_bytes(built.elements, moments, in_files=mapped)
+            exam.conclude("disk", machine.judge_disk(place, needed_bytes))
     if exam.is_wrong("data") or opened is None or built is None or exam.is_wrong("model") or device is None:
         exam.skip(["step"], "it needs the data, the model and the device")
         return elements, None

@@ -15,7 +15,6 @@ from outerstep.common.quantities import bytes_text
 from outerstep.doctor.examination import Finding, fine, warning, wrong
 from protocol import PROTOCOL_VERSION
 from protocol.compiled import COMPILED, KERNELS
-from worker.memory import OUTER_STATE_BYTES, WORK_BYTES
 from worker.state.state_dir import LOCK, SNAPSHOT
 
 
@@ -94,16 +93,8 @@ def judge_directory(seen: Directory) -> list[Finding]:
     return [fine("state", f"{seen.path} {'is writable' if seen.exists else 'can be created'}")]
 
 
-def snapshot_bytes(elements: int, optimizer_bytes: float, *, mapped: bool = False) -> int:
-    """Return the maximum bytes of a worker's files: two alternating outer states, a snapshot, and the one of these that
-    is being written. `optimizer_bytes`: of the inner optimizers, per element. `mapped`: a file has the outer state that
-    is in use."""
-    state, snapshot = OUTER_STATE_BYTES * elements, (optimizer_bytes + WORK_BYTES) * elements
-    return int((2 + mapped) * state + snapshot + max(state, snapshot))
-
-
 def judge_disk(seen: Directory, need_bytes: int) -> list[Finding]:
-    said = f"snapshots need up to {bytes_text(need_bytes)}; {bytes_text(seen.free_bytes)} are free"
+    said = f"the worker's state needs up to {bytes_text(need_bytes)}; {bytes_text(seen.free_bytes)} are free"
     if seen.has_snapshot or seen.free_bytes > 2 * need_bytes:
         return [fine("disk", said)]
     if seen.free_bytes > need_bytes:

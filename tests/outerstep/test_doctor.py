@@ -49,7 +49,7 @@ from worker.agent import run_worker
 from worker.data.open_training_set import open_training_set
 from worker.errors import Stopped
 from worker.link.client import open_http
-from worker.memory import IN_USE
+from worker.memory import IN_USE, disk_bytes
 from worker.models.building import build_model
 from worker.settings import BoxSettings, WorkerSettings
 from worker.state.parameters import tensor_specs
@@ -502,9 +502,11 @@ def test_a_state_directory_that_cannot_be(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("free", "state"), [(9e9, State.FINE), (5e9, State.WARNING), (3.9e9, State.WRONG)])
 def test_the_disk(free: float, state: State, tmp_path: Path) -> None:
-    """16 bytes of two outer states, 12 of a snapshot with AdamW, 12 of the next one."""
-    need = machine.snapshot_bytes(10**8, 8)
+    """16 bytes of two outer states, 12 of a snapshot with AdamW, 12 of the next one. In files: 24 of three outer states,
+    4 of the pseudo-gradient, and two snapshots."""
+    need = disk_bytes(10**8, 8, in_files=False)
     assert need == 40 * 10**8
+    assert disk_bytes(10**8, 2, in_files=True) == 40 * 10**8
     (found,) = machine.judge_disk(machine.Directory(tmp_path, None, True, False, False, int(free)), need)
     assert found.state is state
 

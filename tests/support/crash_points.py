@@ -94,6 +94,7 @@ class CrashPoints:
             return lambda *args: self._named(operation, os.fspath(args[argument]))
 
         self.wrap(os, "fsync", of_descriptor("fsync"))
+        self.wrap(os, "fdatasync", of_descriptor("fsync"))
         self.wrap(os, "ftruncate", of_descriptor("write"))
         self.wrap(os, "replace", of_path("rename to", 1))
         self.wrap(os, "rename", of_path("rename to", 1))
@@ -168,8 +169,8 @@ def trace(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def forked(target: Callable[..., None], *args: Any) -> ForkServerProcess:
-    """A process that runs `target(*args)`, forked from one that has imported the product."""
-    process = START.Process(target=target, args=args, daemon=True)
+def forked(target: Callable[..., None], *args: Any, **kwargs: Any) -> ForkServerProcess:
+    """A process that runs `target(*args, **kwargs)`, forked from one that has imported the product."""
+    process = START.Process(target=target, args=args, kwargs=kwargs, daemon=True)
     process.start()
     return process

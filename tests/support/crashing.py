@@ -15,12 +15,14 @@ from sqlalchemy.orm import Session
 import coordinator.backup.restore
 import coordinator.server
 import worker.agent
+import worker.diloco
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import database, sqlite
 from outerstep.cli import main
 from tests.support.crash_points import Changes, CrashPoints, caller
 from worker.link.client import Client
+from worker.state.mapped import MappedArrays
 from worker.state.outer_state import OuterState
 
 IMPORTED = (
@@ -59,14 +61,16 @@ def run_coordinator(folder: Path, data_dir: Path, port: int) -> None:
     _become(folder, ["coordinator", "--data", str(data_dir), "--port", str(port)])
 
 
-def run_worker(folder: Path, url: str, run: str, token: str) -> None:
-    """`outerstep worker`, named like its folder."""
+def run_worker(folder: Path, url: str, run: str, token: str, *, in_files: bool) -> None:
+    """`outerstep worker`, named like its folder. `in_files`: its outer state is in files, as that of a large model."""
     points = CrashPoints(folder, folder / "state")
     points.wrap_files()
     for request in ("join", "leave", "assignment", "seed", "contribute", "delta", "report_evaluation"):
         points.wrap(Client, request, lambda *_, request=request: request)
     points.wrap(OuterState, "step", lambda *_: "outer step")
     points.wrap(torch.optim.AdamW, "step", lambda *_: "inner step")
+    points.wrap(MappedArrays, "write", lambda *_: "write of the outer state")
+    worker.diloco.is_mapped = lambda *_, **__: in_files  # type: ignore[attr-defined]
     os.environ["OUTERSTEP_TOKEN"] = token
     arguments = ["worker", url, "--run", run, "--name", folder.name, "--state", str(folder / "state")]
     _become(folder, [*arguments, "--threads", "1", "--device", "cpu", "--data-root", "/"])

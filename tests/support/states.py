@@ -1,5 +1,7 @@
 """A small outer state: 500 parameters in two fragments. And payloads of state 0."""
 
+from pathlib import Path
+
 from protocol import wire
 from protocol.fragments import Layout, TensorSpec, plan_fragments
 from protocol.spec.sections import OuterSpec
@@ -8,9 +10,9 @@ from worker.state.outer_state import OuterState
 LAYOUT: Layout = plan_fragments([TensorSpec(name="w", shape=[500])], 256)
 
 
-def empty_state() -> OuterState:
+def empty_state(mapped_in: Path | None = None) -> OuterState:
     """Nothing is in it yet."""
-    return OuterState(LAYOUT, OuterSpec(learning_rate=0.7, momentum=0.9), pin_memory=False)
+    return OuterState(LAYOUT, OuterSpec(learning_rate=0.7, momentum=0.9), pin_memory=False, mapped_in=mapped_in)
 
 
 def zeros_of_state_0(elements: int) -> tuple[wire.StateHeader, list[bytes]]:

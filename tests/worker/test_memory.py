@@ -16,11 +16,12 @@ from tests.support.trained import save_trained
 from worker import fit
 from worker.box import set_up
 from worker.errors import BoxError
-from worker.fit import fitted
+from worker.fit import CHOICE, fitted, keep_choice
 from worker.memory import ROOM, Sizes, needs
 from worker.models.building import build_model, sizes_of
 from worker.ranks import Ranks
 from worker.settings import BoxSettings
+from worker.state.state_dir import SNAPSHOT
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -80,10 +81,11 @@ def test_a_model_that_does_not_fit_gets_another_way() -> None:
     assert 'base = "nf4"' in output
 
 
-def test_a_cpu_has_one_memory_and_the_outer_state_in_a_file() -> None:
+def test_a_cpu_has_one_memory_and_the_outer_state_in_files() -> None:
     _, output = plan("--params", "134e6", "--memory", "4gb")
     assert "The worker's defaults fit." in output
-    assert "the outer state and the work to send are in a file" in output
+    assert "the outer state and the work to send are in files" in output
+    assert "The worker's state directory takes up to 6.97 GB of disk." in output
     assert all(each.outer_state == 0 for each in needs(Sizes(134_000_000), on_gpu=False))
 
 
@@ -144,6 +146,36 @@ def test_what_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         fitted(spec(), BoxSettings(fit="auto", parameters="fp32"), CUDA)
     with pytest.raises(BoxError, match="nothing fits .* the least would need 19.2 GB"):
         fitted(spec(inner='optimizer = "mine:adam"'), BoxSettings(fit="auto", parameters="fp32"), CUDA)
+
+
+def test_a_restart_keeps_the_choice_that_its_snapshot_was_made_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another program has taken memory since, or freed some: with other moments, the worker would refuse to start."""
+
+    def chosen(**given: Any) -> tuple[Any, ...]:
+        found = fitted(spec(), BoxSettings(fit="auto", **given), CUDA, state_dir=tmp_path)
+        assert found.fit is None
+        keep_choice(tmp_path, found)
+        return options_of(found)
+
+    monkeypatch.setattr(fit, "sizes_of", lambda *_: Sizes(1_200_000_000))
+    free(monkeypatch, 18e9, 64e9)
+    assert chosen() == ("fp32", "8bit", False, True)
+    free(monkeypatch, 13e9, 64e9)
+    assert chosen() == ("bf16", None, False, True), "there is no snapshot yet"
+    (tmp_path / SNAPSHOT).touch()
+    for memory in (24e9, 4e9):
+        free(monkeypatch, memory, 64e9)
+        with caplog.at_level(logging.INFO):
+            assert chosen() == ("bf16", None, False, True)
+        assert "as when this worker was started first" in caplog.messages[-1]
+    assert chosen(parameters="bf16") == ("bf16", None, False, True)
+    free(monkeypatch, 18e9, 64e9)
+    assert chosen(optimizer_state="8bit") == ("fp32", "8bit", False, True), "what is given counts"
+    (tmp_path / CHOICE).write_text("{}")
+    assert chosen() == ("fp32", "8bit", False, True)
+    assert "chooses again" in caplog.text
 
 
 def test_the_sizes_are_those_of_the_model_that_is_built(tmp_path: Path) -> None:

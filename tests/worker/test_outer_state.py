@@ -24,7 +24,7 @@ LAYOUT = plan_fragments([TensorSpec(name="w", shape=[N])], N)
 OUTER = OuterSpec(learning_rate=0.7, momentum=0.9)
 
 
-@pytest.fixture(params=[False, True], ids=["in memory", "in a file"])
+@pytest.fixture(params=[False, True], ids=["in memory", "in files"])
 def state(request: pytest.FixtureRequest, tmp_path: Path) -> OuterState:
     state = OuterState(LAYOUT, OUTER, pin_memory=False, mapped_in=tmp_path if request.param else None)
     generator = torch.Generator().manual_seed(1)
@@ -89,11 +89,10 @@ def _mapped_bytes() -> int:
     return 1024 * int(lines["RssFile"].split()[0])
 
 
-def test_a_state_in_a_file_takes_memory_only_while_it_is_used(tmp_path: Path) -> None:
+def test_a_state_in_files_takes_memory_only_while_it_is_used(tmp_path: Path) -> None:
     n = 1 << 22
     layout = plan_fragments([TensorSpec(name="w", shape=[2 * n])], n, taper=False)
     state = OuterState(layout, OUTER, pin_memory=False, mapped_in=tmp_path)
-    assert not list(tmp_path.iterdir()), "the file has no name, so nothing is left of it after a kill"
     before = _mapped_bytes()
     values = torch.randn(n)
     for p in range(2):
@@ -101,9 +100,60 @@ def test_a_state_in_a_file_takes_memory_only_while_it_is_used(tmp_path: Path) ->
     assert _mapped_bytes() < before + 4 * n, "of 16 n"
     assert torch.equal(state.momentum[1], values + 1)
     assert _mapped_bytes() >= before + 4 * n, "in use"
-    state.release_all()
+    state.release(1)
     assert _mapped_bytes() < before + 4 * n
     assert state.is_intact(0)
+    room = state.room_for_delta(0)
+    assert room is not None
+    assert _mapped_bytes() >= before + 4 * n
+    state.release_deltas()
+    assert _mapped_bytes() < before + 4 * n
+
+
+def test_files_take_few_descriptors_whatever_the_number_of_fragments(tmp_path: Path) -> None:
+    """7 B parameters are 835 fragments, and a process may often open 1,024 files."""
+    layout = plan_fragments([TensorSpec(name="w", shape=[100 * 256])], 256, taper=False)
+    open_files = Path("/proc/self/fd")
+    before = len(list(open_files.iterdir()))
+    state = OuterState(layout, OUTER, pin_memory=False, mapped_in=tmp_path)
+    assert len(list(open_files.iterdir())) < before + 10
+    assert len(state) == 100
+
+
+def test_what_changes_goes_into_a_file_that_nothing_needs(tmp_path: Path) -> None:
+    """Of the files, one has the state of the last work, one the state that is trained on: both stay as they are."""
+
+    def contents() -> list[bytes]:
+        return [path.read_bytes() for path in sorted(tmp_path.glob("state-*.bin"))]
+
+    state = OuterState(LAYOUT, OUTER, pin_memory=False, mapped_in=tmp_path)
+    state.set(0, torch.ones(N), torch.ones(N))
+    slot_of_work = state.keep(0)
+    for round_ in range(4):
+        payload = delta(np.ones(N, np.float32), "int8", state.fragment_digest(0))
+        before = contents()
+        state.step(0, payload)
+        slot = state.keep(slot_of_work)
+        assert {index for index in range(3) if contents()[index] != before[index]} == {slot}
+        assert slot != slot_of_work
+        if round_ % 2:  # otherwise no work is done on it
+            slot_of_work = slot
+
+
+def test_fragments_that_did_not_change_with_the_others_are_kept_with_them(tmp_path: Path) -> None:
+    """As after a checkpoint of which only some fragments differed."""
+    layout = plan_fragments([TensorSpec(name="w", shape=[512])], 256, taper=False)
+    state = OuterState(layout, OUTER, pin_memory=False, mapped_in=tmp_path)
+    for p in range(2):
+        state.set(p, torch.full((256,), float(p)), None)
+    before = state.keep(0)
+    state.set(1, torch.full((256,), 5.0), None)
+    slot = state.keep(before)
+    assert slot != before
+    again = OuterState(layout, OUTER, pin_memory=False, mapped_in=tmp_path)
+    again.begin_at(slot)
+    assert again.digests == state.digests
+    assert [float(theta[0]) for theta in again.theta] == [0.0, 5.0]
 
 
 def test_a_state_that_does_not_fit_on_the_disk_is_refused_at_once(

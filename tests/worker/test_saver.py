@@ -1,7 +1,8 @@
 """When snapshots are written, and which outer state they belong to."""
 
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,15 +42,27 @@ def save(saver: Saver, number: int) -> None:
     written.result()
 
 
-def found(path: Path) -> tuple[Snapshot | None, OuterState]:
+@pytest.fixture(params=[False, True], ids=["in memory", "in files"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], OuterState]:
+    """Makes an outer state with nothing in it."""
+
+    def made() -> OuterState:
+        (tmp_path / "state").mkdir(exist_ok=True)
+        return empty_state(tmp_path / "state" if request.param else None)
+
+    return made
+
+
+def found(path: Path, state: OuterState) -> tuple[Snapshot | None, OuterState]:
     """What a process that begins now would find."""
-    state = empty_state()
     with saver_of(path, state) as saver:
         return saver.load(), state
 
 
-def test_the_last_work_keeps_its_state_until_other_work_is_durable(tmp_path: Path) -> None:
-    state = empty_state()
+def test_the_last_work_keeps_its_state_until_other_work_is_durable(
+    tmp_path: Path, make: Callable[[], OuterState]
+) -> None:
+    state = make()
     with saver_of(tmp_path / "state", state) as saver:
         to_round(state, 0)
         saver.save_state()
@@ -57,19 +70,22 @@ def test_the_last_work_keeps_its_state_until_other_work_is_durable(tmp_path: Pat
         for number in (1, 2, 3):  # states that were recovered, and no work done on them
             to_round(state, number)
             saver.save_state()
-    loaded, then = found(tmp_path / "state")
+    loaded, then = found(tmp_path / "state", make())
     assert loaded is not None
     assert (loaded.work.round, then.round, float(then.theta[0][0])) == (0, 0, 0.0)
+    state = make()
     with saver_of(tmp_path / "state", state) as saver:
         assert saver.load() is not None
         to_round(state, 3)
         save(saver, 3)
-    loaded, then = found(tmp_path / "state")
+    loaded, then = found(tmp_path / "state", make())
     assert loaded is not None
     assert (loaded.work.round, then.round, float(then.theta[0][0])) == (3, 3, 3.0)
 
 
-def test_a_state_is_written_once_and_does_not_change_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_written_once_and_does_not_change_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], OuterState]
+) -> None:
     begun, go_on, states = threading.Event(), threading.Event(), []
     save_state = snapshot.save_state
 
@@ -80,7 +96,7 @@ def test_a_state_is_written_once_and_does_not_change_meanwhile(tmp_path: Path, m
         save_state(files, owner, slot, state)
 
     monkeypatch.setattr(snapshot, "save_state", slow)
-    state = empty_state()
+    state = make()
     with saver_of(tmp_path / "state", state) as saver:
         to_round(state, 0)
         saver.save_state()
@@ -94,8 +110,10 @@ def test_a_state_is_written_once_and_does_not_change_meanwhile(tmp_path: Path, m
     assert states == [0.0, 1.0]
 
 
-def test_work_is_not_saved_without_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    state = empty_state()
+def test_work_is_not_saved_without_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], OuterState]
+) -> None:
+    state = make()
     with saver_of(tmp_path / "state", state) as saver:
         to_round(state, 0)
         save(saver, 0)
@@ -107,9 +125,57 @@ def test_work_is_not_saved_without_its_state(tmp_path: Path, monkeypatch: pytest
         to_round(state, 1)
         with pytest.raises(OSError, match="disk full"):
             save(saver, 1)
-    loaded, then = found(tmp_path / "state")
+    loaded, then = found(tmp_path / "state", make())
     assert loaded is not None
     assert (loaded.work.round, then.round) == (0, 0)
+
+
+def test_a_state_in_files_is_not_copied(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    state = empty_state(folder)
+    with saver_of(folder, state) as saver:
+        for number in range(3):
+            to_round(state, number)
+            save(saver, number)
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "lock", "snapshot.pt", "state-0-of-1.bin", "state-1-of-1.bin", "state-2-of-1.bin",
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_worker_with_other_settings_continues_and_leaves_no_file_behind(tmp_path: Path, *, in_files: bool) -> None:
+    """Restarted with or without --offload, for example. It may do more work on the same state first, if the coordinator
+    gave the units of the saved work to others."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    before = empty_state(None if in_files else folder)
+    with saver_of(folder, before) as saver:
+        for number in range(2):
+            to_round(before, number)
+            save(saver, number)
+    after = empty_state(folder if in_files else None)
+    with saver_of(folder, after) as saver:
+        loaded = saver.load()
+        assert loaded is not None
+        assert (loaded.work.round, after.digest()) == (1, before.digest())
+        save(saver, 1)
+        assert found_again(folder, in_files=in_files) == (1, 1.0)
+        to_round(after, 2)
+        save(saver, 2)
+        assert found_again(folder, in_files=in_files) == (2, 2.0)
+    left = {path.suffix for path in folder.glob("state-*")}
+    assert left == ({".bin"} if in_files else {".pt"})
+
+
+def found_again(folder: Path, *, in_files: bool) -> tuple[int, float]:
+    """The round and the first parameter of what a process that began now would find."""
+    copy = folder.parent / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    loaded, state = found(copy, empty_state(copy if in_files else None))
+    assert loaded is not None
+    return loaded.work.round, float(state.theta[0][0])
 
 
 def test_without_a_directory_nothing_is_saved() -> None:

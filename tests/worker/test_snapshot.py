@@ -18,7 +18,7 @@ from worker.state.fragments import host_copy
 from worker.state.optimizer_state import with_each_tensor
 from worker.state.outer_state import OuterState
 from worker.state.snapshot import Snapshot
-from worker.state.state_dir import SNAPSHOT, STATE, MemberTokens, StateDir
+from worker.state.state_dir import SNAPSHOT, STATE, STATE_FILE, MemberTokens, StateDir
 from worker.state.work import Carry, Contribution, Late, RoundStart, Work
 
 
@@ -168,6 +168,37 @@ def test_flipped_bytes_never_pass_for_what_was_saved(files: StateDir, name: str)
         assert load(files)[0] is None
     path.write_bytes(whole)
     assert load(files)[0] is not None
+
+
+@pytest.mark.covers("reliability:damaged-snapshot")
+@pytest.mark.parametrize("name", [SNAPSHOT, STATE_FILE.format(0, 1)])
+def test_damage_to_a_snapshot_that_shares_its_state_is_noticed(
+    files: StateDir, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    def load_again() -> Snapshot | None:
+        return snapshot.load(files, "me", empty_state())
+
+    state = empty_state(files.path)
+    for p, n in enumerate(LAYOUT.elements):
+        state.set(p, torch.randn(n), torch.randn(n))
+    assert state.keep(1) == 0
+    save(files, "me", state, replace(take(state), shared=True))
+    path = files.path / name
+    whole = path.read_bytes()
+    sizes = [4 * n for n in LAYOUT.elements for _ in range(2)]
+    used = [len(whole) // 4 * index + at for index, size in enumerate(sizes) for at in range(0, size, 101)]
+    for position in used if name != SNAPSHOT else range(0, len(whole), 101):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
+        assert load_again() is None
+    for length in range(0, len(whole), max(len(whole) // 20, 1)):
+        path.write_bytes(whole[:length])
+        assert load_again() is None
+    path.write_bytes(whole)
+    caplog.clear()
+    assert load_again() is not None
+    assert not caplog.messages
+    path.unlink()
+    assert load_again() is None
 
 
 def test_work_without_the_state_it_was_done_on_is_ignored(files: StateDir, caplog: pytest.LogCaptureFixture) -> None:

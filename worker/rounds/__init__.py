@@ -60,7 +60,8 @@ uploads and downloads them; all send and merge every fragment, in the same order
 What is durable when
 ====================
 
-    outer state   written when the training of a round starts; two files take turns
+    outer state   as the training of a round starts. In memory: written then, two files take turns. In files: flushed;
+                  each outer step has gone into another file than the state before
     work          classic: all contributions and the optimizers' states, after step H, before the last upload starts (in
                   a private run, before any). So a round never closes with work in it that only this process knows.
     round start   with overlap or spread fragments, in place of the work: local parameters, carry and optimizers' states

@@ -1,20 +1,16 @@
-"""The outer state on this worker: θ_global and the outer momentum u of every fragment, in host memory or in a file.
+"""The outer state on this worker: θ_global and the outer momentum u of every fragment, in host memory or in files.
 
-In a file, the state is mapped into memory, and a fragment's pages are given back after each use: they are needed only
-during a sync, and the inner steps have the memory for themselves. What is in use stays in the page cache. The same file
-has the round's pseudo-gradient, which is needed until its fragment is merged.
+In files, it takes memory only while it is used, during a sync, and the inner steps have that for themselves. There are
+three, which take turns: what changes is written into one that no snapshot needs, so a snapshot names the file of its
+state and copies nothing. One more file has the round's pseudo-gradient, which is needed until its fragment is merged.
 
 The same published bytes and the same arithmetic make it bit-identical on every worker and the coordinator. State
 digests prove that, fragment by fragment, before every step.
 """
 
-import mmap
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +26,16 @@ from protocol.wire import DeltaHeader, Payload, StateHeader
 from worker.codecs import unpack_payload
 from worker.errors import Resync
 from worker.state.fragments import Fragments
+from worker.state.mapped import MappedArrays
+from worker.state.state_dir import STATE_FILE
 
 _HOST = torch.device("cpu")
-_F32 = 4  # bytes
-_MADV_POPULATE_WRITE = 23  # Python has no name for it
-
-
+_FILES = 3  # one of the current state, one of the last durable work, one for changes
 _MAPPED_FROM = 1 << 23  # elements; smaller outer states stay in memory
 
 
 def is_mapped(elements: int, device: torch.device, *, offload: bool = False) -> bool:
-    """Return True if a worker that trains on `device` keeps the outer state of this many elements in a file. With a
+    """Return True if a worker that trains on `device` keeps the outer state of this many elements in files. With a
     GPU, the state stays in page-locked memory, from which it is copied to the device, unless `offload` needs the
     memory."""
     return sys.platform == "linux" and (device.type != "cuda" or offload) and elements >= _MAPPED_FROM
@@ -58,8 +53,8 @@ class OuterState:
 
     Different threads may load and step different fragments at once. `pin_memory`: page-lock θ, which is copied to a
     GPU. `owns`: whether a fragment is this process's; the others have no elements here, and no method may be called for
-    them. `mapped_in`: the directory of the file that the state is in, without a name, so that it ends with the process;
-    None: memory. Raises OSError if the file does not fit on the disk.
+    them. `mapped_in`: the directory of the files that the state is in; None: memory. Files have the number of
+    `processes` in their names, which owns other fragments. Raises OSError if they do not fit on the disk.
     """
 
     def __init__(
@@ -70,22 +65,25 @@ class OuterState:
         pin_memory: bool,
         owns: Callable[[int], bool] = lambda p: True,
         mapped_in: Path | None = None,
+        processes: int = 1,
     ) -> None:
         self._round: int | None = None
+        self.layout = layout
         self.own = [p for p in range(len(layout.fragments)) if owns(p)]
         elements = [n if owns(p) else 0 for p, n in enumerate(layout.elements)]
-        self._maps: list[mmap.mmap | None] = [None] * len(elements)  # θ, then u
-        self._delta_maps: list[mmap.mmap | None] = [None] * len(elements)
+        self._files: list[MappedArrays] = []
+        self._delta_file: MappedArrays | None = None
         if mapped_in is None:
             self.theta = [torch.zeros(n, dtype=torch.float32, pin_memory=pin_memory) for n in elements]
             self.momentum = [torch.zeros(n, dtype=torch.float32) for n in elements]
-            self._deltas: list[Tensor | None] = [None] * len(elements)
         else:
-            self._maps = _mapped([2 * _F32 * n for n in elements], mapped_in)
-            self._delta_maps = _mapped([_F32 * n for n in elements], mapped_in)
-            self.theta = [_values(each, 0, n) for each, n in zip(self._maps, elements, strict=True)]
-            self.momentum = [_values(each, n, n) for each, n in zip(self._maps, elements, strict=True)]
-            self._deltas = [_values(each, 0, n) for each, n in zip(self._delta_maps, elements, strict=True)]
+            paths = [mapped_in / STATE_FILE.format(slot, processes) for slot in range(_FILES)]
+            both = [n for n in elements for _ in range(2)]  # θ, u of the first fragment, and so on
+            self._files = [MappedArrays.kept(path, both) for path in paths]
+            self._delta_file = MappedArrays.without_a_name(mapped_in, elements)
+            self.theta, self.momentum = self._files[0].values[::2], self._files[0].values[1::2]
+        self._slots = [0] * len(elements)  # of the file that each fragment is in
+        self._free = 0  # the file that changes go into
         self._digests: list[bytes | None] = [None] * len(layout.fragments)
         self._outer = outer
         self.changes = 0  # counted, to tell whether the state has changed
@@ -120,26 +118,57 @@ class OuterState:
     def room_for_delta(self, p: int) -> Tensor | None:
         """Return the memory for this round's pseudo-gradient of fragment p, float32[n], if it is in a file; None if it
         is not: then each round allocates its own."""
-        _populate(self._delta_maps[p])
-        return self._deltas[p]
+        if self._delta_file is None:
+            return None
+        self._delta_file.populate(p)
+        return self._delta_file.values[p]
 
     def release(self, p: int) -> None:
-        """Give back the memory pages of fragment p, if it is in a file: its next use reads them again."""
-        _give_back(self._maps[p])
+        """Give back the memory of fragment p, if it is in a file: its next use reads it again."""
+        if self._files:
+            for index in (2 * p, 2 * p + 1):
+                self._files[self._slots[p]].release(index)
 
     def release_delta(self, p: int) -> None:
         """Do the same for its pseudo-gradient."""
-        _give_back(self._delta_maps[p])
-
-    def release_all(self) -> None:
-        """Call `release` for every fragment."""
-        for p in self.own:
-            self.release(p)
+        if self._delta_file is not None:
+            self._delta_file.release(p)
 
     def release_deltas(self) -> None:
         """Call `release_delta` for every fragment."""
         for p in self.own:
             self.release_delta(p)
+
+    @property
+    def in_files(self) -> bool:
+        """True if the state is in files, which a snapshot shares."""
+        return bool(self._files)
+
+    def keep(self, work_slot: int) -> int:
+        """Keep the state as it is: return the slot, the number of the file that it is in. Changes go into another file
+        from now on, which is not `work_slot` either, that of the last work. A state in memory has to be written to a
+        file of the slot that is returned."""
+        if not self._files:
+            return 0 if work_slot else 1
+        for p in self.own:  # those that did not change with the others
+            if self._slots[p] != self._free:
+                self._write(p, 0, self.theta[p], self.momentum[p])
+                self._move(p, self._free)
+        slot = self._free
+        self._free = next(each for each in range(_FILES) if each not in (slot, work_slot))
+        return slot
+
+    def sync(self, slot: int) -> None:
+        """Make the state that is kept in the file of this slot durable. Raises OSError."""
+        self._files[slot].sync()
+
+    def begin_at(self, slot: int) -> None:
+        """Begin with what the last process kept in the file of this slot."""
+        self.changes += 1
+        for p in self.own:
+            self._move(p, slot)
+            self._digests[p] = None
+        self._free = (slot + 1) % _FILES
 
     @property
     def digests(self) -> list[bytes]:
@@ -154,11 +183,16 @@ class OuterState:
         """Set fragment p to `theta` and `momentum` (None: zero, as in state 0), float32[n] each."""
         self._await_reader()
         self.changes += 1
-        self.theta[p].copy_(theta)
-        if momentum is None:
-            self.momentum[p].zero_()
+        if self._files:
+            theta = theta.to(_HOST, torch.float32)
+            self._write(p, 0, theta, torch.zeros_like(theta) if momentum is None else momentum)
+            self._move(p, self._free)
         else:
-            self.momentum[p].copy_(momentum)
+            self.theta[p].copy_(theta)
+            if momentum is None:
+                self.momentum[p].zero_()
+            else:
+                self.momentum[p].copy_(momentum)
         self._rehash(p)
 
     def take(self, fragments: Fragments) -> None:
@@ -198,16 +232,18 @@ class OuterState:
         payload.check()
         self._await_reader()
         self.changes += 1
-        size = header.chunk_elements
         self._digests[p] = None
-        _populate(self._maps[p])
-        lr, beta = self._outer.learning_rate, self._outer.momentum
-        for index, (theta, momentum) in enumerate(
-            zip(self.theta[p].split(size), self.momentum[p].split(size), strict=True)
-        ):
-            data = payload.chunk(index)
-            outer_step_by(payload.codec, data, theta.numpy(), momentum.numpy(), learning_rate=lr, beta=beta)
-        self.release(p)
+        lr, beta, size = self._outer.learning_rate, self._outer.momentum, header.chunk_elements
+        scratch = torch.empty(2, min(size, header.elements)) if self._files else None
+        for index, chunk in enumerate(zip(self.theta[p].split(size), self.momentum[p].split(size), strict=True)):
+            if scratch is not None:
+                chunk = tuple(new[: len(old)].copy_(old) for new, old in zip(scratch, chunk, strict=True))
+            theta, momentum = (each.numpy() for each in chunk)
+            outer_step_by(payload.codec, payload.chunk(index), theta, momentum, learning_rate=lr, beta=beta)
+            if scratch is not None:
+                self._write(p, index * size, *chunk)
+        if self._files:
+            self._move(p, self._free)
 
     def is_intact(self, p: int) -> bool:
         """Return True if fragment p still matches its digest, or if none was computed before. A bit that flips in
@@ -227,37 +263,14 @@ class OuterState:
         self.release(p)
         return digest
 
+    def _write(self, p: int, start: int, theta: Tensor, momentum: Tensor) -> None:
+        """Write these values of fragment p, from element `start` on, into the file that changes go into."""
+        file = self._files[self._free]
+        file.write(2 * p, start, tensor_bytes(theta))
+        file.write(2 * p + 1, start, tensor_bytes(momentum))
 
-def _mapped(sizes: Sequence[int], directory: Path) -> list[mmap.mmap | None]:
-    """Return a mapping of this many bytes each into one file without a name; None where the size is 0."""
-    unit = mmap.ALLOCATIONGRANULARITY
-    room = [-(-size // unit) * unit for size in sizes]
-    with tempfile.TemporaryFile(dir=directory) as file:
-        if sum(room):
-            try:  # a full disk would kill the process at some later write
-                os.posix_fallocate(file.fileno(), 0, sum(room))
-            except OSError as error:
-                raise OSError(error.errno, error.strerror, str(directory)) from error
-        starts = [sum(room[:index]) for index in range(len(room))]
-        return [
-            mmap.mmap(file.fileno(), size, offset=start) if size else None
-            for start, size in zip(starts, sizes, strict=True)
-        ]
-
-
-def _values(pages: mmap.mmap | None, start: int, n: int) -> Tensor:
-    return (
-        torch.empty(0) if pages is None else torch.frombuffer(pages, dtype=torch.float32, count=n, offset=_F32 * start)
-    )
-
-
-def _populate(pages: mmap.mmap | None) -> None:
-    """Map pages for writing, all at once: one by one, it takes several times as long."""
-    if pages is not None:
-        with suppress(OSError):  # Linux before 5.14: they are mapped as they are written
-            pages.madvise(_MADV_POPULATE_WRITE)
-
-
-def _give_back(pages: mmap.mmap | None) -> None:
-    if pages is not None:
-        pages.madvise(mmap.MADV_DONTNEED)
+    def _move(self, p: int, slot: int) -> None:
+        """Note that fragment p is in the file of this slot."""
+        self.release(p)
+        self._slots[p] = slot
+        self.theta[p], self.momentum[p] = self._files[slot].values[2 * p : 2 * p + 2]

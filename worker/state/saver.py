@@ -1,7 +1,8 @@
 """When snapshots are written: the outer state as soon as training on it starts, the work at the end of the round.
 
-So less is left to write at the end, when everyone waits. The outer state has two files, used in turn: the one that the
-last saved work belongs to stays until other work is durable. Writing also computes the state's digests.
+So less is left to write at the end, when everyone waits. The outer state has several files, used in turn: the one that
+the last saved work belongs to stays until other work is durable. Writing also computes the state's digests. A state
+that is in files already is not written again: it only has to become durable.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +38,7 @@ class Saver:
         self._state_slot = self._work_slot = 0
         self._written: tuple[int, int] | None = None  # round and changes of the outer state written last
         self._digests: Future[list[bytes]] = Future()  # of that one, once it is durable
+        self._saved = False  # whether work of this process is durable
 
     def __enter__(self) -> Self:
         return self
@@ -54,8 +56,9 @@ class Saver:
         found = snapshot.load(self._files, self._owner, self._state, optimizers, self._ranks)
         if found is not None:
             self._state_slot = self._work_slot = found.slot
-            self._written = (found.work.round, self._state.changes)
-            self._digests.set_result(found.digests)
+            if found.shared == self._state.in_files and found.ranks == (self._ranks.rank, self._ranks.size):
+                self._written = (found.work.round, self._state.changes)
+                self._digests.set_result(found.digests)
         return found
 
     def save_state(self) -> None:
@@ -66,7 +69,7 @@ class Saver:
         now = (self._state.round, self._state.changes)
         if now == self._written:
             return
-        self._written, self._state_slot = now, 1 - self._work_slot
+        self._written, self._state_slot = now, self._state.keep(self._work_slot)
         self._digests = self._thread.submit(self._write_state, self._state_slot)
         self._state.reader = self._digests
 
@@ -109,6 +112,7 @@ class Saver:
             held=held(),
             ranks=(self._ranks.rank, self._ranks.size),
             settings=settings or [],
+            shared=self._state.in_files,
         )
         write = self._stages.timed(Stage.SNAPSHOT, self._write)
         return self._thread.submit(write, self._files, self._digests, taken)
@@ -116,3 +120,6 @@ class Saver:
     def _write(self, files: StateDir, state: Future[list[bytes]], taken: Callable[..., Snapshot]) -> None:
         digests = state.result()  # it ran before this on the same thread; without it, the snapshot is useless
         snapshot.save(files, self._owner, taken(digests=digests), self._state.release_deltas)
+        if self._saved:  # so the snapshot before this one is of this process as well
+            snapshot.remove_other_states(files, shared=self._state.in_files, processes=self._ranks.size)
+        self._saved = True

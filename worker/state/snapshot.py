@@ -1,6 +1,7 @@
 """The snapshot: what a killed worker needs in order to continue as if nothing had happened. There is one per round.
 
-Its outer state is in a separate file, written while the training goes on (saver.py). The rest is taken after the H
+Its outer state is in a separate file: a copy, written while the training goes on (saver.py), or the very file that the
+worker keeps it in. The rest is taken after the H
 inner steps and is durable before the last upload, so before the round can close with this work in it.
 
 Killed after that, a worker resumes the sync: uploads are idempotent. Killed during the inner steps that follow, it
@@ -14,7 +15,7 @@ starts from state 0 or a checkpoint with a cold inner optimizer, which needs no 
 
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import IO, Any, cast
 
 import torch
 from blake3 import blake3
+from torch import Tensor
 from torch.optim import Optimizer
 
 from outerstep.common.files import Writer
@@ -30,12 +32,14 @@ from protocol.fragments import Layout
 from protocol.messages import RunDetail
 from worker.errors import ModelError
 from worker.ranks import ALONE, Ranks
+from worker.state.mapped import MappedArrays
 from worker.state.optimizer_state import Stretch, reassembled, stretches
 from worker.state.outer_state import OuterState
-from worker.state.state_dir import BEFORE, SNAPSHOT, STATE, StateDir, rank_directory
+from worker.state.state_dir import BEFORE, SNAPSHOT, STATE, STATE_FILE, StateDir, rank_directory
 from worker.state.work import Carry, Contribution, Late, RoundStart, Work
 
 _VERSION = 6
+_ANOTHER = "it is not the outer state that the snapshot belongs to"
 _PIECE_BYTES = 1 << 18  # pieces stay in the cache while they are hashed and copied
 
 # What torch.load and the look-ups after it raise for a damaged file: it may seek anywhere, for example.
@@ -57,6 +61,7 @@ class Snapshot:
         held          by optimizer: the stretches of its parameters that this process had (`optimizer_state.stretches`)
         ranks         this process's rank, and the number of processes
         settings      the settings of each optimizer as the script started
+        shared        the outer state's file is the one that the worker keeps it in
     """
 
     work: Work | RoundStart
@@ -69,6 +74,7 @@ class Snapshot:
     held: list[list[Stretch]] = field(default_factory=list)
     ranks: tuple[int, int] = (0, 1)
     settings: list[list[dict[str, Any]]] = field(default_factory=list)
+    shared: bool = False
 
 
 def identity(run: RunDetail, layout: Layout, worker: str) -> str:
@@ -78,9 +84,12 @@ def identity(run: RunDetail, layout: Layout, worker: str) -> str:
 
 
 def save_state(files: StateDir, owner: str, slot: int, state: OuterState) -> None:
-    """Write the outer state, which must not change before this returns. It replaces the state of the snapshot before
-    the last one, so that snapshot is deleted if it is still there. Raises OSError."""
+    """Make the outer state durable, which must not change before this returns. It replaces the state of the snapshot
+    before the last one, so that snapshot is deleted if it is still there. Raises OSError."""
     (files.path / BEFORE).unlink(missing_ok=True)
+    if state.in_files:
+        state.sync(slot)
+        return
     document = {
         "version": _VERSION,
         "identity": owner,
@@ -88,7 +97,7 @@ def save_state(files: StateDir, owner: str, slot: int, state: OuterState) -> Non
         "momentum": state.momentum,
         "digests": state.digests,
     }
-    files.replace(STATE.format(slot), partial(write_document, document, after_piece=state.release_all))
+    files.replace(STATE.format(slot), partial(write_document, document))
 
 
 def save(files: StateDir, owner: str, snapshot: Snapshot, after_piece: Callable[[], object] = lambda: None) -> None:
@@ -108,10 +117,19 @@ def save(files: StateDir, owner: str, snapshot: Snapshot, after_piece: Callable[
         "held": snapshot.held,
         "ranks": snapshot.ranks,
         "settings": snapshot.settings,
+        "shared": snapshot.shared,
     }
     if snapshot.ranks[1] > 1 and (files.path / SNAPSHOT).exists():
         (files.path / SNAPSHOT).rename(files.path / BEFORE)
     files.replace(SNAPSHOT, partial(write_document, document, after_piece=after_piece))
+
+
+def remove_other_states(files: StateDir, *, shared: bool, processes: int) -> None:
+    """Remove outer states that a worker with other settings has left: the snapshots do not need them any more."""
+    own = STATE_FILE.format("*", processes) if shared else STATE.format("*")
+    for path in files.path.glob("state-*"):
+        if not path.match(own):
+            path.unlink()
 
 
 class _Hashed:
@@ -157,7 +175,9 @@ def load(
     directory = files.path if ranks.is_first else files.path.parent
     for round_number, size in ranks.on_first(lambda: _rounds_in(files, owner)):
         parts = [ranks.rank] if size == ranks.size else range(size)
-        read = [_read(rank_directory(directory, rank), owner, round_number, (rank, size)) for rank in parts]
+        read = [
+            _read(rank_directory(directory, rank), owner, state.layout, round_number, (rank, size)) for rank in parts
+        ]
         if any(each is None for each in ranks.all(None if None in read else True)):
             continue
         saved = [each for each in read if each is not None]
@@ -179,11 +199,20 @@ def _paths(directory: Path) -> list[Path]:
     return [path for name in (SNAPSHOT, BEFORE) if (path := directory / name).exists()]
 
 
-_Saved = tuple[Snapshot, dict[str, Any]]
+@dataclass(frozen=True)
+class _OuterState:
+    """θ and u, by fragment that the process owned."""
+
+    theta: Mapping[int, Tensor]
+    momentum: Mapping[int, Tensor]
 
 
-def _read(directory: Path, owner: str, round_number: int, ranks: tuple[int, int]) -> _Saved | None:
-    """Return what process `ranks` saved of that round, and the document of its outer state; None if it saved none."""
+_Saved = tuple[Snapshot, _OuterState]
+
+
+def _read(directory: Path, owner: str, layout: Layout, round_number: int, ranks: tuple[int, int]) -> _Saved | None:
+    """Return what process `ranks` saved of that round, and its outer state, of which the digests are not yet checked if
+    it is shared; None if it saved none."""
     for path in _paths(directory):
         document = read_document(path, owner, _VERSION)
         if document is None or _round_of(document) != round_number or _ranks_of(document) != ranks:
@@ -193,14 +222,33 @@ def _read(directory: Path, owner: str, round_number: int, ranks: tuple[int, int]
         except _DAMAGE as error:
             _warn_damaged(path, error)
             continue
-        path = directory / STATE.format(snapshot.slot)
-        state = read_document(path, owner, _VERSION)
-        if state is None:
-            continue
-        if state["digests"] == snapshot.digests:
+        state = _read_shared(directory, layout, snapshot) if snapshot.shared else _read_copy(directory, owner, snapshot)
+        if state is not None:
             return snapshot, state
-        _warn_damaged(path, ValueError("it is not the outer state that the snapshot belongs to"))
     return None
+
+
+def _read_copy(directory: Path, owner: str, snapshot: Snapshot) -> _OuterState | None:
+    path = directory / STATE.format(snapshot.slot)
+    document = read_document(path, owner, _VERSION)
+    if document is None:
+        return None
+    if document["digests"] != snapshot.digests:
+        _warn_damaged(path, ValueError(_ANOTHER))
+        return None
+    return _OuterState(dict(enumerate(document["theta"])), dict(enumerate(document["momentum"])))
+
+
+def _read_shared(directory: Path, layout: Layout, snapshot: Snapshot) -> _OuterState | None:
+    rank, size = snapshot.ranks
+    path = directory / STATE_FILE.format(snapshot.slot, size)
+    sizes = [n if p % size == rank else 0 for p, n in enumerate(layout.elements) for _ in range(2)]
+    try:
+        values = MappedArrays.existing(path, sizes).values
+    except (OSError, ValueError) as error:
+        _warn_damaged(path, error)
+        return None
+    return _OuterState(dict(enumerate(values[::2])), dict(enumerate(values[1::2])))
 
 
 def _round_of(document: dict[str, Any]) -> int:
@@ -225,6 +273,7 @@ def _snapshot_of(document: dict[str, Any]) -> Snapshot:
         held=document["held"],
         ranks=_ranks_of(document),
         settings=document["settings"],
+        shared=document.get("shared", False),
     )
 
 
@@ -232,11 +281,16 @@ def _joined(saved: list[_Saved], state: OuterState, optimizers: Sequence[Optimiz
     """Return this process's part of `saved`, the snapshots of all processes or of this one, and load its outer state.
     Return None if that is damaged."""
     first, size = saved[0][0], saved[0][0].ranks[1]
-    of = {snapshot.ranks[0]: (snapshot, document) for snapshot, document in saved}
+    of = {snapshot.ranks[0]: (snapshot, outer) for snapshot, outer in saved}
+    in_place = len(saved) == 1 and first.shared and state.in_files
+    if in_place:
+        state.begin_at(first.slot)
     for p in state.own:
-        snapshot, document = of[p % size]
-        state.set(p, document["theta"][p], document["momentum"][p])
+        snapshot, outer = of[p % size]
+        if not in_place:
+            state.set(p, outer.theta[p], outer.momentum[p])
         if state.fragment_digest(p) != snapshot.digests[p // size]:
+            log.warning("fragment %d of the outer state: %s: ignored", p, _ANOTHER)
             return None
     parts = [snapshot for snapshot, _ in saved]
     held = [stretches(each) for each in optimizers]
