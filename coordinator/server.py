@@ -28,7 +28,7 @@ from coordinator.settings import Settings
 from coordinator.store.blobs import OpenStore
 from coordinator.store.database import is_shared, url_of
 from outerstep.common import tracing
-from outerstep.common.connections import set_congestion_control
+from outerstep.common.connections import congestion_text, set_congestion_control
 from protocol import __version__
 from protocol.compiled import COMPILED, KERNELS
 from protocol.errors import OuterstepError
@@ -109,7 +109,7 @@ def make_server(
             "--advertise is for coordinators that share a PostgreSQL database (--database): leave it out with SQLite"
         )
     listening = _listen(settings.host, settings.port)
-    logger.info("TCP congestion control: %s", set_congestion_control(listening))
+    logger.info("TCP's congestion control: %s", congestion_text(set_congestion_control(listening)))
     scheme = "https" if settings.tls_certificate else "http"
     host, port = listening.getsockname()[:2]
     address = f"{scheme}://{netloc(host, port)}"

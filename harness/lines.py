@@ -21,6 +21,8 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "line"
 TUN = Path("/dev/net/tun")
+# Of the network namespace of whoever opens it.
+SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 DEVICE = "line"  # the interface's name at the remote end
 NETWORKS = "10.213"
 # Debian packages by command.
@@ -149,28 +151,37 @@ def why_not(*further: str) -> str | None:
 
 
 @contextmanager
-def slow_lines(shapes: dict[str, Shape], *, tcp: str | None = None, seed: int = 0) -> Iterator[dict[str, Line]]:
+def slow_lines(
+    shapes: dict[str, Shape], *, tcp: str | None = None, keep_windows: bool = False, seed: int = 0
+) -> Iterator[dict[str, Line]]:
     """Create a line for each name, and remove them at the end. Processes behind lines reach this machine and each
     other.
 
-    `tcp`: the congestion control of both ends; default: the machine's. `seed`: of the losses. Raises
+    `tcp`: the congestion control of both ends; default: the machine's. `keep_windows`: set
+    net.ipv4.tcp_slow_start_after_idle to 0 at both ends; this machine gets its own back. `seed`: of the losses. Raises
     CalledProcessError or RuntimeError if the kernel does not allow it.
     """
     if not shapes:
         yield {}
         return
-    program = Program(len(shapes), seed)
+    program, before = Program(len(shapes), seed), SLOW_START_AFTER_IDLE.read_text()
     try:
+        if keep_windows:
+            SLOW_START_AFTER_IDLE.write_text("0")
         near, everybody = f"{program.network}.1", f"{program.network}.0/24"
         _configure([], program.device, near, everybody, tcp)
         lines = {}
         for index, (name, shape) in enumerate(shapes.items()):
             prefix, address = ["nsenter", f"--net={program.spaces[index]}"], f"{program.network}.{2 + index}"
             _configure(prefix, DEVICE, address, everybody, tcp)
+            if keep_windows:
+                _do([*prefix, "tee", str(SLOW_START_AFTER_IDLE)], "0")
             lines[name] = Line(prefix, near, address, program, index)
             lines[name].shape(shape)
         yield lines
     finally:
+        if keep_windows:
+            SLOW_START_AFTER_IDLE.write_text(before)
         program.end()
 
 

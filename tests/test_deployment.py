@@ -18,6 +18,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import yaml
 
 from coordinator.http.long_polls import MAX_WAIT_S
 from coordinator.settings import Settings
@@ -25,6 +26,7 @@ from harness.cluster import cluster
 from harness.coordinator import Certificate, InThread, coordinator_thread, make_certificate
 from harness.member import Member, spec_toml
 from harness.seaweedfs import SeaweedFS
+from outerstep.common.connections import KEEP_WINDOWS
 from protocol.fragments import TensorSpec
 from protocol.messages import Scope
 from tests.support.ports import free_port
@@ -34,7 +36,8 @@ from tests.support.waiting import wait_until
 from tests.support.workers import ForkedWorker
 from worker.link.client import KEPT_OPEN_S
 
-DEPLOY = Path(__file__).parents[1] / "deploy"
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
 NGINX, CADDY = (DEPLOY / "nginx.conf").read_text(), (DEPLOY / "Caddyfile").read_text()
 DEFAULTS = Settings()
 
@@ -54,6 +57,17 @@ def test_the_samples_have_the_coordinator_s_own_limits() -> None:
     assert directive(CADDY, "max_header_size") * 1024 == DEFAULTS.max_head_bytes
     assert f"127.0.0.1:{DEFAULTS.port}" in NGINX
     assert f"127.0.0.1:{DEFAULTS.port}" in CADDY
+
+
+def test_connections_keep_their_windows_wherever_a_sample_can_say_so() -> None:
+    """On the side that sends: the worker's for uploads, the proxy's for deltas, the coordinator's without one."""
+    name, value = KEEP_WINDOWS.removeprefix("sysctl -w ").split("=")
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    for service in ("coordinator", "coordinator-2", "caddy", "worker"):
+        assert services[service]["sysctls"] == {name: int(value)}
+    settings = [line for line in (DEPLOY / "sysctl.conf").read_text().splitlines() if line and line[0] != "#"]
+    assert settings == [f"{name} = {value}"]
+    assert KEEP_WINDOWS in yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["setup"]
 
 
 def test_the_samples_wait_for_long_polls_and_keep_connections_as_long_as_workers_do() -> None:

@@ -1,6 +1,7 @@
 """Long lines: the time of a sync compared with its line's limit and with other systems, and the time left for training.
 
-    python -m benchmarks.wan [--rows A,C,train] [--repeat 5] [--silence 60] [--peers gloo,torchft,hivemind] [--json]
+    python -m benchmarks.wan [--rows A,C,train] [--repeat 5] [--silence 60] [--keep-windows]
+                             [--peers gloo,torchft,hivemind] [--json]
 
 Each worker is a process in a separate network namespace behind a line simulated at packet level (harness/lines.py):
 rates, a round trip, losses, and the congestion control of both ends. The coordinator is an ordinary process. A row is
@@ -13,6 +14,9 @@ one such line (rows.py). Measured are, one after another:
   planner   the seconds that `outerstep plan` predicts, and the difference
   core-s    CPU time of a sync on this machine, of all workers, the coordinator and the lines together; divided by its
             cores, it is the least time of a sync here; `--workers 1` shows what the line alone takes
+
+`--keep-windows` sets net.ipv4.tcp_slow_start_after_idle to 0 at both ends, for the rows with CUBIC: by default, the
+kernel begins with slow start again after each silence.
 
 `train`: rounds of inner steps of a fixed length (60 s in all) over 500/110 Mbit/s, 60 ms: the share of the workers'
 time in inner steps, classic and with an overlap of one of the round's inner steps.
@@ -61,6 +65,9 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=WORKERS, help="of a row, not of `train`; default %(default)s")
     parser.add_argument("--repeat", type=int, default=5, help="measured syncs per row; default 5")
     parser.add_argument("--silence", type=float, default=60, help="seconds before each sync; default 60")
+    parser.add_argument(
+        "--keep-windows", action="store_true", help="net.ipv4.tcp_slow_start_after_idle = 0 at both ends"
+    )
     parser.add_argument("--peers", default="gloo", help=f"of {','.join(PEERS)}; default gloo")
     parser.add_argument(
         "--quick", action="store_true", help="a twentieth of the parameters, one sync, a second's silence"
@@ -78,7 +85,7 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes are cleaned up
     part = QUICK_PART if arguments.quick else 1
-    effort = Effort(arguments.workers, arguments.repeat, arguments.silence, 2)
+    effort = Effort(arguments.workers, arguments.repeat, arguments.silence, 2, arguments.keep_windows)
     if arguments.quick:
         effort = replace(effort, syncs=1, silence_s=1.0, others=1)
     syncs, trained, changed = [], [], []
@@ -126,7 +133,8 @@ def _syncs(rows: Sequence[dict[str, Any]]) -> Table:
         *("limit s", "plain TCP s", "sync s, worst", "planner", "core-s", "ratio", "excess rt"),
         *(f"{name} s, ×" for name in first["others"]),
         *("target", "verdict"),
-        title=f"one sync, workers: {first['workers']}; {syncs} syncs, each after {first['silence_s']:g} s of silence",
+        title=f"one sync, workers: {first['workers']}; {syncs} syncs, each after {first['silence_s']:g} s of silence"
+        + (", with windows kept" if first["keep_windows"] else ""),
     )
     for r in rows:
         payload, wire = r["payload_bytes"], r["wire_bytes"]

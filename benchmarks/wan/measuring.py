@@ -48,12 +48,14 @@ every_rounds = 1000
 
 @dataclass(frozen=True)
 class Effort:
-    """The number of workers; of measured syncs, each after `silence_s` seconds; and of other systems' transfers."""
+    """The number of workers; of measured syncs, each after `silence_s` seconds; and of other systems' transfers.
+    `keep_windows`: without the slow start after each silence."""
 
     workers: int
     syncs: int
     silence_s: float
     others: int
+    keep_windows: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,14 @@ class Bench:
 
 
 @contextmanager
-def bench(shape: Shape, tcp: str, *, workers: int = WORKERS, tls: bool = False) -> Iterator[Bench]:
+def bench(
+    shape: Shape, tcp: str, *, workers: int = WORKERS, tls: bool = False, keep_windows: bool = False
+) -> Iterator[Bench]:
     """Workers behind lines of this shape, and a coordinator on this machine."""
     with ExitStack() as stack:
         stack.enter_context(_asking_for(tcp))
-        lines = stack.enter_context(slow_lines({f"worker-{rank}": shape for rank in range(workers)}, tcp=tcp))
+        shapes = {f"worker-{rank}": shape for rank in range(workers)}
+        lines = stack.enter_context(slow_lines(shapes, tcp=tcp, keep_windows=keep_windows))
         address = lines["worker-0"].address
         certificate = None
         if tls:
@@ -115,7 +120,7 @@ def _asking_for(tcp: str) -> Iterator[None]:
 
 def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:
     """Measure a row, and the same mean by the systems `others`, over the same lines."""
-    with bench(row.shape, row.tcp, workers=effort.workers, tls=row.tls) as made:
+    with bench(row.shape, row.tcp, workers=effort.workers, tls=row.tls, keep_windows=effort.keep_windows) as made:
         syncs = _syncs(made, row, effort)
         up, down = syncs["payload_bytes"]["up"], syncs["payload_bytes"]["down"]
         plain = {"up": plain_s(made.workers[0], "up", up), "down": plain_s(made.workers[0], "down", down)}
@@ -127,6 +132,7 @@ def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:
         **syncs,
         "workers": effort.workers,
         "silence_s": effort.silence_s,
+        "keep_windows": effort.keep_windows,
         "limit_s": limit_s,
         "planned_s": planned_s(row, effort.workers),
         "plain_s": plain,

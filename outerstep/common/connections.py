@@ -20,6 +20,9 @@ from protocol.errors import NoCoordinator
 CA_VARIABLE = "OUTERSTEP_CA"
 CONGESTION_VARIABLE = "OUTERSTEP_TCP"  # another congestion control to request, by its name in the kernel
 BBR = "bbr"
+KEEP_WINDOWS = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
+
+_SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 
 _PROBE_S = 5.0
 _NOT_YET_VALID, _EXPIRED, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 62, 64  # OpenSSL's X509_V_ERR_…
@@ -60,6 +63,31 @@ def set_congestion_control(opened: socket.socket) -> str:
     with suppress(OSError):  # the kernel lacks it, or allows it to root only
         opened.setsockopt(socket.IPPROTO_TCP, option, os.environ.get(CONGESTION_VARIABLE, BBR).encode())
     return opened.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0").decode()
+
+
+def starts_slowly_after_silence(congestion_control: str) -> bool | None:
+    """Return True if the kernel shrinks the window of a connection with this congestion control that was idle for
+    longer than its retransmission timeout, so that each sync begins with slow start again; None if it does not say.
+
+    It is a setting of this process's network namespace (RFC 2861; on by default), and BBR is not affected.
+    """
+    if congestion_control == BBR:
+        return False
+    try:
+        return _SLOW_START_AFTER_IDLE.read_text().strip() != "0"
+    except OSError:  # not Linux
+        return None
+
+
+def congestion_text(congestion_control: str) -> str:
+    """Return the congestion control, and what it does after a silence, for the log."""
+    match starts_slowly_after_silence(congestion_control):
+        case True:
+            return f"{congestion_control}; each sync begins with slow start, which this avoids: {KEEP_WINDOWS}"
+        case False:
+            return f"{congestion_control}, which keeps its rate over the silence between syncs"
+        case None:
+            return congestion_control
 
 
 def error_text(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import httpx
 import torch
 
 from outerstep import __version__, rest
+from outerstep.common.connections import starts_slowly_after_silence
 from outerstep.doctor import coordinator, machine, membership, network, training, trial
 from outerstep.doctor.examination import Examination, Finding, Listener, fine
 from outerstep.doctor.trial import TrialSteps, take_steps_apart
@@ -249,4 +250,6 @@ def _measure_line(
         seen = seen.limited_to(settings.max_up, settings.max_down)
         return network.judge_connection(seen, None if run is None else run.detail, elements, step_s)
 
+    congestion_control = network.look_at_tcp()
+    exam.conclude("tcp", network.judge_tcp(congestion_control, starts_slowly_after_silence(congestion_control)))
     exam.check("line", lambda _: network.measure(client, clock=monotonic), judge, within_s=LINE_S)

@@ -2,11 +2,13 @@
 
 import math
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from outerstep import plan, rest
+from outerstep.common.connections import KEEP_WINDOWS, set_congestion_control
 from outerstep.common.quantities import bytes_text, count_text, share_text
 from outerstep.doctor.examination import Finding, fine, warning
 from outerstep.doctor.trial import duration, inner_steps
@@ -17,6 +19,29 @@ WANTED_S = 4.0  # target duration of a measurement, limited to LINE_CHECK_BYTES
 MOST_SHARE = 0.2  # share of a round's time for communication above which a warning is given
 
 _LEAST_S = 1e-6
+
+
+def look_at_tcp() -> str:
+    """Return the congestion control that a worker's connections get here."""
+    with socket.socket() as unconnected:
+        return set_congestion_control(unconnected)
+
+
+def judge_tcp(congestion_control: str, slow_start: bool | None) -> list[Finding]:
+    """`slow_start`: what `starts_slowly_after_silence` returns."""
+    if slow_start is None:
+        return [fine("tcp", f"the congestion control is {congestion_control}")]
+    if not slow_start:
+        return [fine("tcp", f"connections keep their rate over the silence between syncs ({congestion_control})")]
+    return [
+        warning(
+            "tcp",
+            f"uploads begin with slow start after each silence ({congestion_control}, "
+            "net.ipv4.tcp_slow_start_after_idle = 1), which makes syncs over long lines slower",
+            f"as root: {KEEP_WINDOWS} (docs/deployment.md, Lines); on the coordinator's machine it does the same for "
+            "downloads",
+        )
+    ]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ from typer.testing import CliRunner
 from harness.coordinator import Certificate, make_certificate
 from outerstep import DiLoCo
 from outerstep.cli import app
+from outerstep.common import connections
 from outerstep.common.exit_codes import Exit
+from outerstep.doctor import network
+from outerstep.doctor.examination import State
 from protocol.errors import NoCoordinator
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
@@ -196,3 +199,43 @@ def test_nobody_there_is_worth_another_try() -> None:
     code, line = said_by_command("http://coordinator.invalid")
     assert (code, "its name is not known here" in line) == (Exit.RETRY, True), line
     assert not FOR_PROGRAMMERS.search(line)
+
+
+# --- TCP after a silence ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("control", "setting", "expected", "said"),
+    [
+        ("cubic", "1", True, "cubic; each sync begins with slow start, which this avoids: sysctl -w net.ipv4.tcp_slow"),
+        ("cubic", "0", False, "cubic, which keeps its rate over the silence between syncs"),
+        ("bbr", "1", False, "bbr, which keeps its rate over the silence between syncs"),
+        ("cubic", None, None, "cubic"),
+    ],
+)
+def test_what_tcp_does_after_a_silence_is_read_from_the_kernel(
+    control: str,
+    setting: str | None,
+    expected: bool | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "tcp_slow_start_after_idle"
+    if setting is not None:
+        file.write_text(f"{setting}\n")
+    monkeypatch.setattr(connections, "_SLOW_START_AFTER_IDLE", file)
+    assert connections.starts_slowly_after_silence(control) is expected
+    assert connections.congestion_text(control).startswith(said)
+    (found,) = network.judge_tcp(control, expected)
+    assert (found.state is State.WARNING) == (expected is True)
+    assert (connections.KEEP_WINDOWS in found.remedy) == (expected is True)
+
+
+def test_what_tcp_does_after_a_silence_is_logged_once(
+    caplog: pytest.LogCaptureFixture, secured: Served, certificate: Certificate
+) -> None:
+    given = {"url": secured.url, "run": "none", "token": secured.admin_token, "name": "a", "device": "cpu"}
+    with caplog.at_level(logging.INFO):
+        run_worker(WorkerSettings(**given, ca=certificate.file))
+    assert len([each for each in caplog.messages if each.startswith("TCP's congestion control: ")]) == 1

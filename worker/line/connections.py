@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from outerstep.common.connections import set_congestion_control
+from outerstep.common.connections import congestion_text, set_congestion_control
 
 UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as without
 UNSENT_FAR_BYTES = 1 << 14  # per connection, where there are many
@@ -86,7 +86,7 @@ class Connections:
         used = set_congestion_control(opened)
         if used != self.congestion_control:
             self.congestion_control = used
-            log.info("TCP's congestion control: %s", used)
+            log.info("TCP's congestion control: %s", congestion_text(used))
 
 
 def _round_trip_s(connection: socket.socket) -> float | None:
