@@ -314,7 +314,7 @@ class DiLoCo:
         rounds, first = self.joined.rounds, FirstUnits(self.model)
         while not self.finished:
             assignment = rounds.assignment
-            due = first_units(assignment.units, assignment.inner_steps)
+            due = first_units(assignment.units, self._steps.most)
             for unit in numbers(due):
                 self._steps.begin_unit()
                 yield self.spec.number_in_set(unit)

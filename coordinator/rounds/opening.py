@@ -108,7 +108,8 @@ def open_next(run: LiveRun) -> bool:
             session.add(FragmentRow(run_id=run.id, round=run.round, fragment=index, state=collecting, reason=""))
         opening.without_earlier_units = set(workers) - workers_with_units(session, run.id)
         inner_steps = {worker: inner_steps_of(run, worker) for worker in workers}
-        units = deal_units(session, pools_of(session, run, workers), run.round, inner_steps)
+        counts = {worker: units_of(run, steps) for worker, steps in inner_steps.items()}
+        units = deal_units(session, pools_of(session, run, workers), run.round, counts)
         evaluating = evaluators(run, session, workers)
         for worker in workers:
             opening.assignments[worker] = RoundAssignment(inner_steps[worker], worker in evaluating, units[worker])
@@ -125,6 +126,13 @@ def assignment_row(run: LiveRun, worker: str, assignment: RoundAssignment) -> As
     return AssignmentRow(
         run_id=run.id, round=run.round, worker=worker, inner_steps=assignment.inner_steps, evaluate=assignment.evaluate
     )
+
+
+def units_of(run: LiveRun, inner_steps: int) -> int:
+    """Return the number of units of a worker with H = `inner_steps` in the open or next round: more than H if it trains
+    on until the round's deltas are there. The last round has no next one to carry that into."""
+    last = run.step + round_steps(run) == run.spec.total_inner_steps
+    return inner_steps if last else run.spec.sync.most_steps_of(inner_steps)
 
 
 def inner_steps_of(run: LiveRun, worker: str) -> int:

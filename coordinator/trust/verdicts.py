@@ -3,7 +3,8 @@ is averaged.
 
 **Weights.** A contribution weighs the tokens of its work, at most one assigned round (`sync/admission.py`). If each
 worker has its own H, a worker that was assigned far more than the others could still dominate the mean; and a worker
-that answers at once looks like a fast machine. So a weight is at most MOST times the median of the others'.
+that answers at once looks like a fast machine. If workers train on until a delta is there, one may claim to have
+trained on all of its units. So a weight is at most MOST times the median of the others'.
 
 **Verdicts.** The judging itself is pure (`screening/judging.py`), and part of the work on the fragment's bytes
 (`aggregation/fragment.py`). This module adds the run's own record to the evidence, such as the norms of earlier rounds.
@@ -43,7 +44,7 @@ EARLIER_ROUNDS = 16
 def weights(tokens: Mapping[str, int], sync: SyncSpec) -> dict[str, int]:
     """Return the weight of each worker's contribution, in tokens. `tokens`: the tokens of the work in it, by worker.
     Pure."""
-    if sync.inner_steps != "auto" or len(tokens) <= FEW:
+    if not sync.counts_differ or len(tokens) <= FEW:
         return dict(tokens)
     ascending = sorted(tokens.values())
     return {worker: min(own, _weight_limit(ascending, own)) for worker, own in tokens.items()}

@@ -34,14 +34,14 @@ def last_contribution(session: Session, run: LiveRun, worker: str, fragment: int
 
 
 def assigned_steps(session: Session, run: LiveRun, worker: str, rounds: range) -> dict[int, int]:
-    """Return the inner steps of the worker's assignments for `rounds`, by round. Rounds without an assignment are left
-    out."""
+    """Return the most inner steps of the worker's assignments for `rounds`, by round. Rounds without an assignment are
+    left out."""
     rows = session.execute(
         select(AssignmentRow.round, AssignmentRow.inner_steps).where(
             AssignmentRow.run_id == run.id, AssignmentRow.round.in_(_recent(rounds)), AssignmentRow.worker == worker
         )
     )
-    return {row.round: row.inner_steps for row in rows}
+    return {row.round: run.spec.sync.most_steps_of(row.inner_steps) for row in rows}
 
 
 def weighed_tokens(session: Session, run: LiveRun, worker: str, fragment: int, rounds: range) -> int:

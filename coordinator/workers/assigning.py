@@ -7,7 +7,7 @@ from functools import partial
 from sqlalchemy import delete, select
 
 from coordinator.rounds import steering
-from coordinator.rounds.opening import assignment_row, inner_steps_of, status
+from coordinator.rounds.opening import assignment_row, inner_steps_of, status, units_of
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.open_round import OpenRound, RoundAssignment
 from coordinator.run.schedule import round_steps
@@ -135,7 +135,7 @@ def _ensure_assignment(
         units = assigned_units(change.session, run.id, worker, run.round)
         if not units:  # its lease had ended, and they returned to the pool
             pool = pools_of(change.session, run, [worker])[worker]
-            units = assign_units(change.session, pool, worker, run.round, row.inner_steps)
+            units = assign_units(change.session, pool, worker, run.round, units_of(run, row.inner_steps))
         assignment = RoundAssignment(row.inner_steps, row.evaluate, units)
         change.after_commit(partial(opening.assign, worker, assignment, carried))
     return assignment

@@ -306,6 +306,16 @@ class SyncSpec(Section):
             '"eager": a whole round of them'
         ),
     )
+    wait: Literal["always", "never"] = Field(
+        "always",
+        description=(
+            'what a worker does when its inner steps are done and the round\'s deltas are not there yet. "always": it '
+            'waits. "never": it trains on, up to most_steps, and carries that into its next contribution'
+        ),
+    )
+    most_steps: InnerSteps | None = Field(
+        None, description='with wait = "never": most inner steps per round, H included; default: 4 H'
+    )
     alpha: Literal["carry"] | Annotated[float, Field(ge=0, le=1)] = Field(
         "carry",
         description=(
@@ -330,12 +340,35 @@ class SyncSpec(Section):
             )
         if self.overlap == "eager" and self.offsets == "spread":
             raise ValueError('overlap = "eager" needs offsets = "together": every fragment has a whole round anyway')
+        if self.wait == "never" and (self.overlap or self.offsets == "spread" or self.alpha != "carry"):
+            raise ValueError(
+                'wait = "never" sends all fragments after H inner steps and carries what is trained meanwhile: leave '
+                "out overlap, offsets and alpha"
+            )
+        if self.most_steps is not None and (self.wait == "always" or self.most_steps <= self.schedule_steps):
+            raise ValueError(
+                f'most_steps is for wait = "never", and more than H ({self.schedule_steps}): leave it out for 4 H'
+            )
         return self
 
     @property
     def streams(self) -> bool:
         """True if fragments are sent during training or at different times of the round, or are mixed."""
-        return self.overlap != 0 or self.offsets == "spread" or self.alpha != "carry"
+        return self.overlap != 0 or self.offsets == "spread" or self.alpha != "carry" or self.wait == "never"
+
+    @property
+    def counts_differ(self) -> bool:
+        """True if honest workers differ in the number of inner steps that they contribute to a round."""
+        return self.inner_steps == "auto" or self.wait == "never"
+
+    def most_steps_of(self, inner_steps: int) -> int:
+        """Return the most inner steps that a worker with H = `inner_steps` does in a round, which is the number of its
+        units."""
+        if self.wait == "always":
+            return inner_steps
+        if self.most_steps is None:
+            return 4 * inner_steps
+        return -(-inner_steps * self.most_steps // self.schedule_steps)
 
     @model_validator(mode="after")
     def _auto_needs_a_budget(self) -> "SyncSpec":

@@ -229,18 +229,23 @@ class Ledger:
             demand(worker not in self.contributions.get(key, {}), "I2", f"{where}: contributed twice")
             demand(key not in self.fixed, "I2", f"{where}: accepted after the contributors were fixed")
             self.contributions.setdefault(key, {})[worker] = Kept(row["digest"], row["tokens"], payload)
-            self._check_weight(where, row)
+            self._check_weight(where, row, payload.header)
             self._count_units(where, key, values, payload.header)
             for start, stop in payload.header.units:  # type: ignore[union-attr]
                 query = "SELECT 1 FROM unit_ranges WHERE state != 'consumed' AND start < ? AND stop > ?"
                 demand(not self._all(query, stop, start), "I6", f"{where}: accepted, and its units are not consumed")
 
-    def _check_weight(self, where: str, row: sqlite3.Row) -> None:
-        """One assigned round at most; of fragments that are sent in the middle of a round, what two rounds have."""
+    def _check_weight(self, where: str, row: sqlite3.Row, header: Any) -> None:
+        """One assigned round at most; of fragments that are sent in the middle of a round, what two rounds have. What
+        workers that never wait have trained beyond a round weighs as much as the rest."""
         query = "SELECT MAX(inner_steps) AS most FROM assignments WHERE worker = ? AND round <= ?"
-        most = self._all(query, row["worker"], row["round"])[0]["most"] * (2 if self.sync.streams else 1)
+        most = self._all(query, row["worker"], row["round"])[0]["most"]
+        most = self.sync.most_steps_of(most) * (2 if self.sync.streams else 1)
         units = row["tokens"] // self.unit_tokens
         demand(units <= most, "I9", f"{where}: it weighs {units} units, and was assigned no more than {most}")
+        if self.sync.wait == "never" and not header.carried and not self.hostile:
+            named = sum(stop - start for start, stop in header.units)
+            demand(units == named, "I9", f"{where}: it weighs {units} units, and has the work of {named}")
 
     def _count_units(self, where: str, key: Key, values: np.ndarray, header: Any) -> None:
         """Read from a contribution's bytes which units it was trained on: each of its own round's units counts 1, each
@@ -303,10 +308,10 @@ class Ledger:
                     self._check_delta(key, where)
 
     def _weights(self, key: Key) -> dict[str, int]:
-        """What each contribution weighs: its units, and where each worker has an H of its own, no more than four times
-        as much as half of the others do."""
+        """What each contribution weighs: its units, and where these differ between honest workers, no more than four
+        times as much as half of the others do."""
         tokens = {worker: each.tokens for worker, each in self.contributions.get(key, {}).items()}
-        if self.sync.inner_steps != "auto" or len(tokens) < 3:
+        if not self.sync.counts_differ or len(tokens) < 3:
             return tokens
         return {
             worker: min(own, int(4 * np.median([each for other, each in tokens.items() if other != worker])))
@@ -431,16 +436,21 @@ class Ledger:
             demand(same, "I3", f"{where} is not what its digest says")
 
     def _check_held_units(self, worker: WorkerNode) -> None:
-        """As a worker begins to train: what the coordinator counts as its own, it has. Otherwise nobody trains on it."""
+        """As a worker begins to train: what the coordinator counts as its own, it has. Otherwise nobody trains on it. Of
+        what it may train on while it asks, the rest returns a round later."""
         rounds = worker.rounds()
         if rounds is None or not rounds.training or self._seen.get(f"{worker.name}'s assignment") is rounds.assignment:
             return
         assignment, carry = rounds.assignment, rounds.carry
+        before = self._seen.get(f"{worker.name}'s assignment")
         self._seen[f"{worker.name}'s assignment"] = assignment
         self.error_feedback.check_carried(worker, assignment.round, carry)
         query = "SELECT start, stop FROM unit_ranges WHERE worker = ? AND state = 'assigned' AND round <= ?"
         held = {u for row in self._all(query, worker.name, assignment.round) for u in range(row["start"], row["stop"])}
-        has = {unit for start, stop in [*assignment.units, *carry.units] for unit in range(start, stop)}
+        known = [*assignment.units, *carry.units]
+        if self.sync.wait == "never" and before is not None:
+            known += before.units
+        has = {unit for start, stop in known for unit in range(start, stop)}
         demand(held <= has, "I6", f"{worker.name} holds units {sorted(held - has)} and does not know of them")
 
     # --- around a restart -----------------------------------------------------------------------------------------

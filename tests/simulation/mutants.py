@@ -8,7 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from coordinator.sync import (
     publishing,
     retention,
 )
-from coordinator.units import pools
+from coordinator.units import ledger, pools
 from coordinator.workers import assigning, leases
 from outerstep.common import files
 from outerstep.common.ranges import Range
@@ -61,8 +61,9 @@ from worker.rounds import round as round_
 from worker.rounds import rounds
 from worker.rounds.exchange import Exchange
 from worker.state import outer_state as worker_outer_state
+from worker.state import snapshot
 from worker.state.fragments import Fragments
-from worker.state.work import Contribution, Late, Missed
+from worker.state.work import Contribution, Late, Missed, RoundStart
 
 Replacement = tuple[Any, str, Any]
 
@@ -192,6 +193,45 @@ def _drops_what_the_codec_leaves_out() -> list[Replacement]:
 
 def _forgets_units() -> list[Replacement]:
     return [(where, "units_left", lambda named, consumed: []) for where in (round_, rounds)]
+
+
+def _forgets_what_was_trained_beyond_h() -> list[Replacement]:
+    """The snapshot of a round's start lacks the units that were used since the last contribution."""
+    real = snapshot.load
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        if found is None or not isinstance(found.work, RoundStart):
+            return found
+        return replace(found, work=replace(found.work, carry=replace(found.work.carry, units=[])))
+
+    return [(snapshot, "load", load)]
+
+
+def _carried_work_without_weight() -> list[Replacement]:
+    real = round_.Round.settle
+
+    def settle(self: round_.Round) -> Any:
+        carry, arrival = real(self)
+        return replace(carry, fresh={}), arrival
+
+    return [(round_.Round, "settle", settle)]
+
+
+def _deals_units_twice() -> list[Replacement]:
+    """Of what a worker is dealt ahead, the last part is dealt to the next one again."""
+    real = ledger.deal_units
+
+    def deal(session: Session, of: Mapping[str, pools.Pool], round_: int, counts: Mapping[str, int]) -> Any:
+        dealt: dict[str, list[Range]] = {}
+        for worker, count in counts.items():
+            before = of[worker].row.next_unit
+            dealt |= real(session, of, round_, {worker: count})
+            if of[worker].row.next_unit > before + 1:
+                of[worker].row.next_unit -= 1
+        return dealt
+
+    return [(opening, "deal_units", deal)]
 
 
 def _passes_over_the_pool() -> list[Replacement]:
@@ -416,6 +456,9 @@ MUTANTS = [
     Mutant("drops what was trained while a fragment travelled", ("I6",), 3, _drops_what_was_trained_meanwhile),
     Mutant("drops what the codec leaves out", ("I6",), 0, _drops_what_the_codec_leaves_out),
     Mutant("forgets units that no fragment has named", ("I6",), 3, _forgets_units),
+    Mutant("forgets what was trained beyond H in a restart", ("I6",), 36, _forgets_what_was_trained_beyond_h),
+    Mutant("carries work without its weight", ("I9",), 9, _carried_work_without_weight),
+    Mutant("deals units twice", ("I6",), 0, _deals_units_twice),
     Mutant("assigns new units while others lie in the pool", ("I6",), 0, _passes_over_the_pool),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("returns no units of rounds that were missed", ("I6",), 0, _forgotten_units_kept),

@@ -99,7 +99,7 @@ def _data(rng: random.Random) -> str:
 
 
 def _schedule(rng: random.Random, inner_steps: int) -> str:
-    """Half of the seeds are classic DiLoCo."""
+    """Half of the seeds are classic DiLoCo, unless workers never wait."""
     overlap = rng.randrange(inner_steps)
     return rng.choice(
         [
@@ -111,6 +111,15 @@ def _schedule(rng: random.Random, inner_steps: int) -> str:
             f'offsets = "spread"\noverlap = {overlap}',
         ]
     )
+
+
+def _never_waits(seed: int, inner_steps: int) -> str | None:
+    """In a third of the seeds the workers never wait, but train on."""
+    rng = random.Random(f"{seed} wait")
+    if rng.randrange(3):
+        return None
+    most = rng.choice(["", f"\nmost_steps = {inner_steps + rng.randint(1, 2 * inner_steps)}"])
+    return f'wait = "never"{most}'
 
 
 @dataclass
@@ -138,6 +147,8 @@ class Simulation:
         self.min_workers = max(rng.randint(1, 2), 1 + self.hostile)  # so in every delta there is an honest contribution
         count = rng.randint(max(2, self.min_workers), 4)
         inner_steps = rng.randint(1, 3)
+        never_waits = _never_waits(seed, inner_steps)
+        most = 20 if self.hostile and not never_waits else 4  # a unit is an element, and there are not more
         data = _data(random.Random(f"{seed} data"))
         upload = rng.choice(["fp32", "ternary", "int8"])
         if data and upload == "ternary":
@@ -147,8 +158,8 @@ class Simulation:
         self.spec = SPEC.format(
             rounds=self.rounds,
             data=data,
-            pace=_pace(random.Random(f"{seed} pace"), inner_steps, most=20 if self.hostile else 4),
-            schedule=_schedule(random.Random(f"{seed} schedule"), inner_steps),
+            pace=_pace(random.Random(f"{seed} pace"), inner_steps, most),
+            schedule=never_waits or _schedule(random.Random(f"{seed} schedule"), inner_steps),
             upload=upload,
             download=rng.choice(["fp32", "int4", "int8"]),
             zstd=rng.choice(["true", "false"]),

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.spec.sections import SyncSpec
-from worker.rounds.schedule import Schedule, schedule
+from worker.rounds.schedule import ON_ARRIVAL, Schedule, schedule
 
 
 def spec(**keys: Any) -> SyncSpec:
@@ -23,6 +23,7 @@ def spec(**keys: Any) -> SyncSpec:
         ({"offsets": "spread"}, Schedule([4, 8, 12], [4, 8, 12])),
         ({"offsets": "spread", "overlap": 3}, Schedule([1, 5, 9], [4, 8, 12])),
         ({"offsets": "spread", "overlap": 6}, Schedule([0, 2, 6], [4, 8, 12])),
+        ({"wait": "never"}, Schedule([12] * 3, [ON_ARRIVAL] * 3)),
     ],
 )
 def test_a_round_in_the_middle_of_the_run(keys: dict[str, Any], expected: Schedule) -> None:
@@ -36,7 +37,7 @@ def test_a_worker_that_has_nothing_yet_sends_half_way_what_is_due_at_once() -> N
 
 
 def test_the_last_round_leaves_nothing_over() -> None:
-    for keys in ({"overlap": "eager"}, {"overlap": 5}, {"offsets": "spread"}):
+    for keys in ({"overlap": "eager"}, {"overlap": 5}, {"offsets": "spread"}, {"wait": "never"}):
         assert schedule(spec(inner_steps=12, **keys), 3, 12, last=True, first=False) == Schedule([12] * 3, [12] * 3)
 
 

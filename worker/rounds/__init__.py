@@ -74,7 +74,8 @@ What a crash costs (with a state directory; without one, the worker restarts as 
                                        deltas are published), comes to the same start, and trains on the same units
     after step H, work not durable     the same: all H inner steps
     uploading, waiting, stepping       nothing: it resumes the sync from the saved work
-    with overlap, at any time          the inner steps of this round, from the saved round start
+    with overlap, at any time          the inner steps of this round, from the saved round start; without waiting,
+                                       those beyond H as well
     before the first snapshot          the inner steps, and the optimizers' states: state 0 or a checkpoint is loaded
 
 If the run has moved on meanwhile, the worker recovers the newest state, and its saved work goes into the next round as

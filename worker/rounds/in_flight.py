@@ -66,6 +66,16 @@ class InFlight:
         return bool(self._sent)
 
     @property
+    def landed(self) -> bool:
+        """True if everything that was sent has been stepped and the result of `arrived` is there, or something has
+        failed: nothing is left to wait for."""
+        if self._failed.is_set():
+            return True
+        if self.arrival is not None:
+            return self.arrival.done()
+        return self._arrived is None and all(flight.done() for flight in self._sent.values())
+
+    @property
     def consumed(self) -> int:
         """How many units need not be named again: those of the largest contribution that was accepted."""
         return max((units for units, outcome in self._outcomes.values() if outcome is None), default=0)

@@ -20,7 +20,7 @@ from protocol.messages import Assignment
 from worker.process import give_back_free_memory
 from worker.rounds.exchange import Exchange
 from worker.rounds.in_flight import InFlight
-from worker.rounds.schedule import schedule
+from worker.rounds.schedule import ON_ARRIVAL, schedule
 from worker.rounds.training import Training
 from worker.state.work import Carry, Contribution, UnitRanges, Work, count, units_left
 
@@ -48,7 +48,8 @@ class Round:
     the new ones.
 
         carry       progress that is in no mean so far, of the fragments that this process owns
-        ended       the inner steps are done
+        ended       its own inner steps are done
+        over        all of its inner steps are done, including those until its deltas have arrived
         work        all contributions of this process, if they were made together while the training stood still
         trained_on  once settled: the fragments that have been trained on since they were merged
     """
@@ -81,7 +82,7 @@ class Round:
         self._loss = carry.loss
         self.work: list[Contribution] = []
         self.trained_on: set[int] = set()
-        self.ended = False
+        self.ended = self.over = False
 
     # --- sending --------------------------------------------------------------------------------------------------
 
@@ -206,9 +207,19 @@ class Round:
 
         return make
 
+    def _trains_on(self) -> bool:
+        """Return True if the inner steps go on beyond the round's own: its deltas have not all arrived. All processes
+        call it at once."""
+        if not (self._schedule.on_arrival and self._steps.may_go_on):
+            return False
+        return not all(self._ranks.all(self._in_flight.landed))
+
     @property
     def _step(self) -> int:
-        """The current inner step; H once the round has ended, even if there were fewer: then everything is due."""
+        """The current inner step; H once the round has ended, even if there were fewer: then everything is due, except
+        what is merged on arrival."""
+        if self.over:
+            return ON_ARRIVAL
         return self.assignment.inner_steps if self.ended else self._steps.done
 
     @property
@@ -245,6 +256,7 @@ class Round:
     def merge_due(self) -> None:
         """Merge the fragments that are due: wait for their outer steps, and continue from the new global parameters,
         θ_local = θ_global − carry. Raises Resync, WorkLost, RunEnded and Stopped."""
+        self.over = self.ended and not self._trains_on()
         for p in self._due(self._schedule.merged, self._merged):
             self._merge(p)
             self._progress.phase("sync" if self.ended else "train")

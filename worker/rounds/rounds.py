@@ -113,9 +113,9 @@ class Rounds:
         while (round_ := self._begin(self._prepare(asked))) is not None:  # θ_local = θ_global − carry
             try:
                 round_.send_due()  # eager updates: what was trained in the round before
-                while not round_.ended:
-                    round_.ended = yield  # one inner step of θ_local
-                    self._note_inner_step(round_)
+                while not round_.over:
+                    ended = yield  # one inner step of θ_local
+                    self._note_inner_step(round_, ended=ended)
                     round_.send_due()  # Δ = θ_global − θ_local: to the coordinator, which averages
                     self._reclaim_if_lost(round_, round_.merge_due)  # θ_global: outer step; θ_local = θ_global − carry
                 self._end(round_)
@@ -181,13 +181,15 @@ class Rounds:
         if evaluate is not None:
             self._assignments.report_evaluation(assignment.round, evaluate)
 
-    def _note_inner_step(self, round_: Round) -> None:
-        """Note one inner step. Raises Unwanted if the coordinator does not accept the round's work any more."""
+    def _note_inner_step(self, round_: Round, *, ended: bool) -> None:
+        """Note one inner step; `ended`: the round's own steps are done. Raises Unwanted if the coordinator does not
+        accept the round's work any more."""
+        ends, round_.ended = ended and not round_.ended, ended
         self._check_wanted()
         due = round_.next_sent
         if due is not None and self._lookahead.is_near(round_.assignment.round, due, due - self._training.steps.done):
             self._exchange.client.open_ahead()
-        if round_.ended:
+        if ends:
             round_.note_speed()
             if self._sync.inner_steps == "auto":
                 self._heartbeat.beat_now()  # the next round's H depends on the speed of this one
@@ -269,7 +271,9 @@ class Rounds:
         """Get the next round's assignment before this round's inner steps are done, as all fragments are stepped. Runs
         on a download thread."""
         _ = self._state.digests  # from now on, a flipped bit is noticed
-        used = first_units(self.assignment.units, self.assignment.inner_steps)
+        # If the training goes on until the answer is there, it is unknown on which units: so all of them are named, and
+        # those that are not used return to the pool a round later.
+        used = first_units(self.assignment.units, self._training.steps.most)
         left = [] if flight.superseded else units_left(self.carry.units + used, flight.consumed)
         return self._assignments.ask(flight.round + 1, left)
 

@@ -4,15 +4,19 @@
     spread     one after the other is merged, H/P steps apart, the last after H     Streaming DiLoCo, arXiv 2501.18512
     overlap τ  each is sent τ steps before it is merged                             the same
     eager      τ = H: sent at the round's beginning, merged at its end              Eager updates, arXiv 2502.12996
+    no wait    all are sent after step H, and merged once all of them have arrived (sync.wait = "never")
 
 So a round begins and ends within its own H steps whatever the overlap is: what is trained after a fragment was sent
 goes into its next contribution. The last round of a run has no next one, so everything is sent at its end.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from protocol.spec.sections import SyncSpec
+
+ON_ARRIVAL = sys.maxsize  # for `merged`
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,11 @@ class Schedule:
         """True if the training goes on while some fragment is in flight."""
         return self.sent != self.merged
 
+    @property
+    def on_arrival(self) -> bool:
+        """True if the training goes on until the fragments have arrived."""
+        return ON_ARRIVAL in self.merged
+
 
 def schedule(sync: SyncSpec, fragments: int, inner_steps: int, *, last: bool, first: bool) -> Schedule:
     """Return the schedule of a worker with `inner_steps` = H in this round; 0 < sent + overlap, sent <= merged <= H.
@@ -37,6 +46,8 @@ def schedule(sync: SyncSpec, fragments: int, inner_steps: int, *, last: bool, fi
     h = inner_steps
     if last:
         return Schedule([h] * fragments, [h] * fragments)
+    if sync.wait == "never":
+        return Schedule([h] * fragments, [ON_ARRIVAL] * fragments)
     overlap = h if sync.overlap == "eager" else sync.overlap * h // sync.schedule_steps
     merged = [-(-h * (p + 1) // fragments) if sync.offsets == "spread" else h for p in range(fragments)]
     sent = [max(each - overlap, 0) for each in merged]

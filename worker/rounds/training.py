@@ -18,7 +18,7 @@ from worker.accounts.progress import Progress
 from worker.ranks import ALONE, Ranks
 from worker.state.fragments import Fragments
 from worker.state.optimizer_state import ScheduleFreePoints
-from worker.state.work import UnitRanges, first_units, units_left
+from worker.state.work import UnitRanges, count, first_units, units_left
 from worker.state.writes import ForeignWrites
 
 
@@ -34,9 +34,11 @@ class InnerSteps:
 
     def __init__(self, spec: RunSpec) -> None:
         self._warmup_steps = spec.inner.joiner_warmup_steps
+        self._trains_on = spec.sync.wait == "never"
         self.done = 0
         self.taken = 0  # by this process, in all rounds
         self.unit_stepped = False  # the current unit; always False if the loop takes no units
+        self.most = 0  # inner steps of the round; more than its own ones if they go on until its deltas are there
         self._step = self._scheduled = self._own = self._units_begun = self._units_used = 0
         self._units: UnitRanges = []
         self.warmup_left: int | None = None  # steps until a joiner's inner optimizer is warm; None: not one step yet
@@ -46,6 +48,7 @@ class InnerSteps:
         self.done = self._units_begun = self._units_used = 0
         self._step, self._scheduled = assignment.step, assignment.schedule_steps
         self._own, self._units = assignment.inner_steps, assignment.units
+        self.most = max(self._own, count(self._units)) if self._trains_on else self._own
         if self.warmup_left is None:
             self.warmup_left = self._warmup_steps if assignment.round else 0
 
@@ -73,15 +76,23 @@ class InnerSteps:
         return first_units(self._units, self._units_used)
 
     @property
+    def may_go_on(self) -> bool:
+        """True if units are left for inner steps beyond the round's own."""
+        return self._units_used < self.most
+
+    @property
     def units_to_come(self) -> UnitRanges:
-        """The units of the assignment that are neither used nor current: one for each remaining inner step."""
-        due = first_units(self._units, self._own)
-        return units_left(due, max(self._units_begun, self._units_used))
+        """The units of the assignment that are neither used nor current: one for each remaining inner step. Beyond the
+        round's own steps it is one at a time, as each may be the last."""
+        past = max(self._units_begun, self._units_used)
+        due = first_units(self._units, min(max(self._own, past + 1), self.most))
+        return units_left(due, past)
 
     @property
     def global_step(self) -> int:
         """The run's schedule step: that of the round's start, plus the part of the round's steps that is done."""
-        return self._step + (self.done * self._scheduled // self._own if self._own else self.done)
+        done = min(self.done, self._own) if self._trains_on else self.done
+        return self._step + (done * self._scheduled // self._own if self._own else done)
 
     @property
     def warmup_scale(self) -> float:

@@ -292,6 +292,8 @@ def shares_text(account: Account) -> str:
 
 def _overlap(spec: RunSpec) -> str:
     sync = spec.sync
+    if sync.wait == "never":
+        return f"workers never wait: up to {sync.most_steps_of(sync.schedule_steps)} inner steps per round"
     steps = "a whole round" if sync.overlap == "eager" else f"{sync.overlap} inner steps"
     alpha = "" if sync.alpha == "carry" else f", alpha {sync.alpha:g}"
     return f"{steps}, fragments {sync.offsets}{alpha}"

@@ -1,0 +1,228 @@
+"""sync.wait = "never": a worker trains on until the round's deltas are there, and carries that into its next contribution.
+
+In most of these tests the deltas come when the test says so, after a certain inner step.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from protocol.errors import SpecError
+from protocol.messages import RoundDetail
+from protocol.spec.run import parse_spec
+from tests.support.waiting import PATIENCE_S, wait_until
+from tests.worker import toy
+from tests.worker.test_streaming import Ones, epoch
+from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
+from worker.diloco import DiLoCo
+from worker.link.client import Client, open_http
+from worker.rounds.in_flight import InFlight
+
+H = 6
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def spec(sync: str = "", **options: Any) -> str:
+    """The mean of one worker is its own work, and the outer step takes all of it."""
+    usual: dict[str, Any] = {"rounds": 2, "upload": "fp32", "download": "fp32", "momentum": 0.0}
+    text = toy.spec(steps=H, sync=f'wait = "never"\n{sync}', **usual | options)
+    return text.replace("[outer]", "[outer]\nlearning_rate = 1.0")
+
+
+class Cut(Client):
+    """Cut off from the coordinator, as soon as it has something to send, until `back` is set."""
+
+    def __init__(self, *arguments: Any, back: threading.Event, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._back = back
+
+    def contribute(self, member_token, header, frames, **options):
+        assert self._back.wait(PATIENCE_S)
+        super().contribute(member_token, header, frames, **options)
+
+
+def ones(
+    run: Toy,
+    on_step: Callable[[DiLoCo, torch.Tensor], None],
+    client_class: Callable[..., Client] = Client,
+    state_dir: Path | None = None,
+    name: str = "a",
+) -> list[int]:
+    """Train `Ones` to the end of the run. Return the units trained on."""
+    model, units = Ones(), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with open_http(run.coordinator.url) as http:
+        client = client_class(http, "toy", run.token)
+        with DiLoCo(model, optimizer, client=client, run=client.run_detail(), name=name, state_dir=state_dir) as diloco:
+            for unit in diloco.units():
+                units.append(unit)
+                model().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                on_step(diloco, model.values.detach())
+    return units
+
+
+def has_landed(diloco: DiLoCo) -> bool:
+    """The next round's units are known, and so everything else of this one."""
+    return len(list(islice(diloco.upcoming(), 2))) == 2
+
+
+def weight(run: Toy, round_number: int) -> int:
+    """What weight the contributions to a round had, in units."""
+    with run.coordinator.client() as http:
+        detail = RoundDetail.model_validate(http.get(f"/v1/runs/toy/rounds/{round_number}").json())
+    assert detail.tokens is not None
+    return detail.tokens // run.info().spec.unit_tokens
+
+
+@pytest.mark.parametrize("beyond", [1, 4, 17])
+def test_what_is_trained_beyond_h_is_in_the_next_contribution(tmp_path: Path, beyond: int) -> None:
+    """The deltas come while the worker does its last step before `H + beyond`. So its model then has H steps in the mean,
+    and the others carried."""
+    back, starts = threading.Event(), list[float]()
+
+    def on_step(diloco: DiLoCo, values: torch.Tensor) -> None:
+        if (diloco.round, diloco.inner_step) == (0, H + beyond - 1):
+            back.set()
+            wait_until(lambda: has_landed(diloco))
+        if (diloco.round, diloco.inner_step) == (1, 0):
+            starts.append(float(values[0]))
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(), tmp_path)
+        units = ones(run, on_step, partial(Cut, back=back))
+        run.final()
+        assert starts == [H + beyond]
+        assert len(set(units)) == len(units) == 2 * H + beyond
+        assert (epoch(run).consumed, epoch(run).assigned) == (len(units), {})
+        assert [weight(run, round_number) for round_number in (0, 1)] == [H, H + beyond]
+        final = run.told("a")
+        assert final.state_digest == run.info().state_digest
+
+
+@pytest.mark.parametrize(("sync", "most"), [("", 4 * H), ("most_steps = 8", 8)])
+def test_it_stops_at_the_most_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str, most: int) -> None:
+    """The coordinator is away for longer than it trains on."""
+    back, wait = threading.Event(), InFlight.wait
+
+    def waiting(self: InFlight, p: int) -> Any:
+        back.set()
+        return wait(self, p)
+
+    monkeypatch.setattr(InFlight, "wait", waiting)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(sync), tmp_path)
+        units = ones(run, lambda diloco, values: None, partial(Cut, back=back))
+        assert len(units) == most + H
+        assert [weight(run, round_number) for round_number in (0, 1)] == [H, most]
+        assert (epoch(run).consumed, epoch(run).assigned) == (len(units), {})
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("step", [H - 1, H, H + 3])
+def test_killed_while_it_trains_on_it_does_the_round_again(tmp_path: Path, step: int) -> None:
+    """Its contribution may be in the mean already; what it trained beyond H is on no disk, so these units return."""
+
+    def kill(diloco: DiLoCo, values: torch.Tensor) -> None:
+        if (diloco.round, diloco.inner_step) == (1, step):
+            diloco.client.die()  # type: ignore[attr-defined]
+
+    mortal = partial(MortalClient, dies=lambda what, number: (what, number) == ("before download", 1))
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(rounds=4), tmp_path)
+        with pytest.raises(Killed):
+            ones(run, kill, mortal, tmp_path / "a")
+        ones(run, lambda diloco, values: None, state_dir=tmp_path / "a")
+        info, told = run.final(), epoch(run)
+        assert run.told("a").state_digest == info.state_digest
+        assert told.assigned == {}
+        assert info.tokens == told.consumed * info.spec.unit_tokens
+
+
+def test_a_worker_that_is_cut_off_for_longer_contributes_all_of_it_at_once(tmp_path: Path) -> None:
+    """The round closes without it. What it was late with, and what it trained meanwhile, is in its next contribution."""
+    back, own = threading.Event(), list[int]()
+
+    def on_step(diloco: DiLoCo, values: torch.Tensor) -> None:
+        if (diloco.round, diloco.inner_step) == (0, 1):
+            other.start()
+        if (diloco.round, diloco.inner_step) == (0, 2 * H):
+            wait_until(lambda: run.info().round == 1)
+            back.set()
+
+    def has_contributed(round_number: int) -> bool:
+        with run.coordinator.client() as http:
+            detail = RoundDetail.model_validate(http.get(f"/v1/runs/toy/rounds/{round_number}").json())
+        return all("a" in each.contributors for each in detail.fragments)
+
+    def after_it(diloco: DiLoCo, values: torch.Tensor) -> None:
+        if diloco.round and diloco.inner_step == H - 1:
+            wait_until(lambda: has_contributed(diloco.round))
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        members = "round_max_s = 0.5"
+        run = Toy(coordinator, spec(rounds=4, min_workers=1, members=members), tmp_path)
+        other = threading.Thread(target=lambda: own.extend(ones(run, after_it, name="b")))
+        units = ones(run, on_step, partial(Cut, back=back))
+        other.join(PATIENCE_S)
+        info, told = run.final(), epoch(run)
+        assert told.assigned == {}
+        assert info.tokens == told.consumed * info.spec.unit_tokens
+        assert not set(units) & set(own)
+        assert run.told("a").tokens == len(units) * info.spec.unit_tokens, "all that it trained on is in the model"
+        assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
+
+
+def test_a_loader_loads_one_unit_at_a_time_beyond_h(tmp_path: Path) -> None:
+    rows = TensorDataset(torch.arange(4096.0).reshape(-1, 1))
+    model = Ones()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(rounds=3), tmp_path)
+        with run.connect(model, optimizer) as diloco:
+            loader: Any = DataLoader(rows, batch_sampler=diloco.unit_sampler(rows))
+            steps = 0
+            while not diloco.finished:
+                for _ in loader:
+                    model().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    steps += 1
+        assert steps > 3 * H
+        assert (epoch(run).consumed, epoch(run).assigned) == (steps, {})
+
+
+@pytest.mark.parametrize(
+    ("sync", "why"),
+    [
+        ('wait = "never"\noverlap = 2', "leave out overlap, offsets and alpha"),
+        ('wait = "never"\noffsets = "spread"', "leave out overlap, offsets and alpha"),
+        ('wait = "never"\nalpha = 0.5', "leave out overlap, offsets and alpha"),
+        ("most_steps = 20", 'most_steps is for wait = "never"'),
+        ('wait = "never"\nmost_steps = 6', r"more than H \(6\)"),
+    ],
+)
+def test_what_does_not_go_together(sync: str, why: str) -> None:
+    with pytest.raises(SpecError, match=why):
+        parse_spec(toy.spec(steps=H, sync=sync))
+
+
+def test_a_worker_with_an_h_of_its_own_trains_on_for_as_many_times_of_it() -> None:
+    auto = toy.spec(steps=H, sync='wait = "never"').replace(
+        f"inner_steps = {H}", 'inner_steps = "auto"\nround_s = 60\nnominal_inner_steps = 100'
+    )
+    assert parse_spec(auto).sync.most_steps_of(50) == 200
+    assert parse_spec(auto.replace("[members]", "most_steps = 250\n[members]")).sync.most_steps_of(51) == 128
+    assert parse_spec(toy.spec(steps=H)).sync.most_steps_of(H) == H
