@@ -147,8 +147,9 @@ class Simulation:
         self.min_workers = max(rng.randint(1, 2), 1 + self.hostile)  # so in every delta there is an honest contribution
         count = rng.randint(max(2, self.min_workers), 4)
         inner_steps = rng.randint(1, 3)
-        never_waits = _never_waits(seed, inner_steps)
-        most = 20 if self.hostile and not never_waits else 4  # a unit is an element, and there are not more
+        most = 20 if self.hostile else 4
+        if never_waits := _never_waits(seed, min(inner_steps, 2)):  # a unit is an element, and they need many
+            self.rounds, inner_steps, most = min(self.rounds, 6), min(inner_steps, 2), 2
         data = _data(random.Random(f"{seed} data"))
         upload = rng.choice(["fp32", "ternary", "int8"])
         if data and upload == "ternary":

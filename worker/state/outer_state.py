@@ -31,6 +31,7 @@ from worker.state.state_dir import STATE_FILE
 
 _HOST = torch.device("cpu")
 _FILES = 3  # one of the current state, one of the last durable work, one for changes
+_PIECE = 1 << 18  # elements
 _MAPPED_FROM = 1 << 23  # elements; smaller outer states stay in memory
 
 
@@ -185,7 +186,9 @@ class OuterState:
         self.changes += 1
         if self._files:
             theta = theta.to(_HOST, torch.float32)
-            self._write(p, 0, theta, torch.zeros_like(theta) if momentum is None else momentum)
+            momentum = torch.zeros(1).expand(len(theta)) if momentum is None else momentum
+            for index, (t, u) in enumerate(zip(theta.split(_PIECE), momentum.split(_PIECE), strict=True)):
+                self._write(p, index * _PIECE, t, u.contiguous())
             self._move(p, self._free)
         else:
             self.theta[p].copy_(theta)
@@ -242,6 +245,7 @@ class OuterState:
             outer_step_by(payload.codec, payload.chunk(index), theta, momentum, learning_rate=lr, beta=beta)
             if scratch is not None:
                 self._write(p, index * size, *chunk)
+                self.release(p)
         if self._files:
             self._move(p, self._free)
 
