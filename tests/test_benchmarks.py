@@ -204,3 +204,15 @@ def test_a_rule_in_conversations_is_trained_and_asked_for() -> None:
     assert done.returncode == 0, done.stderr
     table = re.findall(r"^\| (?:train_on = )?\"?(\w+)\"? \| 0 \| [\d.]+% \|", done.stdout, re.MULTILINE)
     assert table == ["base", "assistant", "all"]
+
+
+@pytest.mark.nightly
+def test_what_an_absent_coordinator_costs_is_measured() -> None:
+    command = [sys.executable, "-m", "benchmarks.absence", "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads(done.stdout.splitlines()[-1])["rows"]}
+    assert list(rows) == ["always", "never", "undisturbed"]
+    assert rows["undisturbed"]["outages"] == 0
+    assert rows["never"]["tokens"] >= rows["always"]["tokens"] > 0
+    assert all(0 < row["trained"] < 1 and row["loss"] > 0 for row in rows.values())

@@ -75,7 +75,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return digests
 
 
-@pytest.mark.parametrize("sync", ["", 'overlap = 1\noffsets = "spread"\nalpha = 0.5'])
+@pytest.mark.parametrize("sync", ["", 'overlap = 1\noffsets = "spread"\nalpha = 0.5', 'wait = "never"'])
 def test_sharded_replicated_and_plain_workers_have_one_state(start: Start, tmp_path: Path, sync: str) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(toy.spec(min_workers=4, sync=sync))
