@@ -115,7 +115,7 @@ def _schedule(rng: random.Random, inner_steps: int) -> str:
 
 def _never_waits(seed: int, inner_steps: int) -> str | None:
     """In a third of the seeds the workers never wait, but train on."""
-    rng = random.Random(f"{seed} wait")
+    rng = random.Random(f"{seed} wait 414")
     if rng.randrange(3):
         return None
     most = rng.choice(["", f"\nmost_steps = {inner_steps + rng.randint(1, 2 * inner_steps)}"])
