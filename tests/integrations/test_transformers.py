@@ -187,10 +187,17 @@ def test_another_batch_than_the_runs_is_refused(tmp_path: Path) -> None:
             Trainer(nn.Linear(2, 2), arguments, callbacks=[callback])
 
 
-def test_a_run_whose_workers_have_their_own_h_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sync", "why"),
+    [
+        ('inner_steps = "auto"\nround_s = 5', 'sync.inner_steps = "auto"'),
+        (f'inner_steps = {H}\nwait = "never"', "sync.wait"),
+    ],
+)
+def test_a_run_whose_workers_take_steps_of_their_own_number_is_refused(tmp_path: Path, sync: str, why: str) -> None:
     from outerstep.integrations.transformers import DiLoCoCallback
 
     with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(SPEC.replace(f"inner_steps = {H}", 'inner_steps = "auto"\nround_s = 5'))
-        with pytest.raises(BoxError, match=r'sync.inner_steps = "auto"'):
+        running.create_run(SPEC.replace(f"inner_steps = {H}", sync))
+        with pytest.raises(BoxError, match=f"run trainer has {why}"):
             DiLoCoCallback("trainer", url=running.url, token=running.token(Scope.WORKER))
