@@ -90,18 +90,21 @@ def measure(name: str, wait: str, seed: int, rounds: int, effort: Effort, *, dis
         sizes["evaluation_tokens"] = effort.evaluation_tokens
         running.create_run(SPEC.format(name=name, seed=seed, rounds=rounds, wait=wait, **sizes))
         processes = [_worker(running, name, directory / f"w{index}", stack) for index in range(effort.workers)]
-        while _info(running, name).round == 0:  # they are still loading
+        failed = lambda: any(each.poll() for each in processes)  # noqa: E731, the others would wait for it
+        while _info(running, name).round == 0 and not failed():  # they are still loading
             time.sleep(PAUSE_S)
         began, outages = time.monotonic(), 0
-        while any(each.poll() is None for each in processes):
-            if disturbed and time.monotonic() > began + outages * effort.every_s + effort.every_s - effort.away_s:
+        while any(each.poll() is None for each in processes) and not failed():
+            if disturbed and time.monotonic() > began + (outages + 1) * effort.every_s - effort.away_s:
                 coordinator.kill()
                 time.sleep(effort.away_s)
                 running, outages = coordinator.start(), outages + 1
             time.sleep(PAUSE_S)
         seconds = time.monotonic() - began
-        if failed := [each.returncode for each in processes if each.returncode]:
-            raise RuntimeError(f"a worker ended with {failed[0]}: {(directory / 'w0.log').read_text()[-2000:]}")
+        for index, each in enumerate(processes):
+            if each.returncode:
+                log = (directory / f"w{index}.log").read_text()
+                raise RuntimeError(f"worker w{index} ended with exit code {each.returncode}: {log[-2000:]}")
         info = _info(running, name)
         assert info.held_out_loss is not None
         trained = info.account.seconds.get(Stage.TRAIN, 0.0) / info.account.total_s

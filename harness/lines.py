@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from outerstep.common.connections import SLOW_START_AFTER_IDLE
+
 SOURCES = Path(__file__).parent / "line"
 TUN = Path("/dev/net/tun")
-# Of the network namespace of whoever opens it.
-SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 DEVICE = "line"  # the interface's name at the remote end
 NETWORKS = "10.213"
 # Debian packages by command.
@@ -164,9 +164,10 @@ def slow_lines(
     if not shapes:
         yield {}
         return
-    program, before = Program(len(shapes), seed), SLOW_START_AFTER_IDLE.read_text()
+    program, before = Program(len(shapes), seed), None
     try:
         if keep_windows:
+            before = SLOW_START_AFTER_IDLE.read_text()
             SLOW_START_AFTER_IDLE.write_text("0")
         near, everybody = f"{program.network}.1", f"{program.network}.0/24"
         _configure([], program.device, near, everybody, tcp)
@@ -180,7 +181,7 @@ def slow_lines(
             lines[name].shape(shape)
         yield lines
     finally:
-        if keep_windows:
+        if before is not None:
             SLOW_START_AFTER_IDLE.write_text(before)
         program.end()
 

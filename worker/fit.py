@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from pydantic import ValidationError
 
 from outerstep.common.files import replace_file
 from outerstep.common.quantities import bytes_text, count_text
@@ -49,7 +48,8 @@ def fitted(
         raise BoxError("--fit auto cannot know the size of a model from model.factory: give the settings yourself")
     before = None if state_dir is None else _choice_in(state_dir, settings)
     if before is not None and _suits(_settings_of(before), settings, spec):
-        log.info("--fit auto: %s, as when this worker was started first", chosen_options(before))
+        kept = f"as when this worker was started first ({state_dir}/{CHOICE})"
+        log.info("--fit auto: %s, %s", chosen_options(before), kept)
         return before
     sizes, (memory, host) = sizes_of(spec, settings.max_parameters), free_memory(device)
     on_gpu = device.type == "cuda"
@@ -68,7 +68,7 @@ def fitted(
         )
     if found is None:
         raise BoxError(
-            f"--fit auto: nothing fits for {what}: {free}, of which {ROOM:.0%} are planned; the least would need "
+            f"--fit auto: nothing fits for {what}: {free}, of which {ROOM:.0%} may be used; the least would need "
             f"{_text(suitable[-1])}. Stop other programs, use several GPUs (--gpus N), or train adapters with a frozen "
             "model in 4 bits"
         )
@@ -103,7 +103,7 @@ def _choice_in(state_dir: Path, settings: Box) -> Box | None:
         chosen = {name: kept[name] for name in _CHOSEN} | {"fit": None}
         chosen["activation_checkpointing"] |= settings.activation_checkpointing
         return type(settings).model_validate(settings.model_dump(exclude_unset=True) | chosen)
-    except (OSError, ValueError, LookupError, TypeError, ValidationError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         log.warning("%s is damaged (%s): --fit auto chooses again", path, type(error).__name__)
         return None
 

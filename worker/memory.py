@@ -67,8 +67,8 @@ OF_ADAPTERS = [
 
 def disk_bytes(trained: int, moments: float, *, in_files: bool) -> int:
     """Return the maximum bytes of a worker's state directory; `moments` are bytes per parameter. A snapshot has moments
-    and pseudo-gradient, and exists twice while a new one is written. The outer state has three files; if it is in
-    memory, two copies, none of which is written at the same time as a snapshot."""
+    and pseudo-gradient, and exists twice while a new one is written. An outer state in files has three of them. One in
+    memory has two copies on disk, neither of which is written at the same time as a snapshot."""
     snapshot = moments + WORK_BYTES
     if in_files:
         return int((3 * OUTER_STATE_BYTES + WORK_BYTES + 2 * snapshot) * trained)

@@ -22,7 +22,7 @@ CONGESTION_VARIABLE = "OUTERSTEP_TCP"  # another congestion control to request, 
 BBR = "bbr"
 KEEP_WINDOWS = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
 
-_SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
+SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 
 _PROBE_S = 5.0
 _NOT_YET_VALID, _EXPIRED, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 62, 64  # OpenSSL's X509_V_ERR_…
@@ -74,7 +74,7 @@ def starts_slowly_after_silence(congestion_control: str) -> bool | None:
     if congestion_control == BBR:
         return False
     try:
-        return _SLOW_START_AFTER_IDLE.read_text().strip() != "0"
+        return SLOW_START_AFTER_IDLE.read_text().strip() != "0"
     except OSError:  # not Linux
         return None
 

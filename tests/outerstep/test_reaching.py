@@ -224,7 +224,7 @@ def test_what_tcp_does_after_a_silence_is_read_from_the_kernel(
     file = tmp_path / "tcp_slow_start_after_idle"
     if setting is not None:
         file.write_text(f"{setting}\n")
-    monkeypatch.setattr(connections, "_SLOW_START_AFTER_IDLE", file)
+    monkeypatch.setattr(connections, "SLOW_START_AFTER_IDLE", file)
     assert connections.starts_slowly_after_silence(control) is expected
     assert connections.congestion_text(control).startswith(said)
     (found,) = network.judge_tcp(control, expected)

@@ -189,7 +189,9 @@ def test_damage_to_a_snapshot_that_shares_its_state_is_noticed(
     used = [len(whole) // 4 * index + at for index, size in enumerate(sizes) for at in range(0, size, 101)]
     for position in used if name != SNAPSHOT else range(0, len(whole), 101):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
+        caplog.clear()
         assert load_again() is None
+        assert [message.split(" (")[0] for message in caplog.messages] == [f"{path} is damaged"]
     for length in range(0, len(whole), max(len(whole) // 20, 1)):
         path.write_bytes(whole[:length])
         assert load_again() is None

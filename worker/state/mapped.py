@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO, Self, cast
 
@@ -25,8 +26,8 @@ class MappedArrays:
 
     def __init__(self, file: BinaryIO, sizes: Sequence[int]) -> None:
         self._room = _room(sizes)
-        self._starts = [sum(self._room[:index]) for index in range(len(sizes))]
-        self._file, size = file, sum(self._room)
+        *self._starts, size = accumulate(self._room, initial=0)
+        self._file = file
         if os.fstat(file.fileno()).st_size != size:
             raise ValueError(f"it is not {size} bytes long")
         self._pages = mmap.mmap(file.fileno(), size) if size else None

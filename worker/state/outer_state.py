@@ -184,18 +184,15 @@ class OuterState:
         """Set fragment p to `theta` and `momentum` (None: zero, as in state 0), float32[n] each."""
         self._await_reader()
         self.changes += 1
+        momentum = torch.zeros(1).expand(len(theta)) if momentum is None else momentum
         if self._files:
             theta = theta.to(_HOST, torch.float32)
-            momentum = torch.zeros(1).expand(len(theta)) if momentum is None else momentum
             for index, (t, u) in enumerate(zip(theta.split(_PIECE), momentum.split(_PIECE), strict=True)):
                 self._write(p, index * _PIECE, t, u.contiguous())
             self._move(p, self._free)
         else:
             self.theta[p].copy_(theta)
-            if momentum is None:
-                self.momentum[p].zero_()
-            else:
-                self.momentum[p].copy_(momentum)
+            self.momentum[p].copy_(momentum)
         self._rehash(p)
 
     def take(self, fragments: Fragments) -> None:

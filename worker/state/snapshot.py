@@ -201,8 +201,9 @@ def _paths(directory: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class _OuterState:
-    """θ and u, by fragment that the process owned."""
+    """θ and u, by fragment that the process owned, and the file that has them."""
 
+    path: Path
     theta: Mapping[int, Tensor]
     momentum: Mapping[int, Tensor]
 
@@ -211,8 +212,8 @@ _Saved = tuple[Snapshot, _OuterState]
 
 
 def _read(directory: Path, owner: str, layout: Layout, round_number: int, ranks: tuple[int, int]) -> _Saved | None:
-    """Return what process `ranks` saved of that round, and its outer state, of which the digests are not yet checked if
-    it is shared; None if it saved none."""
+    """Return what process `ranks` saved of that round, with its outer state; None if it saved none. The digests of a
+    shared outer state are not checked yet."""
     for path in _paths(directory):
         document = read_document(path, owner, _VERSION)
         if document is None or _round_of(document) != round_number or _ranks_of(document) != ranks:
@@ -236,7 +237,7 @@ def _read_copy(directory: Path, owner: str, snapshot: Snapshot) -> _OuterState |
     if document["digests"] != snapshot.digests:
         _warn_damaged(path, ValueError(_ANOTHER))
         return None
-    return _OuterState(dict(enumerate(document["theta"])), dict(enumerate(document["momentum"])))
+    return _OuterState(path, dict(enumerate(document["theta"])), dict(enumerate(document["momentum"])))
 
 
 def _read_shared(directory: Path, layout: Layout, snapshot: Snapshot) -> _OuterState | None:
@@ -248,7 +249,7 @@ def _read_shared(directory: Path, layout: Layout, snapshot: Snapshot) -> _OuterS
     except (OSError, ValueError) as error:
         _warn_damaged(path, error)
         return None
-    return _OuterState(dict(enumerate(values[::2])), dict(enumerate(values[1::2])))
+    return _OuterState(path, dict(enumerate(values[::2])), dict(enumerate(values[1::2])))
 
 
 def _round_of(document: dict[str, Any]) -> int:
@@ -290,7 +291,7 @@ def _joined(saved: list[_Saved], state: OuterState, optimizers: Sequence[Optimiz
         if not in_place:
             state.set(p, outer.theta[p], outer.momentum[p])
         if state.fragment_digest(p) != snapshot.digests[p // size]:
-            log.warning("fragment %d of the outer state: %s: ignored", p, _ANOTHER)
+            _warn_damaged(outer.path, ValueError(f"fragment {p}: {_ANOTHER}"))
             return None
     parts = [snapshot for snapshot, _ in saved]
     held = [stretches(each) for each in optimizers]

@@ -15,7 +15,7 @@ from worker.errors import StateDirBusy
 SNAPSHOT = "snapshot.pt"
 BEFORE = "snapshot-before.pt"  # the previous one, which another process of this worker may still need
 STATE = "state-{}.pt"  # copies of an outer state in memory; two, used in turn: 0 and 1
-STATE_FILE = "state-{}-of-{}.bin"  # an outer state in files, of one of so many processes; three, used in turn
+STATE_FILE = "state-{}-of-{}.bin"  # the outer state of one of several processes, in three files that take turns
 _MEMBER = "member.json"
 WORKER_TOKEN = "token.json"
 LOCK = "lock"
