@@ -14,7 +14,7 @@ from coordinator.store.database import Fault
 from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
 from coordinator.trust.evaluating import evaluators
 from coordinator.trust.quarantine import kept_out
-from coordinator.units.ledger import deal_units, workers_with_units
+from coordinator.units.ledger import deal_units, return_unclaimed_units, workers_with_units
 from coordinator.units.pools import pools_of
 from protocol.messages import Cause, FragmentState, RunState
 
@@ -106,6 +106,8 @@ def open_next(run: LiveRun) -> bool:
         for index in fragments:
             collecting = FragmentState.COLLECTING
             session.add(FragmentRow(run_id=run.id, round=run.round, fragment=index, state=collecting, reason=""))
+        if kept_rounds := run.spec.sync.kept_rounds:
+            return_unclaimed_units(session, run.id, run.members.live(), run.round - kept_rounds)
         opening.without_earlier_units = set(workers) - workers_with_units(session, run.id)
         inner_steps = {worker: inner_steps_of(run, worker) for worker in workers}
         counts = {worker: units_of(run, steps) for worker, steps in inner_steps.items()}

@@ -7,7 +7,7 @@ to epoch g // units_per_epoch. Each unit is consumed by exactly one accepted con
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 
 from sqlalchemy import or_, select, update
@@ -99,6 +99,16 @@ def return_units(session: Session, run_id: int, worker: str) -> None:
     session.execute(
         update(UnitRangeRow)
         .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.state == "assigned")
+        .values(state="free", worker=None, round=None)
+    )
+
+
+def return_unclaimed_units(session: Session, run_id: int, live: Set[str], before: int) -> None:
+    """Return to the pool the units assigned for rounds before `before` to workers that are not `live`."""
+    session.execute(
+        update(UnitRangeRow)
+        .where(UnitRangeRow.run_id == run_id, UnitRangeRow.state == "assigned", UnitRangeRow.round < before)
+        .where(UnitRangeRow.worker.not_in(live))
         .values(state="free", worker=None, round=None)
     )
 

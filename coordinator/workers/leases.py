@@ -60,8 +60,9 @@ def leave(run: LiveRun, worker: str, request: LeaveRequest, operator: Actor | No
 
 
 def end_lease(change: Change, worker: str, state: WorkerState, what: str, request: LeaveRequest | None = None) -> None:
-    """End the worker's lease and return its unused units. `what`: the rest of the event's message, after the worker's
-    name. `request`: the worker's own message on leaving, if there is one."""
+    """End the worker's lease and return its unused units; those of a lost worker that may train on return later
+    (`SyncSpec.kept_rounds`). `what`: the rest of the event's message, after the worker's name. `request`: the worker's
+    own message on leaving, if there is one."""
     run, row = change.run, change.worker_row(worker)
     row.token_hash, row.state = None, state
     metrics = run.members.metrics(worker)
@@ -70,7 +71,8 @@ def end_lease(change: Change, worker: str, state: WorkerState, what: str, reques
     row.metrics = metrics.model_dump(mode="json")
     if request is not None and request.state_digest is not None:
         row.state_round, row.state_digest = request.state_round, bytes.fromhex(request.state_digest)
-    return_units(change.session, run.id, worker)
+    if state is not WorkerState.LOST or not run.spec.sync.kept_rounds:
+        return_units(change.session, run.id, worker)
     change.record(str(state), f"{worker} {what}", worker=worker)
     finished = run.final_digest is not None and request is not None and request.state_round == run.round
     if finished and row.state_digest != run.final_digest:

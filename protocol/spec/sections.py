@@ -370,6 +370,12 @@ class SyncSpec(Section):
             return 4 * inner_steps
         return -(-inner_steps * self.most_steps // self.schedule_steps)
 
+    @property
+    def kept_rounds(self) -> int:
+        """For how many rounds after that of their assignment the units of a worker whose lease has ended are kept for
+        it: as long as it may train on without the coordinator, and two rounds in which to return."""
+        return 0 if self.wait == "always" else -(-self.most_steps_of(self.schedule_steps) // self.schedule_steps) + 1
+
     @model_validator(mode="after")
     def _auto_needs_a_budget(self) -> "SyncSpec":
         if (self.inner_steps == "auto") != (self.round_s is not None):

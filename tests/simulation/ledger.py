@@ -376,13 +376,13 @@ class Ledger:
         return place * UNITS_PER_WORKER if self.private else 0
 
     def _check_units(self) -> None:
-        rows = self._all("SELECT start, stop, state, worker FROM unit_ranges ORDER BY start")
-        live = {row["name"] for row in self._all("SELECT name FROM workers WHERE state = 'live'")}
+        rows = self._all("SELECT start, stop, state, worker, round FROM unit_ranges ORDER BY start")
+        states = {row["name"]: row["state"] for row in self._all("SELECT name, state FROM workers")}
         ranges = self._by_pool(rows)
         of_whom = "SELECT place, next_unit FROM workers" if self.private else "SELECT 0 AS place, next_unit FROM runs"
         for pool in self._all(of_whom):
             first = pool["place"] * UNITS_PER_WORKER
-            self._check_pool(first, first + pool["next_unit"], ranges.pop(first, []), live)
+            self._check_pool(first, first + pool["next_unit"], ranges.pop(first, []), states)
         demand(not ranges, "I6", f"there are units of nobody, from {sorted(ranges)} on")
         told = self._all("SELECT message FROM events WHERE kind = 'epoch-broken'")
         demand(not told, "I6", told[0]["message"] if told else "")
@@ -395,8 +395,8 @@ class Ledger:
             pools.setdefault(row["start"] // UNITS_PER_WORKER * UNITS_PER_WORKER, []).append(row)
         return pools
 
-    def _check_pool(self, first: int, next_unit: int, rows: list[sqlite3.Row], live: set[str]) -> None:
-        at = first
+    def _check_pool(self, first: int, next_unit: int, rows: list[sqlite3.Row], states: dict[str, str]) -> None:
+        at, opened = first, self._all("SELECT max(round) AS last FROM rounds")[0]["last"] or 0
         for row in rows:
             where = f"units [{row['start']}, {row['stop']})"
             demand(row["start"] == at, "I6", f"{where} do not follow unit {at}: a unit is there twice, or nowhere")
@@ -404,7 +404,9 @@ class Ledger:
             demand(not of_another, "I6", f"{where} are assigned to {row['worker']}, whose they are not")
             at = row["stop"]
             if row["state"] == "assigned":
-                demand(row["worker"] in live, "I6", f"{where} are held by {row['worker']}, which is gone")
+                state, kept = states[row["worker"]], self.sync.kept_rounds
+                may_return = state == "lost" and kept > 0 and row["round"] >= opened - kept
+                demand(state == "live" or may_return, "I6", f"{where} are held by {row['worker']}, which is {state}")
             if row["state"] == "consumed":
                 taken = slice(row["start"] - first, row["stop"] - first)
                 used = np.stack([counts[taken] for (pool, _), counts in self.counts.items() if pool == first])

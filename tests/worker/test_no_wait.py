@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from coordinator.workers.leases import end_lease
 from protocol.errors import SpecError
-from protocol.messages import RoundDetail
+from protocol.messages import RoundDetail, WorkerState
 from protocol.spec.run import parse_spec
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
@@ -151,7 +152,15 @@ def test_killed_while_it_trains_on_it_does_the_round_again(tmp_path: Path, step:
         assert info.tokens == told.consumed * info.spec.unit_tokens
 
 
-def test_a_worker_that_is_cut_off_for_longer_contributes_all_of_it_at_once(tmp_path: Path) -> None:
+def lose(run: Toy, name: str) -> None:
+    """End the worker's lease, as silence does."""
+    live = run.coordinator.live("toy")
+    with live.lock, live.change() as change:
+        end_lease(change, name, WorkerState.LOST, "was silent")
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["within its lease", "for longer than its lease"])
+def test_a_worker_that_is_cut_off_for_longer_contributes_all_of_it_at_once(tmp_path: Path, lost: bool) -> None:
     """The round closes without it. What it was late with, and what it trained meanwhile, is in its next contribution."""
     back, own = threading.Event(), list[int]()
 
@@ -160,6 +169,9 @@ def test_a_worker_that_is_cut_off_for_longer_contributes_all_of_it_at_once(tmp_p
             other.start()
         if (diloco.round, diloco.inner_step) == (0, 2 * H):
             wait_until(lambda: run.info().round == 1)
+            if lost:
+                lose(run, "a")
+                diloco.joined.heartbeat.beat()  # it joins again
             back.set()
 
     def has_contributed(round_number: int) -> bool:
@@ -183,6 +195,63 @@ def test_a_worker_that_is_cut_off_for_longer_contributes_all_of_it_at_once(tmp_p
         assert not set(units) & set(own)
         assert run.told("a").tokens == len(units) * info.spec.unit_tokens, "all that it trained on is in the model"
         assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
+
+
+@pytest.mark.parametrize("after", [0, 5, 6])
+def test_units_of_a_lost_worker_are_kept_for_it_until_it_cannot_be_training_on_them_any_more(
+    tmp_path: Path, after: int
+) -> None:
+    """With 4 H steps at most: for five rounds after that of their assignment."""
+    lost, once = threading.Event(), threading.Event()
+
+    def on_step(diloco: DiLoCo, values: torch.Tensor) -> None:
+        if diloco.round == 1:
+            lost.set()
+            raise Killed
+
+    def work_alone(diloco: DiLoCo, values: torch.Tensor) -> None:
+        if diloco.round == 1 and not once.is_set():
+            assert lost.wait(PATIENCE_S)
+            lose(run, "a")
+            once.set()
+        if (diloco.round, diloco.inner_step) == (1 + after, 1):
+            held.append(sum(epoch(run).assigned.values()) if "a" in epoch(run).assigned else 0)
+
+    held = list[int]()
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(rounds=10, members="round_max_s = 0.2"), tmp_path)
+        other = threading.Thread(target=ones, args=(run, work_alone), kwargs={"name": "b"})
+        other.start()
+        with pytest.raises(Killed):
+            ones(run, on_step, partial(MortalClient, dies=lambda what, number: lost.is_set()))
+        other.join(PATIENCE_S)
+        assert (held[0] > 4 * H) == (after < 6), "b has 4 H itself"
+
+
+def test_a_box_that_is_slower_than_the_rounds_contributes_whenever_it_has_done_its_inner_steps(tmp_path: Path) -> None:
+    """Each of its inner steps takes a round of the other's. What it has done goes into the round that is open then."""
+    slow_steps, rounds = list[int](), 20
+
+    def slow(diloco: DiLoCo, values: torch.Tensor) -> None:
+        seen = run.info().round
+        slow_steps.append(seen)
+        wait_until(lambda: run.info().round > seen or seen >= rounds - 1)
+
+    def fast(diloco: DiLoCo, values: torch.Tensor) -> None:
+        if diloco.round and diloco.inner_step == 1:
+            wait_until(lambda: len(slow_steps) >= diloco.round or not other.is_alive())
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(rounds=rounds, members="round_max_s = 0.1"), tmp_path)
+        other = threading.Thread(target=ones, args=(run, slow), kwargs={"name": "slow"})
+        other.start()
+        ones(run, fast, name="fast")
+        other.join(PATIENCE_S)
+        told, tokens = run.told("slow"), run.info().spec.unit_tokens
+        done = len(slow_steps) // H
+        assert told.contributions >= done - 1 >= 2
+        assert told.tokens >= (done - 1) * H * tokens, "all but the last ones count"
+        assert told.state_digest == run.final().state_digest
 
 
 def test_a_loader_loads_one_unit_at_a_time_beyond_h(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class Round:
         over        all of its inner steps are done, including those until its deltas have arrived
         work        all contributions of this process, if they were made together while the training stood still
         trained_on  once settled: the fragments that have been trained on since they were merged
+        behind      once settled: the round closed before this worker had done its inner steps
     """
 
     def __init__(
@@ -62,19 +63,27 @@ class Round:
         carry: Carry,
         durable: Durable,
         ask_ahead: Callable[[InFlight], Any],
+        *,
+        behind: bool = False,
     ) -> None:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._fragments, self._steps, self._progress = training.fragments, training.steps, training.progress
         self._ranks, self._release, self._writes = training.ranks, exchange.release, training.writes
         self._save, self.assignment, self.carry = durable.save, assignment, carry
+        behind = behind and bool(carry.units)
         last = assignment.step + assignment.schedule_steps == exchange.spec.total_inner_steps
         self._schedule = schedule(
-            self._sync, len(self._state), assignment.inner_steps, last=last, first=not carry.units
+            *(self._sync, len(self._state), assignment.inner_steps),
+            last=last,
+            first=not carry.units,
+            behind=behind,
         )
         # Units that each fragment was trained on since it was sent, without those of this round.
         self._fresh = {p: carry.fresh.get(p, 0) for p in range(len(self._state))}
-        # With several processes, none knows when the others' fragments are stepped: they ask at the end of the round.
-        arrived = ask_ahead if self._schedule.overlaps and self._ranks.size == 1 else None
+        # With several processes, none knows when the others' fragments are stepped: they ask at the end of the round. So
+        # does a worker that is behind, because the next round may be over by then.
+        asks_ahead = self._schedule.overlaps and self._ranks.size == 1 and not behind
+        arrived = ask_ahead if asks_ahead else None
         self._in_flight = InFlight(exchange, assignment.round, durable.start, arrived)
         self._sent: set[int] = set()
         self._merged: set[int] = set()
@@ -82,7 +91,8 @@ class Round:
         self._loss = carry.loss
         self.work: list[Contribution] = []
         self.trained_on: set[int] = set()
-        self.ended = self.over = False
+        self.ended = self.over = self.behind = False
+        self._landed_first = False  # all fragments were stepped before this round's inner steps were done
 
     # --- sending --------------------------------------------------------------------------------------------------
 
@@ -175,6 +185,11 @@ class Round:
     def has_all_work(self) -> bool:
         """True if all of the round's contributions of this process are in `work`."""
         return len(self.work) == len(self._state.own)
+
+    def end_inner_steps(self) -> None:
+        """Note that the round's own inner steps are done."""
+        self._landed_first = self._schedule.on_arrival and self._in_flight.under_way and self._in_flight.landed
+        self.note_speed()
 
     def note_speed(self) -> None:
         """Report the speed of the inner steps, which are done."""
@@ -301,17 +316,19 @@ class Round:
         """End the round once all fragments are merged. Return what is carried on, and the result of `ask_ahead`."""
         self._in_flight.end()
         self._state.reach(self._in_flight.round + 1)  # also in a process that owns no fragment
-        ends = self._ranks.all((self._in_flight.superseded, self._in_flight.consumed, self._in_flight.inner_steps))
-        if any(superseded for superseded, _, _ in ends):
-            return self._start_over(), self._in_flight.arrival
-        used, consumed = self._used, max(consumed for _, consumed, _ in ends)
+        flight, is_behind = self._in_flight, bool(self.carry.late) or self._landed_first
+        ends = self._ranks.all((flight.superseded, flight.consumed, flight.inner_steps, is_behind))
+        if any(superseded for superseded, _, _, _ in ends):
+            return self._start_over(), flight.arrival
+        used, consumed = self._used, max(consumed for _, consumed, _, _ in ends)
+        self.behind = any(each for _, _, _, each in ends)
         self._note_loss()
         self.trained_on = {p for p, due in enumerate(self._schedule.merged) if due < self._steps.done}
         carry = replace(
             self.carry,
             units=units_left(self.carry.units + used, consumed),
             weight=count(used) or self.carry.weight,
-            inner_steps=0 if consumed else max(inner_steps for _, _, inner_steps in ends),
+            inner_steps=0 if consumed else max(inner_steps for _, _, inner_steps, _ in ends),
             loss=self._loss,
             fresh={p: fresh + count(used) for p, fresh in self._fresh.items()},
         )
@@ -320,7 +337,7 @@ class Round:
                 "round %d closed without some of this worker's work, which is carried into the next round",
                 self.assignment.round,
             )
-        return carry, self._in_flight.arrival
+        return carry, flight.arrival
 
     def _start_over(self) -> Carry:
         """Let all fragments start from the global parameters, with nothing carried: contributions of an earlier process

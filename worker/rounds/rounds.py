@@ -63,6 +63,7 @@ class Rounds:
         self._trained_on: set[int] = set()  # fragments that were trained on since they were merged
         self._news = False
         self._start_saved: Future[None] | None = None  # the writing of the next round's start
+        self._behind = False  # the last round closed before this worker had done its inner steps
 
     @property
     def training(self) -> bool:
@@ -145,7 +146,9 @@ class Rounds:
             return None
         self._load_start(assignment)
         durable = Durable(start=self._start_saved) if self._sync.streams else Durable(save=self._save)
-        self._round = Round(self._exchange, self._training, assignment, self.carry, durable, self._ask_ahead)
+        self._round = Round(
+            *(self._exchange, self._training, assignment, self.carry, durable, self._ask_ahead), behind=self._behind
+        )
         self._training.progress.begin_round(assignment.round)
         self._saver.save_state()
         return self._round
@@ -190,7 +193,7 @@ class Rounds:
         if due is not None and self._lookahead.is_near(round_.assignment.round, due, due - self._training.steps.done):
             self._exchange.client.open_ahead()
         if ends:
-            round_.note_speed()
+            round_.end_inner_steps()
             if self._sync.inner_steps == "auto":
                 self._heartbeat.beat_now()  # the next round's H depends on the speed of this one
 
@@ -206,6 +209,7 @@ class Rounds:
     def _settle(self, round_: Round) -> None:
         self.carry, self._asked_ahead = round_.settle()
         self._trained_on, self._start_loaded, self._round = round_.trained_on, True, None
+        self._behind = round_.behind
         give_back_free_memory()
 
     def _reclaim_if_lost(self, round_: Round, act: Callable[[], None]) -> None:
@@ -290,6 +294,8 @@ class Rounds:
             if problem.slug != "units-not-held":
                 raise
             raise Unwanted(problem.detail) from problem
+        if asked.action is Action.RECOVER and self._sync.wait == "never":
+            return  # the round has closed: its units are kept for this worker, and their work goes on as late work
         if not _assigns(asked, trained.round, trained.units):
             raise Unwanted(asked.reason)
 

@@ -1,0 +1,115 @@
+"""`python -m benchmarks.unequal`; see the package's docstring."""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import benchmarks.unequal
+from benchmarks.unequal.loop import (
+    EQUAL,
+    FASTEST,
+    SPEEDS,
+    H,
+    HeLoCo,
+    Loop,
+    RadialDirectional,
+    corrected,
+    decayed,
+    delayed_nesterov,
+    in_rounds,
+    mean,
+    tokens,
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """`units`: inner steps of all workers together. `loss`: held-out, nats per byte."""
+
+    row: str
+    seed: int
+    units: int
+    loss: float
+
+
+def _synchronous(loop: Loop) -> None:
+    loop.train_synchronously(round(loop.rounds * H * sum(SPEEDS) / len(SPEEDS)))
+
+
+BASELINE, REST = "equal speeds", "without the slowest"
+ROWS: dict[str, tuple[tuple[float, ...], Callable[[Loop], None]]] = {
+    BASELINE: (EQUAL, lambda loop: in_rounds(loop, 1, tokens, mean)),
+    REST: (FASTEST, lambda loop: in_rounds(loop, 1, tokens, mean)),
+    "synchronous": (SPEEDS, _synchronous),
+    "every round": (SPEEDS, lambda loop: in_rounds(loop, 1, tokens, mean)),
+    "every round, RDA": (SPEEDS, lambda loop: in_rounds(loop, 1, tokens, RadialDirectional(loop.sizes))),
+    "from 10 steps": (SPEEDS, lambda loop: in_rounds(loop, 10, tokens, mean)),
+    "from 10 steps, less the missed mean": (SPEEDS, lambda loop: in_rounds(loop, 10, corrected, mean)),
+    "from 50 steps": (SPEEDS, lambda loop: in_rounds(loop, H, tokens, mean)),
+    "from 50 steps, decayed": (SPEEDS, lambda loop: in_rounds(loop, H, decayed, mean)),
+    "from 50 steps, less the missed mean": (SPEEDS, lambda loop: in_rounds(loop, H, corrected, mean)),
+    "from 50 steps, HeLoCo": (SPEEDS, lambda loop: in_rounds(loop, H, HeLoCo(loop.sizes), mean)),
+    "from 50 steps, RDA": (SPEEDS, lambda loop: in_rounds(loop, H, tokens, RadialDirectional(loop.sizes))),
+    "no rounds, delayed Nesterov": (SPEEDS, delayed_nesterov),
+}
+
+
+def measure(row: str, rounds: int, seed: int) -> Result:
+    speeds, train = ROWS[row]
+    loop = Loop(speeds, rounds, seed)
+    train(loop)
+    return Result(row, seed, loop.trained, loop.loss())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.unequal",
+        description=benchmarks.unequal.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--only", nargs="+", choices=ROWS, metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = []
+    for seed in range(arguments.seeds):
+        for row in arguments.only or ROWS:
+            began = time.monotonic()
+            results.append(measure(row, arguments.rounds, seed))
+            print(f"{results[-1]} in {time.monotonic() - began:.0f} s", flush=True)
+    Console(width=120).print(_table(results))
+    if arguments.json:
+        rows = [asdict(each) for each in results]
+        print(json.dumps({"benchmark": "unequal", "rounds": arguments.rounds, "results": rows}))
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table("row", "inner steps", "held-out loss", "above equal speeds", "above the fastest alone")
+    by_row: dict[str, list[Result]] = {}
+    for each in results:
+        by_row.setdefault(each.row, []).append(each)
+    for row, own in by_row.items():
+        above = [_above(own, by_row.get(other)) for other in (BASELINE, REST)]
+        loss = statistics.mean(each.loss for each in own)
+        table.add_row(row, f"{own[0].units:,}", f"{loss:.4f}", *above)
+    return table
+
+
+def _above(own: list[Result], others: list[Result] | None) -> str:
+    """Return by how much the loss is above that of another row with the same seeds, on average."""
+    if not others:
+        return ""
+    return f"{statistics.mean(a.loss / b.loss - 1 for a, b in zip(own, others, strict=True)):+.2%}"
+
+
+if __name__ == "__main__":
+    main()
