@@ -8,16 +8,17 @@ meanwhile, it is shown as in the database.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.rounds.opening import awaited_silent_workers, fault_of, status, waits_for
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound
 from coordinator.run.schedule import expected_rounds
-from coordinator.store.tables import FragmentRow, LateContributionRow, RoundRow
+from coordinator.store.tables import ContributionRow, FragmentRow, LateContributionRow, RoundRow
 from coordinator.sync import retention
 from coordinator.trust import held_out
+from coordinator.waits import RoundTimes, waiting, waits_of
 from coordinator.workers import accounting
 from protocol.errors import Problem
 from protocol.messages import (
@@ -111,13 +112,27 @@ def round_detail(run: LiveRun, number: int | None) -> RoundDetail:
             .order_by(LateContributionRow.worker, LateContributionRow.fragment)
         )
         (fields,) = _round_fields(run, session, [row], opening)
+        accounts = accounting.by_worker(session, run.id, number)
+        sent = _sent_at(session, run, number)
+        times = RoundTimes(max(len(fragments), 1), fields["collected_at"], fields["closed_at"], sent)
+        waits = {worker: waits_of(worker, account, times) for worker, account in accounts.items()}
         return RoundDetail(
             **fields,
             fragments=fragments,
             evaluations=_by_worker(held_out.evaluations(session, run.id, number)),
-            accounts=accounting.by_worker(session, run.id, number),
+            accounts=accounts,
+            waits=waits,
+            waiting=waiting(accounts, waits, run.spec.sync),
             late=[LateContribution(worker=each.worker, fragment=each.fragment, late_s=each.late_s) for each in late],
         )
+
+
+def _sent_at(session: Session, run: LiveRun, number: int) -> dict[str, float]:
+    """Return when the last contribution of each worker to the round was accepted."""
+    last = select(ContributionRow.worker, func.max(ContributionRow.accepted_at)).where(
+        ContributionRow.run_id == run.id, ContributionRow.round == number
+    )
+    return {row[0]: row[1] for row in session.execute(last.group_by(ContributionRow.worker))}
 
 
 def _open_round(run: LiveRun) -> OpenRound | None:

@@ -23,7 +23,18 @@ from outerstep.common.quantities import (
     sparkline,
 )
 from outerstep.follow import Look
-from protocol.messages import Cause, Event, FragmentState, Metrics, RoundInfo, RunInfo, Stage, WorkerInfo
+from protocol.messages import (
+    Cause,
+    Event,
+    FragmentState,
+    Metrics,
+    RoundDetail,
+    RoundInfo,
+    RunInfo,
+    Stage,
+    Waits,
+    WorkerInfo,
+)
 from protocol.text import printable
 
 GAP = 2  # terminal columns between table columns
@@ -124,6 +135,32 @@ class RoundHistory:
     def held_out_losses(self) -> list[float | None]:
         """The held-out losses of the states that these rounds started from."""
         return [self._rounds[number].held_out_loss for number in sorted(self._rounds)]
+
+
+_WAITS = {
+    "workers": "other workers",
+    "coordinator": "the coordinator",
+    "upload": "upload",
+    "download": "download",
+    "opening": "a round to open",
+}
+
+
+def waits_text(waits: Waits) -> str:
+    """Return what a worker waited for most in a round, with seconds: at most two parts, the longest first."""
+    parts = sorted(((getattr(waits, name), what) for name, what in _WAITS.items()), reverse=True)
+    shown = [f"{duration_text(seconds)} {what}" for seconds, what in parts[:2] if seconds >= 0.05]
+    return ", ".join(shown) or duration_text(0.0)
+
+
+def waiting_text(detail: RoundDetail) -> str:
+    """Return how much of a round's time was spent waiting, and what would save some of it. Empty if unknown."""
+    waiting = detail.waiting
+    if waiting is None:
+        return ""
+    ways = [] if waiting.never is None else [f'sync.wait = "never" up to {share_text(waiting.never)}']
+    ways.append(f"twice as many inner steps {share_text(waiting.doubled_h)}")
+    return f"waited {share_text(waiting.share)} of round {detail.round}; saved by {', by '.join(ways)}"
 
 
 def rate_by_round(metrics: Metrics) -> dict[int, float]:

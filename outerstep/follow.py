@@ -6,7 +6,7 @@ from itertools import islice, takewhile
 
 from outerstep.rest import Client
 from protocol.errors import Problem, Remedy, Transient
-from protocol.messages import Event, RoundInfo, RunInfo, RunState, WorkerInfo
+from protocol.messages import Event, RoundDetail, RoundInfo, RunInfo, RunState, WorkerInfo
 
 ENDED = frozenset({RunState.FINISHED, RunState.STOPPED})
 FIRST_ROUNDS = 20
@@ -19,7 +19,8 @@ class Look:
 
     `rounds`, oldest first: rounds that were not closed at the previous look, and those trained again after a rollback.
     `events`, oldest first: events since the previous look; `last_event` is the number of the last one. `trouble`: why
-    the coordinator could not be reached; the rest is then from the previous look.
+    the coordinator could not be reached; the rest is then from the previous look. `reported`: the last round of which a
+    worker has reported its times; None if there is none.
     """
 
     run: RunInfo
@@ -28,6 +29,7 @@ class Look:
     events: tuple[Event, ...]
     last_event: int
     trouble: str | None = None
+    reported: RoundDetail | None = None
 
     @property
     def ended(self) -> bool:
@@ -83,7 +85,26 @@ def take_look(client: Client, run: str, before: Look | None = None) -> Look:
         workers=tuple(client.workers(run)),
         events=events,
         last_event=events[-1].id if events else last_event,
+        reported=_reported(client, info, None if before is None else before.reported),
     )
+
+
+def _reported(client: Client, run: RunInfo, before: RoundDetail | None) -> RoundDetail | None:
+    """Return the last round if a worker has reported its times of it, otherwise `before`. Workers report a round when
+    they ask for the next one."""
+    if run.round == 0:
+        return None
+    if before is not None and before.round == run.round - 1:
+        contributors = {worker for fragment in before.fragments for worker in fragment.contributors}
+        if contributors <= before.waits.keys():
+            return before
+    try:
+        detail = client.round(run.name, run.round - 1)
+    except Problem as problem:
+        if problem.slug != "not-found":  # the run was rolled back meanwhile
+            raise
+        return before
+    return before if detail.waiting is None else detail
 
 
 def rolled_back_to(events: Iterable[Event]) -> int | None:

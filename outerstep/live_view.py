@@ -33,6 +33,8 @@ from outerstep.display import (
     events_besides_rounds,
     round_columns,
     table,
+    waiting_text,
+    waits_text,
     with_reported_columns,
 )
 from outerstep.follow import ENDED, Look
@@ -129,7 +131,7 @@ def live_view(scene: Scene, console: Console) -> RenderableType:
     shown, rounds, events = rows_that_fit(room, len(workers), len(scene.rounds), len(scene.events))
     parts: list[RenderableType] = [head]
     if shown:
-        parts += [Text(""), _worker_table(workers[:shown], scene.look.run, width)]
+        parts += [Text(""), _worker_table(workers[:shown], scene.look, width)]
         if shown < len(workers):
             parts.append(Text(f"… and {len(workers) - shown} more", style="dim"))
     if rounds:
@@ -159,6 +161,7 @@ def _head(scene: Scene, width: int) -> RenderableType:
         Text(done, no_wrap=True),
     )
     held_out = held_out_text(run.held_out_loss, run.held_out_bits_per_byte)
+    waited = "" if scene.look.reported is None else waiting_text(scene.look.reported)
     lines = [
         f"elapsed {duration_text(scene.elapsed_s)}  to go {duration_text(run.eta_s)}",
         f"loss {sparkline(scene.losses)} {loss_text(next(reversed(scene.losses), None))}",
@@ -169,7 +172,7 @@ def _head(scene: Scene, width: int) -> RenderableType:
     )
     if scene.deadline is not None and run.state not in ENDED:
         reason.append(f"  (at {datetime.fromtimestamp(scene.deadline).astimezone():%H:%M:%S})", style="dim")
-    return Group(title, *map(_cut, lines), reason)
+    return Group(title, *map(_cut, lines + [waited] * bool(waited)), reason)
 
 
 # --- what fits ------------------------------------------------------------------------------------------------
@@ -212,8 +215,20 @@ def _sort_key(worker: WorkerInfo, run: RunInfo) -> tuple[bool, int, tuple[object
     return worker.state is not WorkerState.LIVE, -(rounds_behind(worker, run) or 0), natural(worker.name)
 
 
-def _worker_table(workers: Sequence[WorkerInfo], run: RunInfo, width: int) -> RenderableType:
-    columns = ["worker", "doing", ">behind", ">tokens/s", ">seen", ">up", ">down", ">loss", ">tokens"]
+def _worker_table(workers: Sequence[WorkerInfo], look: Look, width: int) -> RenderableType:
+    run, waits = look.run, {} if look.reported is None else look.reported.waits
+    columns = [
+        "worker",
+        "doing",
+        ">behind",
+        ">tokens/s",
+        ">seen",
+        ">up",
+        ">down",
+        ">loss",
+        ">tokens",
+        *["waited"] * bool(waits),
+    ]
     rows = [
         [
             item.name,
@@ -225,6 +240,7 @@ def _worker_table(workers: Sequence[WorkerInfo], run: RunInfo, width: int) -> Re
             bytes_text(item.metrics.download_bytes),
             loss_text(item.metrics.loss),
             count_text(item.tokens),
+            *[waits_text(waits[item.name]) if item.name in waits else UNKNOWN] * bool(waits),
         ]
         for item in workers
     ]

@@ -71,8 +71,8 @@ def corrected(each: Stale, momentum: Tensor) -> tuple[Tensor, float]:
 
 
 class HeLoCo:
-    """Each tensor of a stale pseudo-gradient is aligned with the outer momentum (HeLoCo, arXiv 2606.00271): shrunk along
-    it where they oppose, and turned towards it where they hardly agree. Constants as reported by implementations."""
+    """Each tensor of a stale pseudo-gradient is aligned with the outer momentum (HeLoCo, arXiv 2606.00271): shrunk
+    along it if they oppose, and turned towards it if they hardly agree. The constants are ours."""
 
     def __init__(self, sizes: Sequence[int], *, enough: float = 0.2, shrink: float = 1.0, turn: float = 0.5) -> None:
         self._sizes, self._enough, self._shrink, self._turn = list(sizes), enough, shrink, turn

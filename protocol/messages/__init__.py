@@ -37,6 +37,8 @@ from protocol.messages.rounds import (
     RoundInfo,
     UploadGrant,
     Verdict,
+    Waiting,
+    Waits,
 )
 from protocol.messages.runs import (
     Cause,

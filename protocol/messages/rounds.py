@@ -90,6 +90,42 @@ class Evaluation(ReplyModel):
         return None if self.bytes is None else self.loss / math.log(2) * self.tokens / self.bytes
 
 
+class Waits(ReplyModel):
+    """For what a worker's training stood still in a round, in seconds, estimated from its report and from the
+    coordinator's own times.
+
+    upload       to encode and upload its contribution
+    workers      for contributions of other workers, after its own had arrived
+    coordinator  for screening and averaging
+    download     to download the deltas and take the outer step
+    opening      for a round to open
+    """
+
+    upload: float = 0.0
+    workers: float = 0.0
+    coordinator: float = 0.0
+    download: float = 0.0
+    opening: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.upload + self.workers + self.coordinator + self.download + self.opening
+
+
+class Waiting(ReplyModel):
+    """How much of the workers' time in a round was spent waiting, and how much less it would have been, as shares of
+    that time.
+
+    share      the time in which training stood still
+    never      saved by `sync.wait = "never"`; null if the run has it
+    doubled_h  saved by twice as many inner steps per round
+    """
+
+    share: float
+    never: float | None
+    doubled_h: float
+
+
 class RoundDetail(RoundInfo):
     """A round with its fragments. `accounts` are by worker; a worker reports on a round when it asks for the next one.
     `evaluations`, of the state that the round started from, are by worker too."""
@@ -98,6 +134,8 @@ class RoundDetail(RoundInfo):
     accounts: dict[str, Account] = Field(default_factory=dict)
     evaluations: dict[str, Evaluation] = Field(default_factory=dict)
     late: list[LateContribution] = Field(default_factory=list)
+    waits: dict[str, Waits] = Field(default_factory=dict)  # by worker, like `accounts`
+    waiting: Waiting | None = None  # of all workers that have reported; null if none has
 
 
 class ContributionReply(ReplyModel):

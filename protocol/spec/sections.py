@@ -40,6 +40,7 @@ CONVERSATION_LENGTH = 1024  # the default of `sequence_length` for conversations
 
 SCRIPT_KEYS = {"batch_size", "joiner_warmup_steps"}  # keys of [inner] that apply to workers that are scripts
 
+MOST_ROUNDS = 4  # for as many rounds' time, a worker that never waits trains on by default
 PER_VALUE_RULES = {"trimmed", "median"}  # aggregation rules that need every value of each worker
 
 
@@ -367,7 +368,7 @@ class SyncSpec(Section):
         if self.wait == "always":
             return inner_steps
         if self.most_steps is None:
-            return 4 * inner_steps
+            return MOST_ROUNDS * inner_steps
         return -(-inner_steps * self.most_steps // self.schedule_steps)
 
     @property

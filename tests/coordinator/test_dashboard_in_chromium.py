@@ -241,10 +241,12 @@ def test_a_button_that_is_pressed_while_its_row_changes_is_clicked(browser: Brow
         page, (bob,) = found.page, [each for each in played.members if each.name == "bob"]
         row = page.locator("table.workers tbody tr", has_text="bob")
         expect(row).to_be_visible()
-        page.get_by_role("button", name="Evict bob", exact=True).hover()
+        evict = page.get_by_role("button", name="Evict bob", exact=True)
+        evict.hover()
         page.mouse.down()
         bob.http.put(bob.path("/lease"), json={"phase": "one thing"}).raise_for_status()
         expect(row).to_contain_text("one thing")
+        evict.hover()  # what is above may have grown meanwhile
         page.mouse.up()
         click(found, "Cancel", "dialog")
 
@@ -636,11 +638,13 @@ def test_where_nobody_answers_at_first_it_asks_again_and_keeps_the_token(browser
 def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running: InThread) -> None:
     account = {"seconds": {"train": 2.0, "sync": 1.0, "upload": 0.7, "wait": 0.5}}
     slow = {"seconds": {"train": 6.0, "sync": 1.0, "upload": 0.7}}
-    details = [
+    details: list[dict[str, Any]] = [
         {
             "round": n,
             "opened_at": 100 + n,
             "accounts": {"a": account, "b": account, "c": slow} if n == 0 else {"a": account, "c": slow},
+            "waits": {"a": {"upload": 0.7, "workers": 0.1, "coordinator": 0.0, "download": 0.2, "opening": 0.5}},
+            "waiting": {"share": 0.25, "never": 0.2, "doubled_h": 0.1},
             "late": [{"worker": "c", "fragment": 0, "late_s": 3.5}] if n == 1 else [],
             "fragments": [{"contributors": ["a", "b", "c"] if n == 0 else ["a"]}],
         }
@@ -654,9 +658,14 @@ def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running:
         rows = found.page.evaluate(
             f"async ([details, workers]) => (await import('{module}')).timeline(details, workers)", [details, workers]
         )
+        text = found.page.evaluate(f"async (detail) => (await import('{module}')).waitingText(detail)", details[1])
+    assert "In round 1 the workers waited 25.0 % of their time" in text
+    assert 'sync.wait = "never" would save up to 20.0 %, twice as many inner steps 10.0 %' in text
     cells = {row["worker"]: row["cells"] for row in rows}
     assert {row["worker"]: row["slow"] for row in rows} == {"a": 0.75, "b": 1.0, "c": 2.25, "new": None}
     assert cells["a"][0]["stages"] == {"train": 2.0, "send": 0.7, "wait": 0.8, "other": 0, "all": 3.5}
+    assert cells["a"][0]["waits"] == details[0]["waits"]["a"]
+    assert cells["b"][0]["waits"] is None
     assert [cell["gone"] for cell in cells["b"]] == [False, True]
     assert [cell["late_s"] for cell in cells["c"]] == [None, 3.5]
     assert [cell["gone"] for cell in cells["new"]] == [False, False]

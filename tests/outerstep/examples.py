@@ -56,6 +56,11 @@ def round_document(number: int, **changes: Any) -> dict[str, Any]:
     }
 
 
+def fragment_document(contributors: list[str]) -> dict[str, Any]:
+    empty = dict.fromkeys(("closes_in_s", "delta_bytes", "delta_digest"))
+    return {"fragment": 0, "state": "published", "reason": "published", "contributors": contributors, **empty}
+
+
 def worker_document(name: str, **changes: Any) -> dict[str, Any]:
     return {
         "name": name,

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from outerstep.display import LineDisplay, round_table, table, worker_table
 from outerstep.follow import Look
-from protocol.messages import Event, RoundInfo, RunInfo, WorkerInfo
+from protocol.messages import Event, RoundDetail, RoundInfo, RunInfo, WorkerInfo
 from tests.outerstep.examples import event_document, rollback_document, round_document, run_document, worker_document
 
 ONE = (worker_document("worker-0"),)
@@ -18,6 +18,7 @@ def look(
     events: tuple[dict, ...] = (),
     workers: tuple[dict, ...] = ONE,
     trouble: str | None = None,
+    reported: RoundDetail | None = None,
     **run: object,
 ) -> Look:
     return Look(
@@ -27,6 +28,7 @@ def look(
         events=tuple(Event.model_validate(item) for item in events),
         last_event=0,
         trouble=trouble,
+        reported=reported,
     )
 
 

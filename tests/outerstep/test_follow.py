@@ -8,7 +8,14 @@ import pytest
 from outerstep.follow import follow
 from outerstep.rest import Client
 from protocol.errors import Problem, Transient
-from tests.outerstep.examples import event_document, page, rollback_document, round_document, run_document
+from tests.outerstep.examples import (
+    event_document,
+    fragment_document,
+    page,
+    rollback_document,
+    round_document,
+    run_document,
+)
 
 
 class History:
@@ -19,6 +26,8 @@ class History:
         self.moments = list(moments)
         self.waited_after: list[str] = []
         self.listed_after: list[str | None] = []
+        self.reported: dict[int, dict[str, Any]] = {}
+        self.detailed: list[int] = []
 
     def client(self) -> Client:
         return Client(httpx.Client(base_url="http://coordinator.test", transport=httpx.MockTransport(self.answer)))
@@ -40,7 +49,15 @@ class History:
         if path == "/events":
             after = int(request.url.params["after"])
             return httpx.Response(200, json=page([item for item in now["events"] if item["id"] > after], None))
+        if path.startswith("/rounds/"):
+            return self._round(int(path.removeprefix("/rounds/")))
         return httpx.Response(200, json=now["run"] if path == "" else page([], None))
+
+    def _round(self, number: int) -> httpx.Response:
+        """A round of which nobody has reported the times, or what `reported` has of it."""
+        self.detailed.append(number)
+        document = round_document(number, fragments=[fragment_document(["a", "b"])], **self.reported.get(number, {}))
+        return httpx.Response(200, json=document)
 
 
 def moment(round_number: int, events: int, state: str = "running") -> dict:
@@ -66,6 +83,22 @@ def test_looks_tell_what_is_new_until_the_end():
     assert [[event.id for event in look.events] for look in looks] == [[1, 2], [], [3, 4, 5]]
     assert [look.ended for look in looks] == [False, False, True]
     assert history.waited_after == ["2", "2"]
+
+
+def test_what_workers_waited_for_is_of_the_last_round_that_they_have_reported():
+    """A round is asked about until all its contributors have reported."""
+    history = History(moment(2, 2), moment(3, 2), moment(3, 3), moment(3, 4), moment(4, 5, "finished"))
+    waiting = {"share": 0.25, "never": 0.2, "doubled_h": 0.1}
+    reports = {"a": {"workers": 3.0}, "b": {"upload": 1.0}}
+    found = []
+    for number, seen in enumerate(follow(history.client(), "demo", **WAITING)):
+        found.append(None if seen.reported is None else (seen.reported.round, sorted(seen.reported.waits)))
+        if number == 1:  # then only one of two has reported round 2
+            history.reported[2] = {"waits": {"a": reports["a"]}, "waiting": waiting}
+        if number == 2:
+            history.reported[2] = {"waits": reports, "waiting": waiting}
+    assert found == [None, None, (2, ["a"]), (2, ["a", "b"]), (2, ["a", "b"])]
+    assert history.detailed == [1, 2, 2, 2, 3]
 
 
 @pytest.mark.parametrize("gone_on_to", [2, 4, 6])

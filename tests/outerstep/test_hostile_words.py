@@ -145,7 +145,7 @@ def test_a_workers_rounds_tell_what_counted_and_what_was_late() -> None:
         )
     *_, names, row = shown.stdout.splitlines()
     assert names.split()[:4] == ["round", "fragments", "counts", "late"]
-    assert re.match(r" +0 +1 of 2 +0\.25 +1 min 15 s +– +– +too long ", row), row
+    assert re.match(r" +0 +1 of 2 +0\.25 +1 min 15 s +– +– +– +too long ", row), row
 
 
 def test_json_says_just_what_was_said() -> None:

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from outerstep.display import LineDisplay
 from outerstep.live_view import LiveDisplay, display_for, rows_that_fit
+from protocol.messages import RoundDetail
 from tests.outerstep.examples import event_document, rollback_document, round_document, worker_document
 from tests.outerstep.test_display import look
 from tests.support.terminal import Screen
@@ -89,6 +90,22 @@ def test_workers_say_what_they_do_and_how_far_they_are_behind():
     ]
     assert rows[5] == ["gone", "lost", "–"]
     assert "1.23 k   7 s  5 MB" in lines[start + 1]
+
+
+def test_what_each_worker_waited_for_in_the_last_round_and_what_would_save_it():
+    waits = {"even": {"workers": 12.0, "download": 3.5, "upload": 1.0}, "slow": {"upload": 0.01}}
+    waiting = {"share": 0.25, "never": 0.2, "doubled_h": 0.1}
+    reported = RoundDetail.model_validate(round_document(5, fragments=[], waits=waits, waiting=waiting))
+    lines = Drawn(width=140).show(
+        look(workers=(live("even", 6), live("slow", 6), live("new", 6)), reported=reported, round=6)
+    )
+    assert (
+        'waited 25.0% of round 5; saved by sync.wait = "never" up to 20.0%, by twice as many inner steps 10.0%' in lines
+    )
+    ends = {line.split()[0]: line.rstrip() for line in lines if line.split()}
+    assert ends["even"].endswith("12.0 s other workers, 3.5 s download")
+    assert ends["slow"].endswith("0.0 s")
+    assert ends["new"].endswith("–")
 
 
 def test_the_deadline_is_told_until_the_round_has_closed_and_while_nobody_answers():

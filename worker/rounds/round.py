@@ -80,8 +80,8 @@ class Round:
         )
         # Units that each fragment was trained on since it was sent, without those of this round.
         self._fresh = {p: carry.fresh.get(p, 0) for p in range(len(self._state))}
-        # With several processes, none knows when the others' fragments are stepped: they ask at the end of the round. So
-        # does a worker that is behind, because the next round may be over by then.
+        # With several processes, none knows when the others' fragments are stepped: they ask at the end of the round. A
+        # worker that is behind does so too, because the next round may be over by then.
         asks_ahead = self._schedule.overlaps and self._ranks.size == 1 and not behind
         arrived = ask_ahead if asks_ahead else None
         self._in_flight = InFlight(exchange, assignment.round, durable.start, arrived)

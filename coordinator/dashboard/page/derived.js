@@ -40,6 +40,25 @@ export function traffic(run, published, workers) {
   });
 }
 
+/** What a worker waits for, by the name in the REST response. */
+export const WAITS = {
+  upload: "upload",
+  workers: "other workers",
+  coordinator: "coordinator",
+  download: "download",
+  opening: "a round to open",
+};
+
+/** How much of a round's time was spent waiting and what would save some of it, as a sentence; empty if unknown. */
+export function waitingText(detail) {
+  const waiting = detail?.waiting;
+  if (!waiting) return "";
+  const percent = (part) => `${(100 * part).toFixed(1)} %`;
+  const never = waiting.never === null ? "" : `sync.wait = "never" would save up to ${percent(waiting.never)}, `;
+  const text = `${never}twice as many inner steps ${never ? "" : "would save "}${percent(waiting.doubled_h)}`;
+  return `In round ${detail.round} the workers waited ${percent(waiting.share)} of their time; ${text}.`;
+}
+
 /** A worker's time in a round, in seconds: { train, send, wait, other, all }; null if it reported nothing. */
 export function stages(account) {
   if (!account || !Object.keys(account.seconds).length) return null;
@@ -55,8 +74,8 @@ export function stages(account) {
 }
 
 /**
- * The rounds of each worker, for the timeline: rows of { worker, live, cells, slow }. A cell has `stages` (null: not
- * reported), `gone` (the worker was absent), `late_s` (seconds that it was late) and `sent` (its contribution counts).
+ * The rounds of each worker, for the timeline: rows of { worker, live, cells, slow }. A cell has `stages` and `waits`, the
+ * seconds of what the worker waited for (null: not reported), `gone` (the worker was absent), `late_s` (seconds that it was late) and `sent` (its contribution counts).
  * `slow`: the time of its inner steps relative to the median, averaged over the rounds.
  */
 export function timeline(details, workers) {
@@ -69,7 +88,7 @@ export function timeline(details, workers) {
         .map((account) => account.seconds.train ?? 0)
         .filter((s) => s > 0),
     );
-    return { round: each.round, opened_at: each.opened_at, accounts: each.accounts, sent, late, usual };
+    return { round: each.round, opened_at: each.opened_at, accounts: each.accounts, waits: each.waits, sent, late, usual };
   });
   return workers.map((worker) => {
     const times = [];
@@ -79,7 +98,8 @@ export function timeline(details, workers) {
       const sent = column.sent.has(worker.name);
       const late_s = column.late.get(worker.name) ?? null;
       const before = worker.epoch === 1 && worker.joined_at > column.opened_at;
-      return { round: column.round, stages: found, sent, late_s, gone: !before && !found && !sent && late_s === null };
+      const gone = !before && !found && !sent && late_s === null;
+      return { round: column.round, stages: found, waits: column.waits[worker.name] ?? null, sent, late_s, gone };
     });
     const slow = times.length ? times.reduce((sum, each) => sum + each, 0) / times.length : null;
     return { worker: worker.name, live: worker.state === "live", cells, slow };

@@ -1,7 +1,7 @@
 // What each worker did in each of the last rounds, as bars. In a round the worker that took longest has the full width.
 
 import { SHOWN_ROUNDS } from "./run_model.js";
-import { KINDS, openRound, timeline } from "./derived.js";
+import { KINDS, WAITS, openRound, timeline, waitingText } from "./derived.js";
 import { button, h, panel, write } from "./dom.js";
 import { duration, plural, share } from "./units.js";
 
@@ -46,9 +46,14 @@ export function makeTimeline() {
           h(
             "tr",
             {},
-            ["worker", "training", "sending", "waiting", "against the median", "late", "gone"].map((name) =>
-              h("th", { scope: "col" }, name),
-            ),
+            [
+              "worker",
+              "training",
+              ...Object.values(WAITS).map((name) => `waiting: ${name}`),
+              "against the median",
+              "late",
+              "gone",
+            ].map((name) => h("th", { scope: "col" }, name)),
           ),
         ),
         body,
@@ -69,7 +74,8 @@ export function makeTimeline() {
     columns = details;
     more.hidden = rows.length <= FEW;
     write(more, all ? `Show the ${FEW} slowest` : `Show all ${rows.length} workers`);
-    write(summary, sentence(rows));
+    const reported = details.findLast((each) => each.waiting);
+    write(summary, [sentence(rows), waitingText(reported)].filter(Boolean).join(" "));
     draw(all ? rows : rows.slice(0, FEW));
     if (table.open) tabulate(rows);
   }
@@ -167,9 +173,9 @@ export function makeTimeline() {
 
   function tabulate(shown) {
     if (!table.open) return;
-    const mean = (cells, kind) => {
-      const known = cells.filter((cell) => cell.stages);
-      return duration(known.length ? known.reduce((sum, cell) => sum + cell.stages[kind], 0) / known.length : null);
+    const mean = (cells, from, kind) => {
+      const known = cells.filter((cell) => cell[from]);
+      return duration(known.length ? known.reduce((sum, cell) => sum + cell[from][kind], 0) / known.length : null);
     };
     body.replaceChildren(
       ...shown.map(({ worker, cells, slow }) =>
@@ -177,7 +183,8 @@ export function makeTimeline() {
           "tr",
           {},
           h("th", { scope: "row" }, worker),
-          ["train", "send", "wait"].map((kind) => h("td", {}, mean(cells, kind))),
+          h("td", {}, mean(cells, "stages", "train")),
+          Object.keys(WAITS).map((what) => h("td", {}, mean(cells, "waits", what))),
           h("td", {}, slow === null ? "–" : share(slow)),
           h("td", {}, plural(cells.filter((cell) => cell.late_s !== null).length, "round")),
           h("td", {}, plural(cells.filter((cell) => cell.gone).length, "round")),
@@ -219,6 +226,8 @@ function sentence(rows) {
 function describe(worker, cell) {
   const spent = Object.entries(KINDS).filter(([kind]) => cell.stages?.[kind] > 0);
   const parts = spent.map(([kind, name]) => `${name} ${duration(cell.stages[kind])}`);
+  const waited = Object.entries(WAITS).filter(([what]) => cell.waits?.[what] >= 0.05);
+  if (waited.length) parts.push(`of that for ${waited.map(([what, name]) => `${name} ${duration(cell.waits[what])}`).join(", ")}`);
   if (cell.gone) parts.push("gone");
   else if (!cell.stages) parts.push(cell.sent ? "contributed" : "no contribution yet");
   if (cell.late_s !== null) parts.push(`late by ${duration(cell.late_s)}`);

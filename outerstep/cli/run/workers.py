@@ -9,10 +9,10 @@ from outerstep.cli.options import Connection, with_connection
 from outerstep.cli.printing import Format, FormatOption, console, print_json, time_text
 from outerstep.cli.run.runs import RunArgument, WorkerArgument, shares_text
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, duration_text, held_out_text, loss_text
-from outerstep.display import table, tables
+from outerstep.display import table, tables, waits_text
 from outerstep.follow import FIRST_ROUNDS
 from outerstep.rest import Client
-from protocol.messages import Account, Evaluation, RoundDetail, Verdict, WorkerInfo
+from protocol.messages import Account, Evaluation, RoundDetail, Verdict, Waits, WorkerInfo
 
 
 @with_connection
@@ -67,7 +67,8 @@ def worker(
     """Show a worker: what it is doing, its machine, its bytes and time, and its part in the last 20 rounds.
 
     For each round: how many fragments it contributed to, the lowest factor among them and its reason, how late it was,
-    the held-out loss that it measured, and its time. For rounds older than retention.rounds only sums are kept.
+    the held-out loss that it measured, its time, and what it waited for. For rounds older than retention.rounds only
+    sums are kept.
 
     As JSON: an object with the keys worker and rounds (newest first); rounds have verdicts and late by fragment.
 
@@ -87,7 +88,7 @@ def worker(
     facts.show_header = False
     out.print(facts)
     if taken:
-        columns = [">round", ">fragments", ">counts", ">late", ">held-out loss", ">time", "why"]
+        columns = [">round", ">fragments", ">counts", ">late", ">held-out loss", ">time", "waited", "why"]
         out.print()
         out.print(tables(columns, [each.row() for each in reversed(taken)], out.width))
 
@@ -116,6 +117,7 @@ class _WorkerRound:
     late: dict[int, float]
     evaluation: Evaluation | None
     account: Account | None
+    waits: Waits | None
 
     @property
     def has_any(self) -> bool:
@@ -128,6 +130,7 @@ class _WorkerRound:
             "late": {str(fragment): late_s for fragment, late_s in self.late.items()},
             "evaluation": self.evaluation,
             "account": self.account,
+            "waits": self.waits,
         }
 
     def row(self) -> list[str]:
@@ -141,6 +144,7 @@ class _WorkerRound:
             duration_text(max(self.late.values(), default=None)),
             UNKNOWN if measured is None else held_out_text(measured.loss, measured.bits_per_byte),
             duration_text(None if self.account is None else self.account.total_s),
+            UNKNOWN if self.waits is None else waits_text(self.waits),
             "" if least is None else least.reason,
         ]
 
@@ -153,6 +157,7 @@ def _worker_round(detail: RoundDetail, worker: str) -> _WorkerRound:
         {each.fragment: each.late_s for each in detail.late if each.worker == worker},
         detail.evaluations.get(worker),
         detail.accounts.get(worker),
+        detail.waits.get(worker),
     )
 
 
