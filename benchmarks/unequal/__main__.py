@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -23,6 +24,7 @@ from benchmarks.unequal.loop import (
     corrected,
     decayed,
     delayed_nesterov,
+    in_absences,
     in_rounds,
     mean,
     tokens,
@@ -61,8 +63,28 @@ ROWS: dict[str, tuple[tuple[float, ...], Callable[[Loop], None]]] = {
 }
 
 
+WORKERS = (1.0,) * 4
+UNDISTURBED = "never away"
+ABSENCES: dict[str, tuple[tuple[float, ...], Callable[[Loop], None]]] = {
+    UNDISTURBED: (WORKERS, lambda loop: in_rounds(loop, 1, tokens, mean)),
+    **{
+        f"away for {away}, trains {min(most, away + 1)} H": (WORKERS, partial(in_absences, away=away, most=most))
+        for away, mosts in {1: (1, 2), 3: (1, 2, 4), 7: (1, 4, 8), 15: (1, 4, 16)}.items()
+        for most in mosts
+    },
+    **{
+        f"one of 4 cut off for {away}, trains {min(most, away + 1)} H": (
+            WORKERS,
+            partial(in_absences, away=away, most=most, cut_off=1),
+        )
+        for away, mosts in {3: (1, 4), 15: (1, 4, 16)}.items()
+        for most in mosts
+    },
+}
+
+
 def measure(row: str, rounds: int, seed: int) -> Result:
-    speeds, train = ROWS[row]
+    speeds, train = (ROWS | ABSENCES)[row]
     loop = Loop(speeds, rounds, seed)
     train(loop)
     return Result(row, seed, loop.trained, loop.loss())
@@ -74,7 +96,8 @@ def main() -> None:
         description=benchmarks.unequal.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", choices=ROWS, metavar="NAME")
+    parser.add_argument("--only", nargs="+", choices=[*ROWS, *ABSENCES], metavar="NAME")
+    parser.add_argument("--absences", action="store_true", help="a coordinator that is away, instead of slow boxes")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
@@ -82,7 +105,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results = []
     for seed in range(arguments.seeds):
-        for row in arguments.only or ROWS:
+        for row in arguments.only or (ABSENCES if arguments.absences else ROWS):
             began = time.monotonic()
             results.append(measure(row, arguments.rounds, seed))
             print(f"{results[-1]} in {time.monotonic() - began:.0f} s", flush=True)
@@ -93,21 +116,20 @@ def main() -> None:
 
 
 def _table(results: list[Result]) -> Table:
-    table = Table("row", "inner steps", "held-out loss", "above equal speeds", "above the fastest alone")
+    bases = [each for each in (BASELINE, REST, UNDISTURBED) if any(result.row == each for result in results)]
+    table = Table("row", "inner steps", "held-out loss", *(f"above {each}" for each in bases))
     by_row: dict[str, list[Result]] = {}
     for each in results:
         by_row.setdefault(each.row, []).append(each)
     for row, own in by_row.items():
-        above = [_above(own, by_row.get(other)) for other in (BASELINE, REST)]
+        above = [_above(own, by_row[other]) for other in bases]
         loss = statistics.mean(each.loss for each in own)
         table.add_row(row, f"{own[0].units:,}", f"{loss:.4f}", *above)
     return table
 
 
-def _above(own: list[Result], others: list[Result] | None) -> str:
+def _above(own: list[Result], others: list[Result]) -> str:
     """Return by how much the loss is above that of another row with the same seeds, on average."""
-    if not others:
-        return ""
     return f"{statistics.mean(a.loss / b.loss - 1 for a, b in zip(own, others, strict=True)):+.2%}"
 
 

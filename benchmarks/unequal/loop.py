@@ -253,6 +253,32 @@ def _contribution(box: Box) -> Stale:
     return Stale(delta, box.units, box.missed)
 
 
+CYCLE = 20  # rounds from the beginning of one absence to that of the next
+
+
+def in_absences(loop: Loop, away: int, most: int, *, cut_off: int | None = None) -> None:
+    """Rounds of H units of time. Every CYCLE rounds the coordinator is away for the time of `away` rounds: all boxes
+    train on for at most `most` times H inner steps in all, and contribute that when it is back. `cut_off`: only so many
+    of the boxes lose it, and the others go on."""
+    lost = loop.boxes[:cut_off]
+    for round_ in range(loop.rounds):
+        if round_ % CYCLE == 0 and round_:
+            for box in lost:
+                box.start, box.ends, box.missed = loop.theta, round_ + away, []
+                _load(loop.theta, box.model)
+                loop.train(box, H * min(away + 1, most), round_ * H, (round_ + away + 1) * H)
+                box.units = H * min(away + 1, most)
+        for box in loop.boxes:
+            if box.start is None:
+                _begin(loop, box, round_, 1)
+        due = [box for box in loop.boxes if box.ends == round_]
+        if due:
+            merged = mean([tokens(_contribution(box), loop.momentum) for box in due])
+            loop.outer_step(merged)
+        for box in due:
+            box.start = None
+
+
 def delayed_nesterov(loop: Loop) -> None:
     """Without rounds: each contribution of H inner steps is merged as it arrives, and the momentum moves once for as
     many as there are workers (delayed Nesterov, arXiv 2401.09135, algorithm 3 with c = 0)."""

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from sqlalchemy import select
 from torch.utils.data import DataLoader, TensorDataset
 
+from coordinator.store.tables import ContributionRow
 from coordinator.workers.leases import end_lease
 from protocol.errors import SpecError
 from protocol.messages import RoundDetail, WorkerState
@@ -207,7 +209,7 @@ def test_units_of_a_lost_worker_are_kept_for_it_until_it_cannot_be_training_on_t
     def on_step(diloco: DiLoCo, values: torch.Tensor) -> None:
         if diloco.round == 1:
             lost.set()
-            raise Killed
+            diloco.client.die()  # type: ignore[attr-defined]
 
     def work_alone(diloco: DiLoCo, values: torch.Tensor) -> None:
         if diloco.round == 1 and not once.is_set():
@@ -223,7 +225,7 @@ def test_units_of_a_lost_worker_are_kept_for_it_until_it_cannot_be_training_on_t
         other = threading.Thread(target=ones, args=(run, work_alone), kwargs={"name": "b"})
         other.start()
         with pytest.raises(Killed):
-            ones(run, on_step, partial(MortalClient, dies=lambda what, number: lost.is_set()))
+            ones(run, on_step, partial(MortalClient, dies=lambda what, number: False))
         other.join(PATIENCE_S)
         assert (held[0] > 4 * H) == (after < 6), "b has 4 H itself"
 
@@ -250,6 +252,9 @@ def test_a_box_that_is_slower_than_the_rounds_contributes_whenever_it_has_done_i
         told, tokens = run.told("slow"), run.info().spec.unit_tokens
         done = len(slow_steps) // H
         assert told.contributions >= done - 1 >= 2
+        with run.coordinator.live("toy").context.database.read() as session:
+            rows = select(ContributionRow.tokens).where(ContributionRow.worker == "slow", ContributionRow.round > 0)
+            assert set(session.scalars(rows)) == {tokens}, "six units that are six rounds old weigh as much as one"
         assert told.tokens >= (done - 1) * H * tokens, "all but the last ones count"
         assert told.state_digest == run.final().state_digest
 

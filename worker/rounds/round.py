@@ -47,6 +47,8 @@ class Round:
     the same order: for another process's fragment, they give it their part of the parameters, and take their part of
     the new ones.
 
+    `stale`: if this worker is behind, how many rounds have closed since it began the work that it carries; otherwise 0.
+
         carry       progress that is in no mean so far, of the fragments that this process owns
         ended       its own inner steps are done
         over        all of its inner steps are done, including those until its deltas have arrived
@@ -64,25 +66,25 @@ class Round:
         durable: Durable,
         ask_ahead: Callable[[InFlight], Any],
         *,
-        behind: bool = False,
+        stale: int = 0,
     ) -> None:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._fragments, self._steps, self._progress = training.fragments, training.steps, training.progress
         self._ranks, self._release, self._writes = training.ranks, exchange.release, training.writes
         self._save, self.assignment, self.carry = durable.save, assignment, carry
-        behind = behind and bool(carry.units)
+        self._stale = stale if carry.units else 0
         last = assignment.step + assignment.schedule_steps == exchange.spec.total_inner_steps
         self._schedule = schedule(
             *(self._sync, len(self._state), assignment.inner_steps),
             last=last,
             first=not carry.units,
-            behind=behind,
+            behind=self._stale > 0,
         )
         # Units that each fragment was trained on since it was sent, without those of this round.
         self._fresh = {p: carry.fresh.get(p, 0) for p in range(len(self._state))}
         # With several processes, none knows when the others' fragments are stepped: they ask at the end of the round. A
         # worker that is behind does so too, because the next round may be over by then.
-        asks_ahead = self._schedule.overlaps and self._ranks.size == 1 and not behind
+        asks_ahead = self._schedule.overlaps and self._ranks.size == 1 and not self._stale
         arrived = ask_ahead if asks_ahead else None
         self._in_flight = InFlight(exchange, assignment.round, durable.start, arrived)
         self._sent: set[int] = set()
@@ -188,7 +190,7 @@ class Round:
 
     def end_inner_steps(self) -> None:
         """Note that the round's own inner steps are done."""
-        self._landed_first = self._schedule.on_arrival and self._in_flight.under_way and self._in_flight.landed
+        self._landed_first = self._in_flight.under_way and self._in_flight.landed
         self.note_speed()
 
     def note_speed(self) -> None:
@@ -204,6 +206,7 @@ class Round:
         named, fresh = carry.units + used, self._fresh[p] + count(used)
         # at most what the coordinator accepts as the weight of one round
         weight = min(fresh or carry.weight or 1, max(count(named), self.assignment.inner_steps))
+        weight = max(weight // (1 + self._stale), 1)  # as FedAsync (arXiv 1903.03934) with a = 1
         skipped = count(used) - self._steps.done  # by a GradScaler
         inner_steps = carry.inner_steps + max(fresh - skipped, 0)
         loss, gathered = self._loss, self._fragments.mark()
@@ -316,7 +319,8 @@ class Round:
         """End the round once all fragments are merged. Return what is carried on, and the result of `ask_ahead`."""
         self._in_flight.end()
         self._state.reach(self._in_flight.round + 1)  # also in a process that owns no fragment
-        flight, is_behind = self._in_flight, bool(self.carry.late) or self._landed_first
+        flight = self._in_flight
+        is_behind = self._schedule.on_arrival and (bool(self.carry.late) or self._landed_first)
         ends = self._ranks.all((flight.superseded, flight.consumed, flight.inner_steps, is_behind))
         if any(superseded for superseded, _, _, _ in ends):
             return self._start_over(), flight.arrival

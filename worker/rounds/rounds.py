@@ -63,7 +63,8 @@ class Rounds:
         self._trained_on: set[int] = set()  # fragments that were trained on since they were merged
         self._news = False
         self._start_saved: Future[None] | None = None  # the writing of the next round's start
-        self._behind = False  # the last round closed before this worker had done its inner steps
+        # The last round, if it closed before this worker had done its inner steps.
+        self._behind_since: int | None = None
 
     @property
     def training(self) -> bool:
@@ -147,7 +148,8 @@ class Rounds:
         self._load_start(assignment)
         durable = Durable(start=self._start_saved) if self._sync.streams else Durable(save=self._save)
         self._round = Round(
-            *(self._exchange, self._training, assignment, self.carry, durable, self._ask_ahead), behind=self._behind
+            *(self._exchange, self._training, assignment, self.carry, durable, self._ask_ahead),
+            stale=assignment.round - self._behind_since if self._behind_since is not None else 0,
         )
         self._training.progress.begin_round(assignment.round)
         self._saver.save_state()
@@ -209,7 +211,7 @@ class Rounds:
     def _settle(self, round_: Round) -> None:
         self.carry, self._asked_ahead = round_.settle()
         self._trained_on, self._start_loaded, self._round = round_.trained_on, True, None
-        self._behind = round_.behind
+        self._behind_since = round_.assignment.round if round_.behind else None
         give_back_free_memory()
 
     def _reclaim_if_lost(self, round_: Round, act: Callable[[], None]) -> None:
