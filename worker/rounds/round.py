@@ -72,8 +72,8 @@ class Round:
         self._fragments, self._steps, self._progress = training.fragments, training.steps, training.progress
         self._ranks, self._release, self._writes = training.ranks, exchange.release, training.writes
         self._save, self.assignment, self.carry = durable.save, assignment, carry
-        self._stale = stale if carry.units else 0
         last = assignment.step + assignment.schedule_steps == exchange.spec.total_inner_steps
+        self._stale = stale if carry.units and not last else 0
         self._schedule = schedule(
             *(self._sync, len(self._state), assignment.inner_steps),
             last=last,
