@@ -10,7 +10,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 
-from sqlalchemy import or_, select, update
+from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.store.tables import UnitRangeRow
@@ -94,23 +94,22 @@ def workers_with_units(session: Session, run_id: int) -> set[str]:
     )
 
 
-def return_units(session: Session, run_id: int, worker: str) -> None:
-    """Return to the pool the worker's units that no accepted contribution has consumed."""
-    session.execute(
-        update(UnitRangeRow)
-        .where(UnitRangeRow.run_id == run_id, UnitRangeRow.worker == worker, UnitRangeRow.state == "assigned")
-        .values(state="free", worker=None, round=None)
-    )
+def return_units(session: Session, run_id: int, worker: str, before: int | None = None) -> None:
+    """Return to the pool the worker's units that no accepted contribution has consumed; only those assigned for rounds
+    before `before`, if it is given."""
+    _return(session, run_id, before, UnitRangeRow.worker == worker)
 
 
 def return_unclaimed_units(session: Session, run_id: int, live: Set[str], before: int) -> None:
     """Return to the pool the units assigned for rounds before `before` to workers that are not `live`."""
-    session.execute(
-        update(UnitRangeRow)
-        .where(UnitRangeRow.run_id == run_id, UnitRangeRow.state == "assigned", UnitRangeRow.round < before)
-        .where(UnitRangeRow.worker.not_in(live))
-        .values(state="free", worker=None, round=None)
-    )
+    _return(session, run_id, before, UnitRangeRow.worker.not_in(live))
+
+
+def _return(session: Session, run_id: int, before: int | None, whose: ColumnElement[bool]) -> None:
+    rows = update(UnitRangeRow).where(UnitRangeRow.run_id == run_id, UnitRangeRow.state == "assigned", whose)
+    if before is not None:
+        rows = rows.where(UnitRangeRow.round < before)
+    session.execute(rows.values(state="free", worker=None, round=None))
 
 
 def reclaim_units(session: Session, pool: Pool, worker: str, round_: int, carried: Sequence[Sequence[int]]) -> None:

@@ -71,8 +71,8 @@ def end_lease(change: Change, worker: str, state: WorkerState, what: str, reques
     row.metrics = metrics.model_dump(mode="json")
     if request is not None and request.state_digest is not None:
         row.state_round, row.state_digest = request.state_round, bytes.fromhex(request.state_digest)
-    if state is not WorkerState.LOST or not run.spec.sync.kept_rounds:
-        return_units(change.session, run.id, worker)
+    kept_rounds = run.spec.sync.kept_rounds if state is WorkerState.LOST else 0
+    return_units(change.session, run.id, worker, before=run.round - kept_rounds if kept_rounds else None)
     change.record(str(state), f"{worker} {what}", worker=worker)
     finished = run.final_digest is not None and request is not None and request.state_round == run.round
     if finished and row.state_digest != run.final_digest:
