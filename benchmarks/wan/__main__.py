@@ -1,7 +1,7 @@
 """Long lines: the time of a sync compared with its line's limit and with other systems, and the time left for training.
 
     python -m benchmarks.wan [--rows A,C,train] [--repeat 5] [--silence 60] [--keep-windows]
-                             [--peers gloo,torchft,hivemind] [--json]
+                             [--peers gloo,torchft,hivemind] [--timeline FOLDER] [--json]
 
 Each worker is a process in a separate network namespace behind a line simulated at packet level (harness/lines.py):
 rates, a round trip, losses, and the congestion control of both ends. The coordinator is an ordinary process. A row is
@@ -17,6 +17,9 @@ one such line (rows.py). Measured are, one after another:
 
 `--keep-windows` sets net.ipv4.tcp_slow_start_after_idle to 0 at both ends, for the rows with CUBIC: by default, the
 kernel begins with slow start again after each silence.
+
+`--timeline` draws one more sync of each row into a folder, as SVG: what each fragment was in at every moment, and the
+congestion windows of the first worker's connections (timeline.py).
 
 `train`: rounds of inner steps of a fixed length (60 s in all) over 500/110 Mbit/s, 60 ms: the share of the workers'
 time in inner steps, classic and with an overlap of one of the round's inner steps.
@@ -35,13 +38,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.wan import changing
-from benchmarks.wan.measuring import WORKERS, Effort, measure, measure_training
+from benchmarks.wan.measuring import WORKERS, Effort, draw, measure, measure_training
 from benchmarks.wan.peers import PEERS
 from benchmarks.wan.rows import ROWS, chosen
 from harness.lines import FRAMING, LEAST_QUEUE_S, MTU, NO_LINES_EXIT, TCP_PAYLOAD, why_not
@@ -72,13 +76,15 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="a twentieth of the parameters, one sync, a second's silence"
     )
+    parser.add_argument("--timeline", type=Path, metavar="FOLDER", help="draw a sync of each row into this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON line after the tables")
     arguments = parser.parse_args()
     try:
         names, others = chosen(arguments.rows, [*ROWS, *FURTHER]), chosen(arguments.peers, PEERS)
     except ValueError as error:
         parser.error(str(error))
-    tools = ["openssl"] if any(ROWS[name].tls for name in names if name in ROWS) else []
+    tools = ["ss"] if arguments.timeline is not None else []
+    tools += ["openssl"] if any(ROWS[name].tls for name in names if name in ROWS) else []
     if reason := why_not(*tools):
         print(f"Slow lines are not available on this machine: {reason}.", file=sys.stderr)
         return NO_LINES_EXIT
@@ -99,7 +105,11 @@ def main() -> int:
             changed = changing.measure(a, changes, effort.silence_s)
         else:
             row = ROWS[name]
-            syncs.append(measure(replace(row, parameters=row.parameters // part), effort, others))
+            row = replace(row, parameters=row.parameters // part)
+            syncs.append(measure(row, effort, others))
+            if arguments.timeline is not None:
+                arguments.timeline.mkdir(parents=True, exist_ok=True)
+                (arguments.timeline / f"{name}.svg").write_text(draw(row, effort), encoding="utf-8")
     show(syncs, trained, changed)
     if arguments.json:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version()}

@@ -4,16 +4,18 @@ systems), and of training (the share of the workers' time in inner steps)."""
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
 from benchmarks.peers.environments import Unavailable
-from benchmarks.wan import peers
+from benchmarks.wan import peers, timeline
 from benchmarks.wan.plain import plain_s
 from benchmarks.wan.rows import TRAINING_LINE, TRAINING_TARGETS, Row, described, missed
 from harness.coordinator import Running, coordinator_process, make_certificate
@@ -21,7 +23,7 @@ from harness.lines import Line, Shape, on_the_wire, slow_lines
 from harness.remote import Remote, remote, seconds, together
 from outerstep import plan
 from outerstep.common.connections import CONGESTION_VARIABLE
-from protocol.messages import Scope
+from protocol.messages import RoundDetail, Scope
 
 WORKERS = 4
 INNER_STEPS = 6  # per round
@@ -145,6 +147,33 @@ def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:
         "others": other_rows,
         "missed": missed(row, median_s, limit_s, others_s),
     }
+
+
+def draw(row: Row, effort: Effort) -> str:
+    """Return one sync of a row as a picture, SVG (timeline.py). Looking at its windows makes it a little slower."""
+    keep = effort.keep_windows
+    with (
+        bench(row.shape, row.tcp, workers=effort.workers, tls=row.tls, keep_windows=keep) as made,
+        ExitStack() as stack,
+    ):
+        made.create_run("sync", 2, codecs=(row.upload, row.download))
+        ca = None if made.ca is None else str(made.ca)
+        made.order("sync", "sync", ca=ca, elements=row.parameters, rounds=2, record=True)
+        together(made.workers, 1, 0.0)
+        windows = timeline.Windows(made.lines[0])
+        (answers,) = together(made.workers, 1, effort.silence_s, lambda: stack.enter_context(windows))
+        stack.close()
+        with made.running.client() as http:
+            while (detail := _round(http, 1)).closed_at is None:
+                time.sleep(0.1)
+        spans = timeline.spans_of(answers, detail, time.time() - time.monotonic())
+    kept = ", windows kept" if keep else ""
+    title = f"row {row.name}, {effort.workers} workers, {effort.silence_s:g} s of silence before{kept}: "
+    return timeline.drawn(f"{title}{seconds(answers):.2f} s", spans, windows.samples, row.shape)
+
+
+def _round(http: httpx.Client, number: int) -> RoundDetail:
+    return RoundDetail.model_validate(http.get(f"/v1/runs/sync/rounds/{number}").raise_for_status().json())
 
 
 def planned_s(row: Row, workers: int) -> float:

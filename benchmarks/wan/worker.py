@@ -7,6 +7,7 @@ train   rounds of a script with `outerstep.DiLoCo`, whose inner steps take a fix
 """
 
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,13 +19,15 @@ import torch
 from torch import distributed, nn
 
 from benchmarks.wan.plain import Direction, transfer
+from benchmarks.wan.timeline import StageRecorder
 from harness.remote_process import answer, orders, timed
 from outerstep import DiLoCo
+from protocol import wire
 from protocol.messages import Action, Assignment, JoinRequest
 from worker.joining.recovery import seed
 from worker.link.client import Client, open_http
 from worker.link.membership import Membership
-from worker.rounds.exchange import Exchange
+from worker.rounds.exchange import Exchange, Outcome
 from worker.rounds.in_flight import InFlight
 from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState
@@ -32,6 +35,26 @@ from worker.state.parameters import tensor_specs
 from worker.state.work import Contribution
 
 TIMEOUT = timedelta(minutes=30)
+
+
+class FollowedExchange(Exchange):
+    """Tells `recorder` which fragment a thread is about."""
+
+    recorder: StageRecorder | None = None
+
+    def contribute(self, contribution: Contribution, on_line: Callable[[], object] = lambda: None) -> Outcome:
+        self._about(contribution)
+        return super().contribute(contribution, on_line)
+
+    def await_delta(
+        self, contribution: Contribution, sent: threading.Event, failed: threading.Event
+    ) -> tuple[wire.Payload, list[Outcome]]:
+        self._about(contribution)
+        return super().await_delta(contribution, sent, failed)
+
+    def _about(self, contribution: Contribution) -> None:
+        if self.recorder is not None:
+            self.recorder.of(contribution.fragment)
 
 
 def noise(elements: int, rank: int) -> torch.Tensor:
@@ -71,10 +94,18 @@ def main() -> None:
 
 
 def synchronise(
-    url: str, ca: str | None, run: str, token: str, rank: int, elements: int, rounds: int, direct: bool = True
+    url: str,
+    ca: str | None,
+    run: str,
+    token: str,
+    rank: int,
+    elements: int,
+    rounds: int,
+    direct: bool = True,
+    record: bool = False,
 ) -> None:
     """Do `rounds` syncs, and answer with the payload bytes that each one moved. `direct`: use the coordinator's store,
-    if it can be used."""
+    if it can be used. `record`: answer with what each fragment was in, too (timeline.py)."""
     delta, model = noise(elements, rank), Flat(elements)
     with open_http(url, None if ca is None else Path(ca)) as http:
         client = Client(http, run, token)
@@ -93,15 +124,20 @@ def synchronise(
                 seed(membership, spec, Fragments(model, layout), state)
         for p in range(len(state)):  # state 0 is known to everybody here
             state.set(p, torch.zeros(layout.elements[p]), None)
-        exchange = Exchange(membership, spec, state, torch.device("cpu"))
+        exchange = FollowedExchange(membership, spec, state, torch.device("cpu"))
+        recorder = StageRecorder()
+        if record:
+            exchange.recorder = client.stages.trace = recorder
 
-        def sync(work: list[Contribution]) -> dict[str, int]:
+        def sync(work: list[Contribution]) -> dict[str, Any]:
+            recorder.spans.clear()
             up, down = client.traffic.upload_bytes, client.traffic.download_bytes
             flight = InFlight(exchange, work[0].round)
             for each in work:
                 flight.send_made(each)
             flight.end()
-            return {"up": client.traffic.upload_bytes - up, "down": client.traffic.download_bytes - down}
+            moved = {"up": client.traffic.upload_bytes - up, "down": client.traffic.download_bytes - down}
+            return {**moved, "spans": recorder.spans}
 
         for round_ in range(rounds):
             while (asked := ask(round_)).action is not Action.TRAIN:

@@ -48,7 +48,8 @@ class InnerSteps:
         self.done = self._units_begun = self._units_used = 0
         self._step, self._scheduled = assignment.step, assignment.schedule_steps
         self._own, self._units = assignment.inner_steps, assignment.units
-        self.most = max(self._own, count(self._units)) if self._trains_on else self._own
+        # Fewer than H units if an earlier process of this worker has contributed to the round as it left.
+        self.most = count(self._units) if self._trains_on else self._own
         if self.warmup_left is None:
             self.warmup_left = self._warmup_steps if assignment.round else 0
 
