@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 import benchmarks.unequal
+from benchmarks.unequal import product
 from benchmarks.unequal.loop import (
     EQUAL,
     FASTEST,
@@ -96,13 +97,20 @@ def main() -> None:
         description=benchmarks.unequal.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--only", nargs="+", choices=[*ROWS, *ABSENCES], metavar="NAME")
-    parser.add_argument("--absences", action="store_true", help="a coordinator that is away, instead of slow boxes")
+    parser.add_argument("--only", nargs="+", choices=[*ROWS, *ABSENCES, *product.ROWS], metavar="NAME")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--absences", action="store_true", help="a coordinator that is away, instead of slow boxes")
+    kinds.add_argument("--product", action="store_true", help="real workers and a real coordinator")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    if arguments.product:
+        _measure_product(
+            arguments.only or list(product.ROWS), arguments.rounds, arguments.seeds, as_json=arguments.json
+        )
+        return
     results = []
     for seed in range(arguments.seeds):
         for row in arguments.only or (ABSENCES if arguments.absences else ROWS):
@@ -113,6 +121,21 @@ def main() -> None:
     if arguments.json:
         rows = [asdict(each) for each in results]
         print(json.dumps({"benchmark": "unequal", "rounds": arguments.rounds, "results": rows}))
+
+
+def _measure_product(rows: list[str], rounds: int, seeds: int, *, as_json: bool) -> None:
+    found = []
+    for seed in range(seeds):
+        for row in rows:
+            found.append(product.measure(row, rounds, seed))
+            print(found[-1], flush=True)
+    table = Table("row", "seed", "s", "inner steps", "held-out loss", "contributions, the fastest first")
+    for each in found:
+        counts = ", ".join(map(str, each.contributions))
+        table.add_row(each.row, str(each.seed), f"{each.seconds:.0f}", f"{each.units:,}", f"{each.loss:.4f}", counts)
+    Console(width=120).print(table)
+    if as_json:
+        print(json.dumps({"benchmark": "unequal, product", "rounds": rounds, "rows": [asdict(each) for each in found]}))
 
 
 def _table(results: list[Result]) -> Table:
