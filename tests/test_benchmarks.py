@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +18,18 @@ import torch
 from benchmarks import gpu, inner_steps, loop, prepare
 from benchmarks.control_plane import measure
 from benchmarks.floor import core_seconds
+from benchmarks.unequal import loop as unequal
 from harness.coordinator import coordinator_process
 from protocol.wire import CHUNK_ELEMENTS
 
 ROOT = Path(__file__).parents[1]
+CAPTURED: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
 
 
 def test_pages_name_benchmarks_as_they_are_run() -> None:
     """As modules: as a file, one finds its neighbours only where the project is installed."""
     sources = {f"benchmarks.{path.stem}": path for path in (ROOT / "benchmarks").glob("*.py")}
-    for package in ("convergence", "peers", "robust", "siege", "wan"):
+    for package in ("convergence", "peers", "robust", "siege", "unequal", "wan"):
         sources[f"benchmarks.{package}"] = ROOT / "benchmarks" / package / "__main__.py"
     texts = {name: path.read_text() for name, path in sources.items()}
     pages = [path.read_text() for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))]
@@ -216,3 +219,62 @@ def test_what_an_absent_coordinator_costs_is_measured() -> None:
     assert rows["undisturbed"]["outages"] == 0
     assert rows["never"]["tokens"] >= rows["always"]["tokens"] > 0
     assert all(0 < row["trained"] < 1 and row["loss"] > 0 for row in rows.values())
+
+
+def in_parts(units: int, missed: int) -> unequal.Stale:
+    """A contribution of two tensors, of two values and one."""
+    return unequal.Stale(torch.tensor([3.0, 4.0, 1.0]), units, [torch.tensor([1.0, 0.0, 0.0])] * missed)
+
+
+def test_rules_for_stale_work_leave_fresh_work_as_it_is() -> None:
+    momentum = torch.tensor([-3.0, -4.0, 1.0])
+    for rule in (unequal.tokens, unequal.decayed, unequal.corrected, unequal.HeLoCo([2, 1])):
+        delta, weight = rule(in_parts(6, 0), momentum)
+        assert delta.tolist() == [3, 4, 1]
+        assert weight == 6
+
+
+def test_stale_work_weighs_less_loses_the_missed_mean_or_is_turned_towards_the_momentum() -> None:
+    momentum = torch.tensor([-3.0, -4.0, 1.0])
+    assert unequal.decayed(in_parts(6, 2), momentum)[1] == 2
+    assert unequal.corrected(in_parts(6, 2), momentum)[0].tolist() == [2, 4, 1]
+    opposed = unequal.HeLoCo([2, 1])(in_parts(6, 2), momentum)[0]
+    assert opposed.tolist() == pytest.approx([1.5, 2, 1]), (
+        "shrunk by half, as its norm is the momentum's; the other agrees"
+    )
+
+
+def test_norms_and_directions_are_averaged_separately_by_tensor() -> None:
+    parts = [(torch.tensor([2.0, 0.0, 1.0]), 1.0), (torch.tensor([0.0, 4.0, 3.0]), 1.0)]
+    merged = unequal.RadialDirectional([2, 1])(parts)
+    assert merged.tolist() == pytest.approx([3 / 2**0.5, 3 / 2**0.5, 2])
+    assert unequal.mean([(torch.tensor([2.0]), 3), (torch.tensor([6.0]), 1)]).tolist() == [3]
+
+
+def test_a_slow_box_contributes_all_of_its_steps_after_the_rounds_that_it_needs() -> None:
+    """Of speed 0.25 it does 12 or 13 steps in a round of 50, and so needs four rounds for 50."""
+    loop, merged = unequal.Loop((0.25,), 4, 0), list[tuple[int, int]]()
+
+    def rule(each: unequal.Stale, momentum: torch.Tensor) -> tuple[torch.Tensor, float]:
+        merged.append((each.units, len(each.missed)))
+        return each.delta, each.units
+
+    loop.train = lambda box, units, begins, ends: None  # type: ignore[method-assign]
+    unequal.in_rounds(loop, 1, rule, unequal.mean)
+    assert merged == [(12, 0), (13, 0), (12, 0), (13, 0)]
+    merged.clear()
+    both = unequal.Loop((1.0, 0.25), 4, 0)
+    both.train = loop.train  # type: ignore[method-assign]
+    unequal.in_rounds(both, 50, rule, unequal.mean)
+    assert merged == [(50, 0)] * 4 + [(50, 3)]
+
+
+@pytest.mark.nightly
+def test_boxes_of_unequal_speeds_are_measured() -> None:
+    command = [sys.executable, "-m", "benchmarks.unequal", "--rounds", "2", "--json"]
+    loops = subprocess.run([*command, "--only", "every round", "away for 1, trains 2 H"], **CAPTURED)
+    assert [each["units"] for each in json.loads(loops.stdout.splitlines()[-1])["results"]] == [487, 400]
+    product = subprocess.run([*command, "--product", "--only", "auto"], **CAPTURED)
+    (row,) = json.loads(product.stdout.splitlines()[-1])["rows"]
+    assert row["contributions"][0] == 2
+    assert row["units"] > 0

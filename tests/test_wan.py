@@ -11,11 +11,13 @@ import pytest
 
 from benchmarks import plan
 from benchmarks.wan import __main__ as wan
+from benchmarks.wan import timeline
 from benchmarks.wan.__main__ import QUICK_PART
 from benchmarks.wan.changing import CHANGES, Change
 from benchmarks.wan.rows import ROWS, chosen, missed
 from harness import lines
 from harness.lines import NO_LINES_EXIT, Shape
+from protocol.messages import Stage
 
 ROOT = Path(__file__).parents[1]
 
@@ -98,3 +100,31 @@ def test_rows_are_measured() -> None:
             assert 0 <= each["repeated_bytes"][way] < each["payload_bytes"][way]
     gone = report["changes"][-1]
     assert gone["sync_s"] > 30 / QUICK_PART
+
+
+SHOWN = """\
+ESTAB 0 0 10.7.0.2:40000 10.7.0.1:8470 cubic wscale:7,7 rto:204 rtt:40/1 mss:1448 cwnd:20 bytes_acked:70000 unacked:3
+ESTAB 0 0 10.7.0.2:40001 10.7.0.1:8470 cubic wscale:7,7 rto:204 rtt:40/1 mss:1448 cwnd:10 bytes_acked:500
+LAST-ACK 0 1 10.7.0.2:40002 10.7.0.1:8470 timer:(on,200ms,0)
+"""
+
+
+def test_windows_are_those_of_connections_with_something_in_flight() -> None:
+    assert timeline.windows_in(SHOWN) == (20 * 1448, 1, 70_500)
+
+
+def test_a_timeline_has_a_bar_for_each_fragment_in_each_stage() -> None:
+    recorder = timeline.StageRecorder()
+    recorder.of(3)
+    with recorder.stage(Stage.UPLOAD):
+        pass
+    ((fragment, stage, began, ended),) = recorder.spans
+    assert (fragment, stage) == (3, "upload")
+    spans = [
+        timeline.Span("worker-0", 3, stage, began, ended + 2),
+        timeline.Span("coordinator", 3, "average", began, ended),
+    ]
+    windows = [timeline.Window(began + each / 2, "up", 1000 * each, 1, 5000 * each) for each in (1, 2, 3)]
+    picture = timeline.drawn("row A", spans, windows, ROWS["A"].shape)
+    assert picture.count(timeline.INKS["upload"]) >= 4, "its key, a bar, and two curves"
+    assert "coordinator" in picture
