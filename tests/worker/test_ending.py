@@ -3,6 +3,8 @@
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
@@ -51,7 +53,10 @@ def test_a_stopped_run_ends_a_worker_that_waits_for_a_delta(tmp_path: Path) -> N
         assert run.told("a").state == "left"
 
 
-def test_a_worker_that_the_run_finished_without_trains_no_further_and_takes_its_last_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sync", ["", 'wait = "never"'])
+def test_a_worker_that_the_run_finished_without_trains_no_further_and_takes_its_last_state(
+    tmp_path: Path, sync: str
+) -> None:
     """The lease said `continue`, so it went on with a round whose work nobody took any more, for as long as that takes
     it."""
     steps: list[int] = []
@@ -68,7 +73,8 @@ def test_a_worker_that_the_run_finished_without_trains_no_further_and_takes_its_
             diloco.joined.heartbeat.beat()
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(rounds=2, min_workers=2, members="grace_factor = 0\ngrace_min_s = 0"), tmp_path)
+        members = "grace_factor = 0\ngrace_min_s = 0"
+        run = Toy(coordinator, toy.spec(rounds=2, min_workers=2, members=members, sync=sync), tmp_path)
         done = run.workers(["a", "b", "c"], a={"on_step": wait}, b={"on_step": wait}, c={"on_step": slow})
         assert steps == [0], "it was told before the first inner step of the round, and looked after that"
         assert done["c"].finished

@@ -288,6 +288,7 @@ class Rounds:
         accepted any more."""
         if not self._news:
             return
+        run_ended = self._ranks.on_first(self._heartbeat.run_ended.is_set)
         self._heartbeat.run_ended.clear()
         trained, held = self.assignment, self._held_round()
         try:
@@ -296,7 +297,7 @@ class Rounds:
             if problem.slug != "units-not-held":
                 raise
             raise Unwanted(problem.detail) from problem
-        if asked.action is Action.RECOVER and self._sync.wait == "never":
+        if asked.action is Action.RECOVER and self._sync.wait == "never" and not run_ended:
             return  # the round has closed: its units are kept for this worker, and their work goes on as late work
         if not _assigns(asked, trained.round, trained.units):
             raise Unwanted(asked.reason)
