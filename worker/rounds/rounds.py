@@ -147,9 +147,10 @@ class Rounds:
             return None
         self._load_start(assignment)
         durable = Durable(start=self._start_saved) if self._sync.streams else Durable(save=self._save)
+        since = assignment.round if self._behind_since is None else self._behind_since
         self._round = Round(
             *(self._exchange, self._training, assignment, self.carry, durable, self._ask_ahead),
-            stale=assignment.round - self._behind_since if self._behind_since is not None else 0,
+            stale=max(assignment.round - since, 0),  # negative if the run was rolled back
         )
         self._training.progress.begin_round(assignment.round)
         self._saver.save_state()
