@@ -158,9 +158,12 @@ def waiting_text(detail: RoundDetail) -> str:
     waiting = detail.waiting
     if waiting is None:
         return ""
-    ways = [] if waiting.never is None else [f'sync.wait = "never" up to {share_text(waiting.never)}']
-    ways.append(f"twice as many inner steps {share_text(waiting.doubled_h)}")
-    return f"waited {share_text(waiting.share)} of round {detail.round}; saved by {', by '.join(ways)}"
+    doubled = share_text(waiting.doubled_h)
+    if waiting.never is None:
+        saved = f"twice as many inner steps would save {doubled}"
+    else:
+        saved = f'sync.wait = "never" would save up to {share_text(waiting.never)}, twice as many inner steps {doubled}'
+    return f"waited {share_text(waiting.share)} of round {detail.round}; {saved}"
 
 
 def rate_by_round(metrics: Metrics) -> dict[int, float]:
