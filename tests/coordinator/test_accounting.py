@@ -49,6 +49,24 @@ def test_reports_are_kept_per_round_and_worker_and_added_up(shared: InThread, ru
     assert info(shared, run)["account"] == account(201, 22, **{"train": 14.0, "await-delta": 1.5})
 
 
+def test_what_a_worker_waited_for_follows_from_its_report_and_the_coordinators_times(
+    shared: InThread, run: str
+) -> None:
+    """It has waited far longer than the round took here, so what is left after that is its upload."""
+    a, b = crew(shared, run, ["a", "b"], rounds=3, min_workers=2)
+    play_round([a, b], 0)
+    assert info(shared, run, "/rounds/0")["waiting"] is None
+    assert tell(a, 1, report(0, train=40.0, sync=30.0, upload=20.0, download=4.0, wait=10.0)) == 200
+    found = info(shared, run, "/rounds/0")
+    assert found["waits"].keys() == {"a"}
+    waits = found["waits"]["a"]
+    took_s = found["closed_at"] - found["opened_at"]
+    assert 0 <= waits["workers"] + waits["coordinator"] <= took_s
+    assert (waits["opening"], waits["download"]) == (10, 4)
+    assert sum(waits.values()) == pytest.approx(40)
+    assert found["waiting"] == {"share": 0.5, "never": 30 / 80, "doubled_h": 15 / 80}
+
+
 def test_reports_that_wait_for_the_run_are_booked_together_and_none_is_lost(shared: InThread, run: str) -> None:
     names = [f"w{number}" for number in range(8)]
     members = crew(shared, run, names, min_workers=8)
