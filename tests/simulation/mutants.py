@@ -256,10 +256,6 @@ def _no_units_returned() -> list[Replacement]:
     return [(leases, "return_units", _nothing)]
 
 
-def _kept_units_never_returned() -> list[Replacement]:
-    return [(opening, "return_unclaimed_units", _nothing)]
-
-
 def _weighs_stale_work_more() -> list[Replacement]:
     whole = vars(round_.Round)["_contribution"]
 
@@ -475,8 +471,7 @@ MUTANTS = [
     Mutant("deals units twice", ("I6",), 0, _deals_units_twice),
     Mutant("assigns new units while others lie in the pool", ("I6",), 0, _passes_over_the_pool),
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
-    Mutant("keeps a lost worker's units for ever", ("I6",), 0, _kept_units_never_returned),
-    Mutant("weighs stale work more than the rest", ("I9", REFUSED), 0, _weighs_stale_work_more),
+    Mutant("weighs stale work more than the rest", ("I9", REFUSED), 32, _weighs_stale_work_more),
     Mutant("returns no units of rounds that were missed", ("I6",), 0, _forgotten_units_kept),
     Mutant("lets a worker carry units that were dealt again", ("I6", REFUSED), 38, _carries_whatever_it_says),
     Mutant("deals private units to other workers", ("I6",), 1, _one_pool_for_all),
