@@ -15,10 +15,7 @@ and compared with the undisturbed run's.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -28,8 +25,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from harness.coordinator import CoordinatorProcess, InProcess
-from protocol.messages import RunDetail, Scope, Stage
+from harness.coordinator import CoordinatorProcess
+from harness.worker_processes import WorkerProcesses
+from protocol.messages import Stage
 
 PAUSE_S = 0.1
 SPEC = """
@@ -89,41 +87,25 @@ def measure(name: str, wait: str, seed: int, rounds: int, effort: Effort, *, dis
         sizes = {"inner_steps": effort.inner_steps, "workers": effort.workers}
         sizes["evaluation_tokens"] = effort.evaluation_tokens
         running.create_run(SPEC.format(name=name, seed=seed, rounds=rounds, wait=wait, **sizes))
-        processes = [_worker(running, name, directory / f"w{index}", stack) for index in range(effort.workers)]
-        failed = lambda: any(each.poll() for each in processes)  # noqa: E731, the others would wait for it
-        while _info(running, name).round == 0 and not failed():  # they are still loading
+        workers = stack.enter_context(WorkerProcesses(running, name, directory))
+        for index in range(effort.workers):
+            workers.start(f"w{index}", "--threads", "1", "--data-root", "/")
+        while workers.are_training and workers.detail().round == 0:  # they are still loading
             time.sleep(PAUSE_S)
         began, outages = time.monotonic(), 0
-        while any(each.poll() is None for each in processes) and not failed():
+        while workers.are_training:
             if disturbed and time.monotonic() > began + (outages + 1) * effort.every_s - effort.away_s:
                 coordinator.kill()
                 time.sleep(effort.away_s)
-                running, outages = coordinator.start(), outages + 1
+                coordinator.start()
+                outages += 1
             time.sleep(PAUSE_S)
         seconds = time.monotonic() - began
-        for index, each in enumerate(processes):
-            if each.returncode:
-                log = (directory / f"w{index}.log").read_text()
-                raise RuntimeError(f"worker w{index} ended with exit code {each.returncode}: {log[-2000:]}")
-        info = _info(running, name)
+        workers.check()
+        info = workers.detail()
         assert info.held_out_loss is not None
         trained = info.account.seconds.get(Stage.TRAIN, 0.0) / info.account.total_s
         return Row(name, seed, seconds, outages, trained, info.tokens, info.held_out_loss)
-
-
-def _worker(running: InProcess, run: str, state: Path, stack: ExitStack) -> subprocess.Popen[bytes]:
-    log = stack.enter_context(state.with_suffix(".log").open("wb"))
-    command = [sys.executable, "-m", "outerstep", "worker", running.url, "--run", run, "--name", state.name]
-    command += ["--state", str(state), "--device", "cpu", "--threads", "1", "--data-root", "/"]
-    environment = {**os.environ, "OUTERSTEP_TOKEN": running.token(Scope.WORKER)}
-    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    stack.callback(process.kill)
-    return process
-
-
-def _info(running: InProcess, name: str) -> RunDetail:
-    with running.client() as http:
-        return RunDetail.model_validate(http.get(f"/v1/runs/{name}").raise_for_status().json())
 
 
 def measure_seed(seed: int, effort: Effort) -> list[Row]:

@@ -9,13 +9,11 @@ their peaks, and the coordinator's beside it. Only Linux counts the peak.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from harness.coordinator import InProcess, coordinator_process
+from harness.worker_processes import WorkerProcesses
 from outerstep.common.quantities import bytes_text, count_text
-from protocol.messages import Scope
 
 IDLE = "import torch, transformers, time; transformers.LlamaForCausalLM; print('ready', flush=True); time.sleep(60)"
 SHAPES: dict[str, dict[str, Any]] = {
@@ -129,20 +127,12 @@ def measure(settings: str, size: str, workers: int, running: InProcess, director
     if adapted:
         model = f'pretrained = "{base}"\n[model.lora]\nrank = 8'
     running.create_run(SPEC.format(name=name, model=model, workers=workers))
-    command = [sys.executable, "-m", "outerstep", "worker", running.url, "--run", name, "--device", "cpu"]
-    command += ["--data-root", "/", *ROWS[settings]]
-    environment = {**os.environ, "OUTERSTEP_TOKEN": running.token(Scope.WORKER)}
     began = time.monotonic()
-    with ExitStack() as stack:
-        processes, logs = [], [directory / f"{name}-{number}.log" for number in range(workers)]
-        for log in logs:
-            own = ["--name", log.stem, "--state", str(directory / log.stem)]
-            file = stack.enter_context(log.open("wb"))
-            processes.append(subprocess.Popen([*command, *own], stdout=file, stderr=file, env=environment))
-        peak = peak_of(processes)
-    for log, process in zip(logs, processes, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"{settings}: a worker ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+    with WorkerProcesses(running, name, directory) as started:
+        peak = peak_of(
+            [started.start(f"{name}-{number}", "--data-root", "/", *ROWS[settings]) for number in range(workers)]
+        )
+        started.check()
     return Row(settings, parameters, peak - idle, peak_so_far(running.pid), round(time.monotonic() - began, 1))
 
 

@@ -4,7 +4,7 @@ The parts of a sync follow one another: upload, other workers, averaging, downlo
 waits only for the end of the sync, so the time that it waited is assigned to the parts from the last one backwards.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from protocol.messages import Account, Stage, Waiting, Waits
@@ -48,17 +48,13 @@ def waiting(accounts: Mapping[str, Account], waits: Mapping[str, Waits], sync: S
         return None
     syncs = {worker: each.total_s - each.opening for worker, each in waits.items()}
     beyond = {worker: (MOST_ROUNDS - 1) * _seconds(account, Stage.TRAIN) for worker, account in accounts.items()}
-    saved = _sum(min(syncs[worker], beyond[worker]) for worker in accounts)
+    saved = sum(min(syncs[worker], beyond[worker]) for worker in accounts)
     return Waiting(
-        share=_sum(each.total_s for each in waits.values()) / total,
+        share=sum(each.total_s for each in waits.values()) / total,
         never=None if sync.wait == "never" else saved / total,
-        doubled_h=_sum(syncs.values()) / 2 / total,
+        doubled_h=sum(syncs.values()) / 2 / total,
     )
 
 
 def _seconds(account: Account, *stages: Stage) -> float:
-    return _sum(account.seconds.get(stage, 0.0) for stage in stages)
-
-
-def _sum(seconds: Iterable[float]) -> float:
-    return float(sum(seconds))
+    return sum((account.seconds.get(stage, 0.0) for stage in stages), 0.0)

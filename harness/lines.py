@@ -26,9 +26,13 @@ TUN = Path("/dev/net/tun")
 DEVICE = "line"  # the interface's name at the remote end
 NETWORKS = "10.213"
 # Debian packages by command.
-PACKAGES = {"cc": "gcc", "git": "git", "ip": "iproute2", "ss": "iproute2"} | {
+PACKAGES = {
+    "cc": "gcc",
+    "git": "git",
+    "ip": "iproute2",
     "nsenter": "util-linux",
     "openssl": "openssl",
+    "ss": "iproute2",
 }
 MTU = 1500
 FRAMING = 38  # Ethernet header, checksum, preamble and gap per packet

@@ -19,8 +19,8 @@ class Look:
 
     `rounds`, oldest first: rounds that were not closed at the previous look, and those trained again after a rollback.
     `events`, oldest first: events since the previous look; `last_event` is the number of the last one. `trouble`: why
-    the coordinator could not be reached; the rest is then from the previous look. `reported`: the last round of which a
-    worker has reported its times; None if there is none.
+    the coordinator could not be reached; the rest is then from the previous look. `reported`: the last round for which
+    a worker has reported its times; None if there is none.
     """
 
     run: RunInfo
@@ -90,8 +90,10 @@ def take_look(client: Client, run: str, before: Look | None = None) -> Look:
 
 
 def _reported(client: Client, run: RunInfo, before: RoundDetail | None) -> RoundDetail | None:
-    """Return the last round if a worker has reported its times of it, otherwise `before`. Workers report a round when
+    """Return the last round if a worker has reported its times for it, otherwise `before`. Workers report a round when
     they ask for the next one."""
+    if before is not None and before.round >= run.round:  # the run was rolled back past it
+        before = None
     if run.round == 0:
         return None
     if before is not None and before.round == run.round - 1:

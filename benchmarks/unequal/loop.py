@@ -16,6 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from protocol.spec.run import RunSpec, parse_spec
 from worker.data.open_training_set import TextData
+from worker.inner.evaluation import evaluate
 from worker.models.building import build_model
 
 SPEEDS = (1.0, 1.0, 1.0, 1.0, 0.5, 0.25, 0.1, 0.02)
@@ -24,6 +25,7 @@ EQUAL = (sum(SPEEDS) / len(SPEEDS),) * len(SPEEDS)
 H = 50
 LEARNING_RATE, WARMUP, FINAL = 8e-3, 100, 0.1
 OUTER_LEARNING_RATE, MOMENTUM = 1.0, 0.6
+EVALUATION_TOKENS = 131_072
 SPEC = """
 name = "unequal"
 seed = {seed}
@@ -188,16 +190,10 @@ class Loop:
         self.theta = self.theta - OUTER_LEARNING_RATE * (delta + MOMENTUM * self.momentum)
 
     def loss(self) -> float:
-        """The held-out loss of what the outer optimizer has reached, nats per byte."""
+        """Return the held-out loss of the global parameters, nats per byte."""
         model = self.boxes[0].model
         _load(self.theta, model)
-        model.eval()
-        total, tokens_ = 0.0, 0
-        with torch.no_grad():
-            for batch in self._data.held_out_batches(131_072):
-                total += float(_loss(model, batch)) * batch[:, 1:].numel()
-                tokens_ += batch[:, 1:].numel()
-        return total / tokens_
+        return evaluate(model, self._data, EVALUATION_TOKENS, torch.device("cpu")).loss
 
 
 def _load(theta: Tensor, model: nn.Module) -> None:
@@ -218,21 +214,25 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def in_rounds(loop: Loop, least: int, rule: Rule, merge: Merge) -> None:
-    """Rounds of H units of time, in each of which all contributions that are due are merged at once."""
+    """Train in rounds of H units of time. At a round's end, merge all contributions that are due."""
     for round_ in range(loop.rounds):
-        for box in loop.boxes:
-            if box.start is None:
-                _begin(loop, box, round_, least)
-        due = [box for box in loop.boxes if box.ends == round_]
-        merged = merge([rule(_contribution(box), loop.momentum) for box in due]) if due else None
-        for box in due:
-            box.start = None
-        if merged is None:
-            continue
-        loop.outer_step(merged)
-        for box in loop.boxes:
-            if box.start is not None:
-                box.missed.append(merged)
+        _train_round(loop, round_, least, rule, merge)
+
+
+def _train_round(loop: Loop, round_: int, least: int, rule: Rule, merge: Merge) -> None:
+    for box in loop.boxes:
+        if box.start is None:
+            _begin(loop, box, round_, least)
+    due = [box for box in loop.boxes if box.ends == round_]
+    if not due:
+        return
+    merged = merge([rule(_contribution(box), loop.momentum) for box in due])
+    loop.outer_step(merged)
+    for box in due:
+        box.start = None
+    for box in loop.boxes:
+        if box.start is not None:
+            box.missed.append(merged)
 
 
 def _begin(loop: Loop, box: Box, round_: int, least: int) -> None:
@@ -241,10 +241,16 @@ def _begin(loop: Loop, box: Box, round_: int, least: int) -> None:
     spans = max(math.ceil((least - box.owed) / (box.speed * H) - 1e-9), 1)
     spans = min(spans, loop.rounds - round_)
     wanted = box.speed * H * spans + box.owed
-    box.start, box.ends, box.units, box.missed = loop.theta, round_ + spans - 1, int(wanted + 1e-9), []
+    _train_for(loop, box, round_, spans, int(wanted + 1e-9))
     box.owed = wanted - box.units
+
+
+def _train_for(loop: Loop, box: Box, round_: int, spans: int, units: int) -> None:
+    """Train the box for `units` inner steps, from the newest state. Its contribution is due at the end of `spans`
+    rounds, of which `round_` is the first."""
+    box.start, box.ends, box.units, box.missed = loop.theta, round_ + spans - 1, units, []
     _load(loop.theta, box.model)
-    loop.train(box, box.units, round_ * H, (round_ + spans) * H)
+    loop.train(box, units, round_ * H, (round_ + spans) * H)
 
 
 def _contribution(box: Box) -> Stale:
@@ -257,26 +263,14 @@ CYCLE = 20  # rounds from the beginning of one absence to that of the next
 
 
 def in_absences(loop: Loop, away: int, most: int, *, cut_off: int | None = None) -> None:
-    """Rounds of H units of time. Every CYCLE rounds the coordinator is away for the time of `away` rounds: all boxes
-    train on for at most `most` times H inner steps in all, and contribute that when it is back. `cut_off`: only so many
-    of the boxes lose it, and the others go on."""
-    lost = loop.boxes[:cut_off]
+    """Train in rounds, with a coordinator that is away for the time of `away` rounds, every CYCLE rounds. The boxes
+    train on for at most `most` times H inner steps, and contribute all of it when it is back. `cut_off`: the number of
+    boxes that lose the coordinator; the others continue. None: all do."""
     for round_ in range(loop.rounds):
         if round_ % CYCLE == 0 and round_:
-            for box in lost:
-                box.start, box.ends, box.missed = loop.theta, round_ + away, []
-                _load(loop.theta, box.model)
-                loop.train(box, H * min(away + 1, most), round_ * H, (round_ + away + 1) * H)
-                box.units = H * min(away + 1, most)
-        for box in loop.boxes:
-            if box.start is None:
-                _begin(loop, box, round_, 1)
-        due = [box for box in loop.boxes if box.ends == round_]
-        if due:
-            merged = mean([tokens(_contribution(box), loop.momentum) for box in due])
-            loop.outer_step(merged)
-        for box in due:
-            box.start = None
+            for box in loop.boxes[:cut_off]:
+                _train_for(loop, box, round_, away + 1, H * min(away + 1, most))
+        _train_round(loop, round_, 1, tokens, mean)
 
 
 def delayed_nesterov(loop: Loop) -> None:

@@ -6,8 +6,6 @@ STEP_S / s seconds, which a worker mostly sleeps, as it would wait for its GPU. 
 """
 
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -17,43 +15,54 @@ from pathlib import Path
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.unequal.loop import EQUAL, FASTEST, SPEEDS, H
-from harness.coordinator import CoordinatorProcess, InProcess
-from protocol.messages import RunDetail, Scope
+from benchmarks.unequal.loop import (
+    EQUAL,
+    EVALUATION_TOKENS,
+    FASTEST,
+    LEARNING_RATE,
+    MOMENTUM,
+    OUTER_LEARNING_RATE,
+    SPEEDS,
+    WARMUP,
+    H,
+)
+from harness.coordinator import CoordinatorProcess
+from harness.worker_processes import WorkerProcesses
 from protocol.spec.model import PRESETS
 
 STEP_S = 0.15
+PAUSE_S = 0.1
 STEP_VARIABLE = "UNEQUAL_STEP_S"
 FACTORY = "benchmarks.unequal.product:build"
 AUTO = f'inner_steps = "auto"\nround_s = {STEP_S * H}\nnominal_inner_steps = {H}\nmin_inner_steps = 1\nwait = "never"'
 FIXED = f'inner_steps = {H}\nwait = "never"'
-SPEC = """
+SPEC = f"""
 name = "unequal"
-seed = {seed}
+seed = {{seed}}
 [model]
-factory = "{factory}"
+factory = "{FACTORY}"
 [data]
 source = "python-stdlib"
 sequence_length = 64
 [inner]
 optimizer = "adamw"
 batch_size = 8
-learning_rate = 8e-3
-warmup_steps = 100
+learning_rate = {LEARNING_RATE}
+warmup_steps = {WARMUP}
 [outer]
-learning_rate = 1.0
-momentum = 0.6
+learning_rate = {OUTER_LEARNING_RATE}
+momentum = {MOMENTUM}
 [sync]
-rounds = {rounds}
+rounds = {{rounds}}
 fragment_elements = 50_000
-{sync}
+{{sync}}
 [members]
-min_workers = {workers}
+min_workers = {{workers}}
 grace_factor = 0.1
 grace_min_s = 0.5
 [evaluation]
 every_rounds = 1_000
-max_tokens = 131_072
+max_tokens = {EVALUATION_TOKENS}
 """
 ROWS = {
     "equal speeds": (EQUAL, AUTO),
@@ -105,39 +114,23 @@ def measure(row: str, rounds: int, seed: int) -> Measured:
         coordinator = CoordinatorProcess(directory / "data")
         stack.callback(coordinator.stop)
         running = coordinator.start()
-        workers = sum(speed >= 0.5 for speed in speeds)
-        running.create_run(SPEC.format(seed=seed, factory=FACTORY, rounds=rounds, sync=sync, workers=workers))
-        processes = [
-            _worker(running, directory / f"box-{index}", STEP_S / speed, stack) for index, speed in enumerate(speeds)
-        ]
-        while _info(running).round == 0 and all(each.poll() is None for each in processes):  # they are still loading
-            time.sleep(0.1)
+        least = sum(speed >= 0.5 for speed in speeds)
+        running.create_run(SPEC.format(seed=seed, rounds=rounds, sync=sync, workers=least))
+        workers = stack.enter_context(WorkerProcesses(running, "unequal", directory))
+        names = [f"box-{index}" for index in range(len(speeds))]
+        for name, speed in zip(names, speeds, strict=True):
+            paced = {STEP_VARIABLE: str(STEP_S / speed)}
+            workers.start(name, "--threads", "1", "--allow-factory", FACTORY, environment=paced)
+        while workers.are_training and workers.detail().round == 0:  # they are still loading
+            time.sleep(PAUSE_S)
         began = time.monotonic()
-        while any(each.poll() is None for each in processes) and not any(each.poll() for each in processes):
-            time.sleep(0.1)
+        while workers.are_training:
+            time.sleep(PAUSE_S)
         seconds = time.monotonic() - began
-        for index, each in enumerate(processes):
-            if each.poll() != 0:
-                log = (directory / f"box-{index}.log").read_text()
-                raise RuntimeError(f"worker box-{index} ended with exit code {each.returncode}: {log[-2000:]}")
-        info = _info(running)
+        workers.check()
+        info = workers.detail()
         assert info.held_out_loss is not None
         with running.client() as http:
             found = {each["name"]: each for each in http.get("/v1/runs/unequal/workers").json()["items"]}
-        contributions = [found[f"box-{index}"]["contributions"] for index in range(len(speeds))]
+        contributions = [found[name]["contributions"] for name in names]
         return Measured(row, seed, seconds, info.tokens // info.spec.unit_tokens, info.held_out_loss, contributions)
-
-
-def _worker(running: InProcess, state: Path, step_s: float, stack: ExitStack) -> subprocess.Popen[bytes]:
-    log = stack.enter_context(state.with_suffix(".log").open("wb"))
-    command = [sys.executable, "-m", "outerstep", "worker", running.url, "--run", "unequal", "--name", state.name]
-    command += ["--state", str(state), "--device", "cpu", "--threads", "1", "--allow-factory", FACTORY]
-    environment = {**os.environ, "OUTERSTEP_TOKEN": running.token(Scope.WORKER), STEP_VARIABLE: str(step_s)}
-    process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    stack.callback(process.kill)
-    return process
-
-
-def _info(running: InProcess) -> RunDetail:
-    with running.client() as http:
-        return RunDetail.model_validate(http.get("/v1/runs/unequal").raise_for_status().json())

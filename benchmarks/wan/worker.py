@@ -38,7 +38,7 @@ TIMEOUT = timedelta(minutes=30)
 
 
 class FollowedExchange(Exchange):
-    """Tells `recorder` which fragment a thread is about."""
+    """Reports to `recorder` which fragment each thread works on."""
 
     recorder: StageRecorder | None = None
 

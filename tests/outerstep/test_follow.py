@@ -101,6 +101,16 @@ def test_what_workers_waited_for_is_of_the_last_round_that_they_have_reported():
     assert history.detailed == [1, 2, 2, 2, 3]
 
 
+def test_what_workers_waited_for_in_a_round_that_was_rolled_back_is_not_shown():
+    history = History(moment(4, 2), moment(2, 3), moment(3, 4, "finished"))
+    waits = {"waits": {"a": {"workers": 3.0}}, "waiting": {"share": 0.25, "never": 0.2, "doubled_h": 0.1}}
+    history.reported[3] = waits
+    found = [
+        None if look.reported is None else look.reported.round for look in follow(history.client(), "demo", **WAITING)
+    ]
+    assert found == [3, None, None]
+
+
 @pytest.mark.parametrize("gone_on_to", [2, 4, 6])
 def test_a_run_that_was_rolled_back_is_told_from_there_however_far_it_has_gone_since(gone_on_to: int):
     back = moment(gone_on_to, 2)

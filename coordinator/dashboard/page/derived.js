@@ -74,8 +74,9 @@ export function stages(account) {
 }
 
 /**
- * The rounds of each worker, for the timeline: rows of { worker, live, cells, slow }. A cell has `stages` and `waits`, the
- * seconds of what the worker waited for (null: not reported), `gone` (the worker was absent), `late_s` (seconds that it was late) and `sent` (its contribution counts).
+ * The rounds of each worker, for the timeline: rows of { worker, live, cells, slow }. A cell has `stages` and `waits`,
+ * the seconds of what the worker did and waited for (null: not reported), `gone` (the worker was absent), `late_s`
+ * (seconds that it was late) and `sent` (its contribution counts).
  * `slow`: the time of its inner steps relative to the median, averaged over the rounds.
  */
 export function timeline(details, workers) {

@@ -227,7 +227,8 @@ function describe(worker, cell) {
   const spent = Object.entries(KINDS).filter(([kind]) => cell.stages?.[kind] > 0);
   const parts = spent.map(([kind, name]) => `${name} ${duration(cell.stages[kind])}`);
   const waited = Object.entries(WAITS).filter(([what]) => cell.waits?.[what] >= 0.05);
-  if (waited.length) parts.push(`of that for ${waited.map(([what, name]) => `${name} ${duration(cell.waits[what])}`).join(", ")}`);
+  const seconds = waited.map(([what, name]) => `${name} ${duration(cell.waits[what])}`);
+  if (seconds.length) parts.push(`training stood still for ${seconds.join(", ")}`);
   if (cell.gone) parts.push("gone");
   else if (!cell.stages) parts.push(cell.sent ? "contributed" : "no contribution yet");
   if (cell.late_s !== null) parts.push(`late by ${duration(cell.late_s)}`);
