@@ -1,6 +1,7 @@
 """The speed of inner steps on this machine's device: tokens per second, MFU and peak memory, by settings of the worker.
 
     python -m benchmarks.inner_steps [--quick] [--json] [--preset llama-150m] [--batch-size 64] [--sequence-length 1024]
+        [--rows "auto;compiled"]
 
 Each row takes the first steps of a worker, as `outerstep doctor` does: the first one separately, since it compiles and
 allocates, then the median of a few. MFU is as in PaLM (arXiv 2204.02311, appendix B).
@@ -8,6 +9,7 @@ allocates, then the median of a few. MFU is as in PaLM (arXiv 2204.02311, append
 
 import argparse
 import gc
+import importlib.util
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -52,9 +54,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "activation checkpointing": {"activation_checkpointing": True},
     "compiled": {"compile": True},
     "compiled, micro-batch 16": {"compile": True, "micro_batch": 16},
+    "float8": {"precision": "float8"},
+    "compiled, float8": {"precision": "float8", "compile": True},
 }
 QUICK = ("auto", "micro-batch 4", "activation checkpointing")
-ON_CUDA = ("offload",)  # settings that need it
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,14 @@ def measure(name: str, spec_text: str, device_name: str) -> Row:
     return Row(name, steps.first_s, steps.step_s, tokens / steps.step_s, steps.mfu, steps.peak_bytes, steps.at_once)
 
 
+def is_possible(settings: dict[str, Any]) -> bool:
+    """Return False for settings that this machine's device, or what is installed, cannot do."""
+    if settings.get("precision") == "float8":
+        there = torch.cuda.is_available() and importlib.util.find_spec("torchao") is not None
+        return there and torch.cuda.get_device_capability() >= (8, 9)
+    return torch.cuda.is_available() or "offload" not in settings
+
+
 def table(rows: list[Row]) -> Table:
     shown = Table("settings", "at once", "first step: s", "step: s", "tokens/s", "MFU", "peak memory")
     for each in rows:
@@ -100,16 +111,18 @@ def main() -> None:
     parser.add_argument("--preset", default="llama-150m")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--sequence-length", type=int, default=1024)
+    parser.add_argument("--rows", type=lambda text: text.split(";"), help="default: all that the device can take")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
+    chosen = options.rows or (QUICK if options.quick else [each for each in ROWS if is_possible(ROWS[each])])
+    if unknown := [each for each in chosen if each not in ROWS]:
+        parser.error(f"no row is called {unknown[0]!r}; there are: {', '.join(ROWS)}")
     shape = {"preset": options.preset, "batch_size": options.batch_size, "sequence_length": options.sequence_length}
     if options.quick:
         shape = {"preset": "tiny", "batch_size": 4, "sequence_length": 64}
     text = SPEC.format(**shape)
     rows = []
-    for name in QUICK if options.quick else ROWS:
-        if not torch.cuda.is_available() and any(key in ON_CUDA for key in ROWS[name]):
-            continue
+    for name in chosen:
         rows.append(measure(name, text, options.device))
         print(rows[-1], flush=True)
     Console().print(table(rows))

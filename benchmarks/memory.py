@@ -1,10 +1,11 @@
 """How much memory a worker needs per parameter, by its settings.
 
-    python -m benchmarks.memory [--rows "default;leanest"] [--size 134M] [--workers 1] [--json]
+    python -m benchmarks.memory [--rows "default;leanest"] [--size 134M] [--workers 1] [--device cpu] [--json]
 
-Each row is an `outerstep worker` on the CPU, in a process of its own, that trains two rounds: peak memory, less
-that of a process that has only imported torch and transformers, per parameter. With several workers, the largest of
-their peaks, and the coordinator's beside it. Only Linux counts the peak.
+Each row is an `outerstep worker` in a process of its own that trains two rounds: the peak of its memory, less that of
+a process that has only imported torch and transformers, per parameter. On a GPU also the peak of the GPU's memory, as
+torch counts it. With several workers, the largest of their peaks, and the coordinator's beside it. Only Linux counts
+the peak of a process.
 """
 
 import argparse
@@ -27,7 +28,10 @@ from harness.coordinator import InProcess, coordinator_process
 from harness.worker_processes import WorkerProcesses
 from outerstep.common.quantities import bytes_text, count_text
 
-IDLE = "import torch, transformers, time; transformers.LlamaForCausalLM; print('ready', flush=True); time.sleep(60)"
+IDLE = (
+    "import sys, time, torch, transformers; transformers.LlamaForCausalLM; torch.zeros(1, device=sys.argv[1]); "
+    "print('ready', flush=True); time.sleep(60)"
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "14M": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6, "vocab_size": 16384},
     "134M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32000},
@@ -57,23 +61,24 @@ ROWS: dict[str, list[str]] = {
     "default": [],
     "8-bit moments": ["--optimizer-state", "8bit"],
     "bf16": ["--parameters", "bf16"],
-    "leanest": [
-        *("--parameters", "bf16", "--optimizer-state", "8bit"),
-        *LEAN,
-    ],
+    "leanest": ["--parameters", "bf16", "--optimizer-state", "8bit", *LEAN],
+    "offloaded": ["--parameters", "bf16", "--optimizer-state", "8bit", "--offload", *LEAN],
     "adapters, fp32": ["--base", "full", *LEAN],
     "adapters, nf4": ["--base", "nf4", *LEAN],
 }
+ON_CUDA = ("offloaded",)
 PAUSE_S = 0.05
 
 
 @dataclass(frozen=True)
 class Row:
-    """`parameters`: of the model; `peak_bytes`: of a worker, above an idle process; `coordinator_bytes`: all of it."""
+    """`parameters`: of the model; `peak_bytes`: of a worker's process, above an idle one; `gpu_bytes`: of the GPU, or
+    None; `coordinator_bytes`: all of it."""
 
     settings: str
     parameters: int
     peak_bytes: int
+    gpu_bytes: int | None
     coordinator_bytes: int
     seconds: float
 
@@ -101,8 +106,8 @@ def peak_of(processes: Sequence[subprocess.Popen[bytes]]) -> int:
     return peak
 
 
-def idle_bytes() -> int:
-    with subprocess.Popen([sys.executable, "-c", IDLE], stdout=subprocess.PIPE) as process:
+def idle_bytes(device: str) -> int:
+    with subprocess.Popen([sys.executable, "-c", IDLE, device], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.stdout.close()
@@ -111,7 +116,7 @@ def idle_bytes() -> int:
     return peak
 
 
-def measure(settings: str, size: str, workers: int, running: InProcess, directory: Path, idle: int) -> Row:
+def measure(settings: str, size: str, workers: int, running: InProcess, directory: Path, idle: int, device: str) -> Row:
     """Train a run with these settings. Raises RuntimeError if the worker does not end well."""
     name, adapted = settings.replace(" ", "-").replace(",", ""), settings.startswith("adapters")
     heads = SHAPES[size]["hidden_size"] // 64
@@ -128,38 +133,44 @@ def measure(settings: str, size: str, workers: int, running: InProcess, director
         model = f'pretrained = "{base}"\n[model.lora]\nrank = 8'
     running.create_run(SPEC.format(name=name, model=model, workers=workers))
     began = time.monotonic()
-    with WorkerProcesses(running, name, directory) as started:
+    with WorkerProcesses(running, name, directory, device=device) as started:
         peak = peak_of(
             [started.start(f"{name}-{number}", "--data-root", "/", *ROWS[settings]) for number in range(workers)]
         )
         started.check()
-    return Row(settings, parameters, peak - idle, peak_so_far(running.pid), round(time.monotonic() - began, 1))
+        on_gpu = [each.metrics.peak_memory_bytes or 0 for each in started.workers()] if device == "cuda" else []
+    seconds = round(time.monotonic() - began, 1)
+    return Row(settings, parameters, peak - idle, max(on_gpu, default=None), peak_so_far(running.pid), seconds)
 
 
 def table(rows: list[Row], idle: int) -> Table:
-    columns = ("settings", "parameters", "peak memory", "bytes per parameter", "coordinator", "seconds")
+    columns = ("settings", "parameters", "peak memory", "bytes per parameter", "on the GPU", "coordinator", "seconds")
     shown = Table(*columns, caption=f"idle: {bytes_text(idle)}")
     for each in rows:
         cells = count_text(each.parameters), bytes_text(each.peak_bytes), f"{each.per_parameter:.2f}"
-        shown.add_row(each.settings, *cells, bytes_text(each.coordinator_bytes), f"{each.seconds:.0f}")
+        gpu = "" if each.gpu_bytes is None else f"{bytes_text(each.gpu_bytes)}, {each.gpu_bytes / each.parameters:.2f}"
+        shown.add_row(each.settings, *cells, gpu, bytes_text(each.coordinator_bytes), f"{each.seconds:.0f}")
     return shown
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=lambda text: text.split(";"), default=list(ROWS), help="default: all")
+    parser.add_argument("--rows", type=lambda text: text.split(";"), help="default: all that the device can take")
     parser.add_argument("--size", choices=list(SHAPES), default="134M")
     parser.add_argument("--workers", type=int, default=1, help="default: 1")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    named = ", ".join(ROWS)
-    if unknown := [each for each in arguments.rows if each not in ROWS]:
-        parser.error(f"no row is called {unknown[0]!r}; there are: {named}")
-    idle, rows = idle_bytes(), []
+    there = [each for each in ROWS if arguments.device == "cuda" or each not in ON_CUDA]
+    chosen = arguments.rows or there
+    if unknown := [each for each in chosen if each not in there]:
+        parser.error(f"no row on {arguments.device} is called {unknown[0]!r}; there are: {', '.join(there)}")
+    idle, rows = idle_bytes(arguments.device), []
     with tempfile.TemporaryDirectory(prefix="outerstep-") as directory:
         place = Path(directory)
         with coordinator_process() as running:
-            rows = [measure(each, arguments.size, arguments.workers, running, place, idle) for each in arguments.rows]
+            given = arguments.size, arguments.workers, running, place, idle, arguments.device
+            rows = [measure(each, *given) for each in chosen]
     if arguments.json:
         print(json.dumps([asdict(each) | {"per_parameter": each.per_parameter} for each in rows], indent=2))
     else:

@@ -1,4 +1,4 @@
-"""Workers of one run as processes on this machine's CPU."""
+"""Workers of one run as processes on this machine."""
 
 import os
 import subprocess
@@ -7,15 +7,15 @@ from pathlib import Path
 from types import TracebackType
 
 from harness.coordinator import Running
-from protocol.messages import RunDetail, Scope
+from protocol.messages import RunDetail, Scope, WorkerInfo
 
 
 class WorkerProcesses:
-    """Starts `outerstep worker` for the run `run`, each with a state directory and a log in `directory`. At the end of
-    the `with` block, processes that still run are killed."""
+    """Starts `outerstep worker` for the run `run` on `device`, each with a state directory and a log in `directory`. At
+    the end of the `with` block, processes that still run are killed."""
 
-    def __init__(self, running: Running, run: str, directory: Path) -> None:
-        self._running, self._run, self._directory = running, run, directory
+    def __init__(self, running: Running, run: str, directory: Path, *, device: str = "cpu") -> None:
+        self._running, self._run, self._directory, self._device = running, run, directory, device
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> "WorkerProcesses":
@@ -31,7 +31,7 @@ class WorkerProcesses:
     def start(self, name: str, *options: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         """Start a worker with these options, and these variables beside this process's environment."""
         command = [sys.executable, "-m", "outerstep", "worker", self._running.url, "--run", self._run, "--name", name]
-        command += ["--state", str(self._directory / name), "--device", "cpu", *options]
+        command += ["--state", str(self._directory / name), "--device", self._device, *options]
         variables = {**os.environ, "OUTERSTEP_TOKEN": self._running.token(Scope.WORKER), **(environment or {})}
         with self._log(name).open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=variables)
@@ -57,3 +57,9 @@ class WorkerProcesses:
         """Return what the coordinator shows of the run."""
         with self._running.client() as http:
             return RunDetail.model_validate(http.get(f"/v1/runs/{self._run}").raise_for_status().json())
+
+    def workers(self) -> list[WorkerInfo]:
+        """Return what the coordinator shows of them."""
+        with self._running.client() as http:
+            found = http.get(f"/v1/runs/{self._run}/workers").raise_for_status().json()
+        return [WorkerInfo.model_validate(each) for each in found["items"]]

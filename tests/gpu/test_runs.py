@@ -41,7 +41,7 @@ grace_min_s = 60
 max_tokens = 4096
 """
 
-CLASSIC, STREAMING = "", 'overlap = 4\noffsets = "spread"'
+CLASSIC, STREAMING, NEVER = "", 'overlap = 4\noffsets = "spread"', 'wait = "never"'
 
 
 @pytest.fixture
@@ -76,6 +76,7 @@ def play(running: InThread, tmp_path: Path, devices: list[str]) -> None:
         pytest.param("int8", CLASSIC, True, id="int8, mixed", marks=pytest.mark.nightly),
         pytest.param("int4", STREAMING, True, id="int4, overlap, mixed", marks=pytest.mark.system),
         pytest.param("ternary", STREAMING, False, id="ternary, overlap", marks=pytest.mark.nightly),
+        pytest.param("int8", NEVER, True, id="int8, never, mixed", marks=pytest.mark.nightly),
     ],
 )
 def test_all_replicas_end_with_the_same_bits_and_have_learned(
