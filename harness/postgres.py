@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psycopg
+if TYPE_CHECKING:
+    import psycopg
 
 START_S = 60.0
 USER, PASSWORD = "outerstep", "outerstep-test"
@@ -70,6 +72,8 @@ class PostgreSQL:
 
     def admin(self, database: str = "postgres") -> "psycopg.Connection[tuple[object, ...]]":
         """Return a connection of the superuser, which commits every statement."""
+        import psycopg  # whoever uses no PostgreSQL needs none
+
         return psycopg.connect(
             host="127.0.0.1",
             port=self.port,
@@ -96,6 +100,8 @@ class PostgreSQL:
 
     def start(self) -> None:
         """Start it. Returns when it accepts connections."""
+        import psycopg
+
         with self._log.open("ab") as out:
             self.process = subprocess.Popen(  # type: ignore[call-overload]
                 self._command, stdout=out, stderr=subprocess.STDOUT, cwd="/", **self._account

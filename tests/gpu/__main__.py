@@ -31,7 +31,13 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         [*PYTEST, "tests/gpu/test_bits.py", "tests/worker/test_codecs.py", "tests/protocol/test_vectors.py"],
     ),
     "streams": (60, [*PYTEST, "tests/worker/test_side_stream.py", "tests/worker/test_fragments.py"]),
-    "inner steps": (240, [*PYTEST, "tests/worker/test_step_on_cuda.py", "tests/worker/test_step.py"]),
+    "inner steps": (
+        240,
+        [
+            *(*PYTEST, "-m", "not nightly"),
+            *("tests/worker/test_step_on_cuda.py", "tests/worker/test_step.py", "tests/worker/test_compact.py"),
+        ],
+    ),
     "runs": (240, [*PYTEST, "tests/gpu/test_runs.py", "tests/gpu/test_fp16.py"]),
     "speed": (300, ["-m", "benchmarks.gpu", "--json"]),
 }

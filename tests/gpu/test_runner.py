@@ -5,12 +5,13 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu.__main__ import NEEDED, NO_GPU, ROOT, passed_parts, run
+from tests.gpu.__main__ import NEEDED, NO_GPU, PARTS, ROOT, passed_parts, run
 
 HERE = {"code": "1", "torch": "2", "gpu": "a"}
 
@@ -46,6 +47,28 @@ def test_what_has_passed_is_not_run_again_for_the_same_code_torch_and_gpu(tmp_pa
 def test_a_part_that_hangs_is_killed_and_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not run("hangs", ["-c", "input_ = __import__('threading').Event().wait()"], 0.5, tmp_path / "r", HERE)
     assert "hangs: FAILED: it was killed after 0.5 s" in capsys.readouterr().out
+
+
+def _distribution(requirement: str) -> str:
+    return re.split(r"[<>=!~;\[ (]", requirement)[0].lower()
+
+
+def test_no_part_needs_what_only_developers_have() -> None:
+    """PostgreSQL's driver was imported with the harness, so on a borrowed machine no run was tested."""
+    developers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+    theirs = [each for one in NEEDED.values() for each in requires(one) or [] if "extra ==" not in each]
+    names = {*map(_distribution, developers)} - {*NEEDED.values(), *map(_distribution, theirs)}
+    modules = [each for each, of in packages_distributions().items() if {one.lower() for one in of} <= names]
+    assert "psycopg" in modules
+    files = {word for _, words in PARTS.values() for word in words if word.endswith(".py")}
+    imported = [re.sub("/", ".", each.removesuffix(".py")) for each in sorted(files)]
+    code = (
+        "import importlib, sys\n"
+        f"sys.modules.update(dict.fromkeys({sorted(modules)!r}))\n"
+        f"for each in ['tests.conftest', *{imported!r}]: importlib.import_module(each)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_packages_are_checked_before_the_first_part_needs_them() -> None:

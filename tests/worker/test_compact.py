@@ -16,6 +16,8 @@ from worker.settings import BoxSettings
 from worker.state.optimizer_state import load_local_state, local_state
 
 CPU = torch.device("cpu")
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU with CUDA")
+ON_DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
 SPEC = """
 name = "r"
 seed = {seed}
@@ -87,10 +89,11 @@ def _likes(parameters: list[nn.Parameter]) -> list[Optimizer]:
     ]
 
 
+@ON_DEVICES
 @pytest.mark.parametrize("which", range(3), ids=["adamw", "sgd", "muon"])
-def test_in_fp32_they_are_the_optimizers_of_torch(which: int) -> None:
+def test_in_fp32_they_are_the_optimizers_of_torch(which: int, device: str) -> None:
     shapes = [(40, 30), (7,)]
-    one, other = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
+    one, other = ([nn.Parameter(torch.ones(shape, device=device)) for shape in shapes] for _ in range(2))
     plain, compact = _likes(one)[which], Compact(_likes(other)[which], "fp32")
     torch.manual_seed(0)
     for _ in range(5):
@@ -103,9 +106,10 @@ def test_in_fp32_they_are_the_optimizers_of_torch(which: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+@ON_DEVICES
 @pytest.mark.parametrize("which", range(3), ids=["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("held", ["bf16", "8bit"])
-def test_a_saved_state_resumes_exactly(which: int, held: Any, tmp_path: Path) -> None:
+def test_a_saved_state_resumes_exactly(which: int, held: Any, device: str, tmp_path: Path) -> None:
     def steps(parameters: list[nn.Parameter], optimizer: Optimizer, first: int, last: int) -> None:
         for step in range(first, last):
             torch.manual_seed(step)
@@ -113,7 +117,7 @@ def test_a_saved_state_resumes_exactly(which: int, held: Any, tmp_path: Path) ->
                 each.grad = torch.randn_like(each)
             optimizer.step()
 
-    one = [nn.Parameter(torch.ones(40, 30, dtype=torch.bfloat16))]
+    one = [nn.Parameter(torch.ones(40, 30, dtype=torch.bfloat16, device=device))]
     undisturbed = Compact(_likes(one)[which], held)
     steps(one, undisturbed, 0, 3)
     torch.save((undisturbed.state_dict(), one), tmp_path / "saved")

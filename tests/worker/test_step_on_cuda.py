@@ -70,6 +70,26 @@ def test_no_step_waits_for_the_device(precision: Precision, compiled: bool, monk
     step.apply()
 
 
+@pytest.mark.parametrize("held", ["bf16", "8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_no_step_with_small_moments_waits_for_the_device(optimizer: Any, held: Any) -> None:
+    model = nn.Linear(512, 512, device=CUDA, dtype=torch.bfloat16)
+    optimizers = build_inner_optimizers(model, InnerSpec(optimizer=optimizer, learning_rate=1e-3), held)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        for one in optimizers:
+            one.step()
+        torch.cuda.set_sync_debug_mode("error")
+    assert all(bool(each.isfinite().all()) for each in map(_on_cpu, model.parameters()))
+
+
+def _on_cpu(parameter: Tensor) -> Tensor:
+    torch.cuda.set_sync_debug_mode("default")
+    return parameter.detach().cpu()
+
+
 def test_an_out_of_memory_of_its_own() -> None:
     """The allocator is held to half of what the whole batch takes."""
     model, known = llama(), llama()

@@ -159,7 +159,8 @@ class Compact(Optimizer):
                 state.update(self._empty(name, parameter, signed=signed))
         count = state["step"]
         for piece in self._pieces(parameter):
-            values, step = _part(parameter, piece), count.clone()
+            values = _part(parameter, piece)
+            step = torch.full((), float(count), device=parameter.device)  # made there: nothing waits for a copy
             updated = values.float()
             moments = [
                 self._decoded(state, name, piece, parameter.device).view(updated.shape) for name in self._moments
