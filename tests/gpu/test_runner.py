@@ -1,6 +1,7 @@
 """`make gpu` itself: what it says where there is no GPU, and which parts it leaves out the next time."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.__main__ import NEEDED, NO_GPU, PARTS, ROOT, passed_parts, run
+from tests.gpu.__main__ import NEEDED, NO_GPU, PARTS, PYTEST, ROOT, passed_parts, run
 
 HERE = {"code": "1", "torch": "2", "gpu": "a"}
 
@@ -54,21 +55,23 @@ def _distribution(requirement: str) -> str:
 
 
 def test_no_part_needs_what_only_developers_have() -> None:
-    """PostgreSQL's driver was imported with the harness, so on a borrowed machine no run was tested."""
+    """Each is collected with its own configuration, without those packages."""
     developers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
     theirs = [each for one in NEEDED.values() for each in requires(one) or [] if "extra ==" not in each]
     names = {*map(_distribution, developers)} - {*NEEDED.values(), *map(_distribution, theirs)}
     modules = [each for each, of in packages_distributions().items() if {one.lower() for one in of} <= names]
     assert "psycopg" in modules
-    files = {word for _, words in PARTS.values() for word in words if word.endswith(".py")}
-    imported = [re.sub("/", ".", each.removesuffix(".py")) for each in sorted(files)]
+    files = sorted({word for _, words in PARTS.values() for word in words if word.endswith(".py")})
     code = (
-        "import importlib, sys\n"
+        "import sys, pytest\n"
         f"sys.modules.update(dict.fromkeys({sorted(modules)!r}))\n"
-        f"for each in ['tests.conftest', *{imported!r}]: importlib.import_module(each)"
+        f"sys.exit(pytest.main({[*PYTEST[2:], '--collect-only', *files]!r}))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    plain = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=plain, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_packages_are_checked_before_the_first_part_needs_them() -> None:
