@@ -73,7 +73,7 @@ def test_no_step_waits_for_the_device(precision: Precision, compiled: bool, monk
 @pytest.mark.parametrize("held", ["bf16", "8bit"])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_no_step_with_small_moments_waits_for_the_device(optimizer: Any, held: Any) -> None:
-    model = nn.Linear(512, 512, device=CUDA, dtype=torch.bfloat16)
+    model = llama().bfloat16()
     optimizers = build_inner_optimizers(model, InnerSpec(optimizer=optimizer, learning_rate=1e-3), held)
     torch.cuda.synchronize()
     for _ in range(2):
