@@ -165,12 +165,14 @@ def main() -> None:
     chosen = arguments.rows or there
     if unknown := [each for each in chosen if each not in there]:
         parser.error(f"no row on {arguments.device} is called {unknown[0]!r}; there are: {', '.join(there)}")
-    idle, rows = idle_bytes(arguments.device), []
+    idle, rows = idle_bytes(arguments.device), list[Row]()
     with tempfile.TemporaryDirectory(prefix="outerstep-") as directory:
         place = Path(directory)
         with coordinator_process() as running:
             given = arguments.size, arguments.workers, running, place, idle, arguments.device
-            rows = [measure(each, *given) for each in chosen]
+            for each in chosen:
+                rows.append(measure(each, *given))
+                print(rows[-1], file=sys.stderr, flush=True)
     if arguments.json:
         print(json.dumps([asdict(each) | {"per_parameter": each.per_parameter} for each in rows], indent=2))
     else:

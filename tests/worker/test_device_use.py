@@ -1,14 +1,18 @@
 """What a worker tells of its device: model FLOPs utilisation and memory."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
+from torch.utils import flop_counter
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from protocol.messages import Metrics
 from worker.accounts.machine import DeviceUse, peak_flops
 from worker.accounts.progress import speed_text
-from worker.inner.execution import flops_per_token
+from worker.inner.execution import ATTENTION, flops_per_token
 
 CPU = torch.device("cpu")
 LAYERS, WIDTH, MIDDLE, VOCABULARY, LENGTH = 3, 32, 48, 64, 16
@@ -47,6 +51,26 @@ def test_frozen_parameters_take_no_gradient_s_flops() -> None:
     part = flops_per_token(model, LENGTH, "fp32", CPU)
     assert whole is not None
     assert part == pytest.approx(whole - 2 * (4 * WIDTH * WIDTH + 3 * WIDTH * MIDDLE), rel=1e-6)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+def test_attention_of_a_gpu_counts_all_heads_of_the_queries(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch before 2.13 refused models in which they share keys and values, so a worker could not start."""
+
+    def refuse(*_: object, **__: object) -> int:
+        raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
+
+    shape, shared = (2, 8, 16, 4), (2, 2, 16, 4)
+    query, key = torch.zeros(shape, device="meta"), torch.zeros(shared, device="meta")
+    scores = 2 * math.prod(shape) * 16
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention_backward")
+    for each in (forward, backward):
+        monkeypatch.setitem(flop_counter.flop_registry, each, refuse)
+    with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+        counted = counter.flop_registry
+    assert counted[forward](query, key, key, 0.0, out_val=query) == 2 * scores
+    assert counted[backward](query, query, key, key, out_val=query) == 5 * scores
 
 
 class Exhausted(nn.Module):

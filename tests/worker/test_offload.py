@@ -1,5 +1,6 @@
 """Gradients and moments in host memory: the same training, whatever is clipped, split, repeated or resumed."""
 
+from mmap import PAGESIZE
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from worker.errors import BoxError
 from worker.inner.compact import Held
 from worker.inner.loss import Loss
 from worker.inner.micro_batch import MicroBatches
-from worker.inner.offload import HostGradients
+from worker.inner.offload import HostGradients, page_locked
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.step import InnerStep
 from worker.models.building import build_model
@@ -32,6 +33,34 @@ def spec(inner: str = "") -> RunSpec:
 
 def batch(step: int) -> Tensor:
     return torch.randint(0, 64, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
+
+
+def test_pages_are_locked_for_as_long_as_the_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They stayed locked, so that later copies to a GPU from the same memory failed."""
+    locked: dict[int, int] = {}
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+            locked[address] = size
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            del locked[address]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    sizes = [1, PAGESIZE // 2, 3 * PAGESIZE]
+    held = [page_locked(n, torch.bfloat16, torch.device("cuda")) for n in sizes]
+    assert [(len(each), each.dtype, bool(each.any())) for each in held] == [(n, torch.bfloat16, False) for n in sizes]
+    assert [locked[each.data_ptr()] // PAGESIZE for each in held] == [1, 1, 6]
+    assert all(address % PAGESIZE == 0 for address in locked), "no page is another's as well"
+    view = held.pop().view(3, -1)
+    assert len(locked) == 3
+    held.clear()
+    assert list(locked) == [view.data_ptr()]
+    del view
+    assert not locked
 
 
 class Trained:

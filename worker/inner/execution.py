@@ -77,6 +77,28 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
     return x + x
 
 
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object) -> int:
+    """Two products: of queries and keys, and of the weights and values. Shapes are [batch, heads, length, width], where
+    several heads of the queries may share one of the keys and values, which torch's own formula refused before 2.13."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[2] * (width + value[3])
+
+
+def _attention_backward_flops(
+    gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *_: object, **__: object
+) -> int:
+    """Five products: the scores again, and the gradients of the weights, the values, the queries and the keys."""
+    batch, heads, length, width = query
+    return 2 * batch * heads * length * key[2] * (3 * width + 2 * value[3])
+
+
+ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{suffix}"): formula
+    for kernel in ("flash", "efficient", "cudnn")
+    for suffix, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
+}
+
+
 def flops_per_token(model: nn.Module, length: int, precision: Precision, device: torch.device) -> float | None:
     """Return the FLOPs per token of a forward and backward pass over sequences of `length`, for the model FLOPs
     utilisation; None if one sequence does not fit into memory.
@@ -89,7 +111,7 @@ def flops_per_token(model: nn.Module, length: int, precision: Precision, device:
     model.eval()
     tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
     try:
-        with FlopCounterMode(display=False) as counter, autocast(precision, device):
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter, autocast(precision, device):
             logits_of(model, tokens).float().sum().backward()
     except RuntimeError as error:
         if not is_out_of_memory(error):

@@ -12,8 +12,11 @@ For the same reason several micro-batches, and a batch that starts again after m
 """
 
 import logging
+import weakref
 from collections.abc import Iterable
+from mmap import PAGESIZE
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,14 +24,27 @@ log = logging.getLogger(__name__)
 
 
 def page_locked(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros in host memory, [elements], that `device` reads and writes directly. They are registered with CUDA
-    for the life of the process: torch's own page-locked memory would be rounded up to a power of 2."""
-    tensor = torch.zeros(elements, dtype=dtype)
-    if device.type == "cuda" and elements:
-        code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-        if int(code):
-            log.warning("host memory cannot be page-locked (CUDA error %s): copies take longer", code)
+    """Return zeros in host memory, [elements], that `device` reads and writes directly. torch's own page-locked memory
+    would be rounded up to a power of 2. The pages are the tensor's own, and locked for as long as it is used: with
+    memory that is only partly locked, copies fail ("invalid argument"), whoever gets it next."""
+    if device.type != "cuda" or not elements:
+        return torch.zeros(elements, dtype=dtype)
+    needed = elements * dtype.itemsize
+    locked = -(-needed // PAGESIZE) * PAGESIZE
+    memory = np.zeros(locked + PAGESIZE, np.uint8)
+    start = -memory.ctypes.data % PAGESIZE
+    tensor = torch.from_numpy(memory[start : start + needed]).view(dtype)
+    if code := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), locked, 0)):
+        log.warning("host memory cannot be page-locked (CUDA error %s): copies take longer", code)
+    else:
+        weakref.finalize(memory, _unlock, tensor.data_ptr(), device).atexit = False
     return tensor
+
+
+def _unlock(address: int, device: torch.device) -> None:
+    torch.cuda.synchronize(device)  # copies may be under way
+    if code := int(torch.cuda.cudart().cudaHostUnregister(address)):
+        log.warning("page-locked host memory cannot be unlocked (CUDA error %s)", code)
 
 
 class HostGradients:
