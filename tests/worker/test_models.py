@@ -17,11 +17,11 @@ from worker.models import building
 from worker.models.building import build_model, check_vocabulary, logits_of
 
 CPU = torch.device("cpu")
+HEAD = 'name = "r"\nseed = {seed}\n[sync]\nrounds = 1\n[data]\nsequence_length = 64\n'
 
 
 def spec(model: str, seed: int = 0) -> RunSpec:
-    head = f'name = "r"\nseed = {seed}\n[sync]\nrounds = 1\n[data]\nsequence_length = 64\n'
-    return parse_spec(head + model)
+    return parse_spec(HEAD.format(seed=seed) + model)
 
 
 TINY = '[model]\npreset = "tiny"'
@@ -140,6 +140,20 @@ def test_a_function_in_the_working_directory(tmp_path: Path, monkeypatch: pytest
     model = build_model(spec('[model]\nfactory = "my_own_model:make"'), CPU)
     assert isinstance(model, nn.Sequential)
     assert logits_of(model, torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 256)
+
+
+@pytest.mark.timeout(60)
+def test_a_function_may_build_one_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for its own lock."""
+    (tmp_path / "our_own_model.py").write_text(
+        "import torch\nfrom protocol.spec.run import parse_spec\nfrom worker.models.building import build_model\n"
+        f"def make():\n    return build_model(parse_spec({HEAD.format(seed=0) + TINY!r}), torch.device('cpu'))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    model, plain = build_model(spec('[model]\nfactory = "our_own_model:make"'), CPU), build_model(spec(TINY), CPU)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_the_working_directory_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 BF16_BYTES, NF4_BYTES = 2, 0.53  # of a parameter; the last with its scales
 
-_SEEDING = threading.Lock()
+_SEEDING = threading.RLock()  # a factory may build a model of ours and change it
 
 log = logging.getLogger(__name__)
 
