@@ -90,6 +90,8 @@ class Terminal:
     def __init__(self, command: list[str], environment: dict[str, str], width: int, height: int) -> None:
         self.screen = Screen(width, height)
         whole = {**os.environ, "TERM": "xterm-256color", **environment}
+        for name in ("COLUMNS", "LINES"):  # pytest-xdist sets them, and they outweigh the terminal's own size
+            whole.pop(name, None)
         self.process, self._master = at_terminal.start(command, whole, size=(width, height))
         self._bytes = b""
 
