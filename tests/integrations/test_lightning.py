@@ -130,6 +130,21 @@ def test_two_of_them_end_with_the_same_model_and_have_trained_on_other_data(tmp_
 
 
 @pytest.mark.nightly
+def test_they_train_on_while_they_would_wait(tmp_path: Path) -> None:
+    """The last round has its H steps alone, and nothing that was carried into it is lost."""
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC.replace("[sync]", '[sync]\nwait = "never"') + "[members]\nmin_workers = 2\n")
+        a, b = map(result, [start(running, tmp_path, name=name) for name in "ab"])
+        with running.client() as http:
+            wait_until(lambda: http.get("/v1/runs/light").json()["state_digest"] is not None)
+            run = RunDetail.model_validate(http.get("/v1/runs/light").json())
+        assert told(running, "a").state_digest == told(running, "b").state_digest == run.state_digest
+    assert a["digest"] == b["digest"]
+    assert len(set(a["rows"][:64])) == len(a["rows"][:64]), "an epoch has each row once"
+    assert run.tokens == (len(a["rows"]) + len(b["rows"])) * 8 >= 2 * TOTAL * 4 * 8
+
+
+@pytest.mark.nightly
 def test_several_processes_of_torchrun_are_one_worker(tmp_path: Path) -> None:
     """They share the batch, and the order of the data, of which each has its own."""
     with coordinator_thread(tmp_path / "coordinator") as running:
