@@ -110,7 +110,13 @@ LAST-ACK 0 1 10.7.0.2:40002 10.7.0.1:8470 timer:(on,200ms,0)
 
 
 def test_windows_are_those_of_connections_with_something_in_flight() -> None:
-    assert timeline.windows_in(SHOWN) == (20 * 1448, 1, 70_500)
+    size, busy, acknowledged = timeline.windows_in(SHOWN)
+    assert (size, busy, sum(acknowledged.values())) == (20 * 1448, 1, 70_500)
+
+
+def test_a_connection_that_has_closed_takes_no_bytes_back() -> None:
+    before, after = ({"a": 900, "b": 100}, {"b": 150, "c": 30})
+    assert timeline.Window(1.0, "up", 0, 0, after).since(timeline.Window(0.0, "up", 0, 0, before)) == 80
 
 
 def test_a_timeline_has_a_bar_for_each_fragment_in_each_stage() -> None:
@@ -124,7 +130,7 @@ def test_a_timeline_has_a_bar_for_each_fragment_in_each_stage() -> None:
         timeline.Span("worker-0", 3, stage, began, ended + 2),
         timeline.Span("coordinator", 3, "average", began, ended),
     ]
-    windows = [timeline.Window(began + each / 2, "up", 1000 * each, 1, 5000 * each) for each in (1, 2, 3)]
+    windows = [timeline.Window(began + each / 2, "up", 1000 * each, 1, {"a": 5000 * each}) for each in (1, 2, 3)]
     picture = timeline.drawn("row A", spans, windows, ROWS["A"].shape)
     assert picture.count(timeline.INKS["upload"]) >= 4, "its key, a bar, and two curves"
     assert "coordinator" in picture

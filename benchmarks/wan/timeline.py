@@ -47,13 +47,17 @@ class Span:
 @dataclass(frozen=True)
 class Window:
     """One direction at one moment: the congestion windows of its busy connections, in bytes; how many these are; and
-    the bytes acknowledged so far, of all."""
+    the bytes acknowledged so far, by connection."""
 
     at: float
     way: str
     size: int
     busy: int
-    acknowledged: int
+    acknowledged: dict[str, int]
+
+    def since(self, earlier: "Window") -> int:
+        """Return the bytes acknowledged since then, of the connections that are still open."""
+        return sum(total - earlier.acknowledged.get(name, 0) for name, total in self.acknowledged.items())
 
 
 class StageRecorder(RoundTrace):
@@ -106,11 +110,14 @@ class Windows:
                 self.samples.append(Window(time.monotonic(), way, *windows_in(shown)))
 
 
-def windows_in(shown: str) -> tuple[int, int, int]:
+def windows_in(shown: str) -> tuple[int, int, dict[str, int]]:
     """Return (size, busy, acknowledged) of a `Window`, from the output of `ss -tinOH`."""
-    connections = [dict(each.split(":", 1) for each in line.split() if ":" in each) for line in shown.splitlines()]
-    busy = [int(each["cwnd"]) * int(each["mss"]) for each in connections if "unacked" in each]
-    return sum(busy), len(busy), sum(int(each.get("bytes_acked", 0)) for each in connections)
+    connections = {
+        " ".join(words[3:5]): dict(each.split(":", 1) for each in words[5:] if ":" in each)
+        for words in map(str.split, shown.splitlines())
+    }
+    busy = [int(each["cwnd"]) * int(each["mss"]) for each in connections.values() if "unacked" in each]
+    return sum(busy), len(busy), {name: int(each.get("bytes_acked", 0)) for name, each in connections.items()}
 
 
 def spans_of(answers: Sequence[dict[str, Any]], detail: RoundDetail, clock_offset_s: float) -> list[Span]:
@@ -177,7 +184,7 @@ def _plot(
         own = [each for each in windows if each.way == way and began <= each.at <= ended]
         high: Callable[[float], float] = lambda share: top + PLOT * (1 - min(share, 2.0) / 2)  # noqa: E731
         sizes = [(across(each.at), high(each.size / (rate * shape.round_trip_s))) for each in own]
-        steps = [(b.at, (b.acknowledged - a.acknowledged) / (b.at - a.at)) for a, b in pairwise(own)]
+        steps = [(b.at, b.since(a) / (b.at - a.at)) for a, b in pairwise(own)]
         if steps:
             picture.line(*sizes, ink=ink, dashed=True)
             picture.line(*((across(at), high(speed / rate)) for at, speed in steps), ink=ink)
