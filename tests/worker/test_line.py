@@ -16,7 +16,7 @@ from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.line.connections import UNSENT_BYTES, Connections
 from worker.line.line import Line
-from worker.link.client import Client, open_http
+from worker.link.client import KEPT_OPEN_S, Client, open_http
 
 
 def unsent_bytes(response: httpx.Response) -> int:
@@ -103,6 +103,52 @@ def test_bbr_fills_a_far_line_by_itself() -> None:
         line.answered(seconds)
     assert line.is_far  # connections are opened ahead all the same
     assert (line.up.parallel.now, line.down.parallel.now) == (1, 4)
+
+
+def test_transfers_and_small_requests_have_connections_of_their_own(tmp_path: Path) -> None:
+    """A transfer that begins where only small requests were begins with a small window."""
+    ports: dict[str, set[int]] = {"up": set(), "down": set(), "other": set()}
+
+    def noting(http: Any, run: str, token: str) -> Client:
+        def note(response: httpx.Response) -> None:
+            method, path = response.request.method, response.request.url.path
+            port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
+            kind = "other" if "/fragments/" not in path else "up" if method == "PUT" else "down"
+            ports[kind].add(port)
+
+        for each in (http, http.up, http.down):
+            each.event_hooks["response"].append(note)
+        return Client(http, run, token)
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        Toy(coordinator, toy.spec(rounds=3), tmp_path).worker("a", client_class=noting)
+    assert all(ports.values())
+    assert not ports["up"] & ports["down"]
+    assert not ports["other"] & (ports["up"] | ports["down"])
+
+
+def test_connections_are_opened_ahead_if_those_of_the_last_transfers_have_been_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, opened = [0.0], list[tuple[str, int]]()
+    with open_http("http://coordinator.invalid") as http:
+        client = Client(http, "r", "t", clock=lambda: now[0])
+        directions = {"up": client.line.up, "down": client.line.down}
+        for name, direction in directions.items():
+            monkeypatch.setattr(direction, "start", lambda act, times, name=name: opened.append((name, times)))
+        client.open_ahead()
+        assert not opened, "the line is short"
+        client.line.is_far = True
+        client.open_ahead()
+        assert opened == [("up", 1), ("down", 4)]
+        with client.line.up.slot() as slot:
+            slot.moved(1)
+        now[0] = KEPT_OPEN_S
+        client.open_ahead()
+        assert opened[2:] == [("down", 4)], "an upload's are there"
+        now[0] = KEPT_OPEN_S + 1
+        client.open_ahead()
+        assert opened[3:] == [("up", 1), ("down", 4)]
 
 
 class Dawdles(Client):

@@ -87,7 +87,7 @@ class StoreUpload:
         with channel.line.up.slot() as slot, channel.line.stalls.watched():
             self._on_line()
             try:
-                with channel.http.stream(
+                with channel.up.stream(
                     "PUT",
                     url,
                     content=channel.sent(map(bytes, pieces), slot),

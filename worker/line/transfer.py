@@ -60,6 +60,7 @@ def memory(size: int) -> memoryview:
 class Channel:
     """What the requests and transfers of a client share.
 
+    up, down    for transfers; they may be `http`
     store       whether payloads go to the coordinator's store directly, and from it
     stop        set once the worker is asked to stop: from then on LEAVING_TIMEOUT is the limit for an answer
     until       set to end a transfer midway, with Stopped
@@ -68,6 +69,8 @@ class Channel:
     """
 
     http: httpx.Client
+    up: httpx.Client
+    down: httpx.Client
     line: Line
     traffic: Traffic
     stages: Stages
@@ -167,7 +170,7 @@ class Upload:
         channel, pieces = self._channel, pieces_of(self._buffers, start, stop)
         with channel.line.up.slot() as slot, channel.line.stalls.watched():
             self._note_begun()
-            with channel.http.stream(
+            with channel.up.stream(
                 "PUT",
                 self._path,
                 content=channel.sent(map(bytes, pieces), slot),
@@ -317,7 +320,7 @@ class Download:
         with (
             channel.line.down.slot() as slot,
             channel.line.stalls.watched(),
-            channel.http.stream(
+            channel.down.stream(
                 "GET", path, headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
             ) as answer,
         ):
@@ -365,7 +368,7 @@ class Download:
         with (
             channel.line.down.slot() as slot,
             channel.line.stalls.watched(),
-            channel.http.stream(
+            channel.down.stream(
                 "GET", url, headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
             ) as answer,
         ):

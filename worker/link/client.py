@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
 from pydantic import BaseModel
@@ -38,7 +38,7 @@ TIMEOUT = httpx.Timeout(
     connect=CONNECT_S, read=60.0, write=60.0, pool=None
 )  # without any byte, not for the whole transfer
 KEPT_OPEN_S = 50.0  # for an idle connection; the coordinator closes it after 75 s, many proxies after 60 s
-OTHERS = 32  # connections, beside those of transfers
+OTHERS = 32  # connections, beside those that send or receive a transfer's bytes
 LEAVE_ATTEMPTS = 3
 MAX_LISTED = 1000  # items of one listing
 
@@ -47,18 +47,38 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def open_http(url: str, ca: Path | None = None) -> httpx.Client:
-    """Return an `httpx.Client` with a worker's timeouts and connection limits. It also trusts the certificates in the
-    file `ca`. Close it after use. Raises ValueError for a file without certificates."""
-    most = UP[1] + DOWN[1] + OTHERS
+class Http(httpx.Client):
+    """An `httpx.Client` with two more, `up` for uploads and `down` for downloads. A request gets the oldest connection
+    that is free. So within each direction a few connections carry most of the bytes, and their windows stay wide. If
+    other requests shared them, transfers would begin on connections that had only carried small ones."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.up, self.down = httpx.Client(**given), httpx.Client(**given)
+
+    def close(self) -> None:
+        for each in (self.up, self.down):
+            each.close()
+        super().close()
+
+    def __exit__(self, *error: Any) -> None:
+        for each in (self.up, self.down):
+            each.close()
+        super().__exit__(*error)
+
+
+def open_http(url: str, ca: Path | None = None) -> Http:
+    """Return an `Http` with a worker's timeouts and connection limits. It also trusts the certificates in the file
+    `ca`. Close it after use. Raises ValueError for a file without certificates."""
+    most = max(UP[1], DOWN[1]) + OTHERS
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_OPEN_S)
     headers = request_headers("worker")
-    return httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits, verify=ssl_context(ca))
+    return Http(base_url=url, headers=headers, timeout=TIMEOUT, limits=limits, verify=ssl_context(ca))
 
 
 class Client:
-    """A client of one run on one coordinator. The base_url of `http` is the coordinator's address. `max_up` and
-    `max_down` limit payloads, in bits per second."""
+    """A client of one run on one coordinator. The base_url of `http` is the coordinator's address. Transfers use `up`
+    and `down` of an `Http`. `max_up` and `max_down` limit payloads, in bits per second."""
 
     def __init__(
         self,
@@ -82,9 +102,9 @@ class Client:
         self._token = token
         retry = Retry(self.stop, sleep=sleep, rng=rng, clock=clock)
         self.store = StorePath(clock)
-        self._channel = Channel(
-            http, self.line, self.traffic, self.stages, self.store, stop=self.stop, until=self.stop, retry=retry
-        )
+        up, down = (http.up, http.down) if isinstance(http, Http) else (http, http)
+        shared = self.line, self.traffic, self.stages, self.store
+        self._channel = Channel(http, up, down, *shared, stop=self.stop, until=self.stop, retry=retry)
         self._path = f"/v1/runs/{run}"
 
     def until(self, signal: Signal, *, silence_s: float | None = None) -> Self:
@@ -98,7 +118,8 @@ class Client:
     def trace(self, trace: RoundTrace) -> None:
         """Trace the stages of this client and its copies, and send the trace context with their requests."""
         self.stages.trace = trace
-        self._channel.http.event_hooks["request"].append(trace.mark)
+        for each in {self._channel.http, self._channel.up, self._channel.down}:
+            each.event_hooks["request"].append(trace.mark)
 
     @property
     def has_join_token(self) -> bool:
@@ -126,16 +147,16 @@ class Client:
         self._retry.pause(seconds)
 
     def open_ahead(self) -> None:
-        """Start to open the connections of the next transfers, if that takes long enough to matter."""
-        line = self.line
-        if line.is_far:
-            line.up.start(self._open, line.up.parallel.now)
-            line.down.start(self._open, line.down.parallel.now)
+        """Start to open the connections of the next transfers, if that takes long enough to matter. Those of recent
+        transfers are still open."""
+        line, channel = self.line, self._channel
+        for direction, http in ((line.up, channel.up), (line.down, channel.down)):
+            if line.is_far and direction.meter.silent_s > KEPT_OPEN_S:
+                direction.start(partial(self._open, http), direction.parallel.now)
 
-    def _open(self) -> None:
-        channel = self._channel
+    def _open(self, http: httpx.Client) -> None:
         try:
-            with channel.http.stream("GET", "/healthz", timeout=CONNECT_S, extensions=channel.extensions) as response:
+            with http.stream("GET", "/healthz", timeout=CONNECT_S, extensions=self._channel.extensions) as response:
                 _pass_over(response)
         except httpx.TransportError as error:
             log.debug("could not open a connection ahead: %s", error)  # the request that needs one will report it
