@@ -92,7 +92,7 @@ def test_rows_are_measured() -> None:
         assert sync["worst_s"] == max(sync["sync_s"]) >= sync["median_s"]
         assert sync["ratio"] == pytest.approx(sync["median_s"] / sync["limit_s"])
         assert sync["row"] in done.stdout
-    assert [training["kind"] for training in report["training"]] == ["classic", "overlap"]
+    assert [training["kind"] for training in report["training"]] == ["classic", "overlap", "never"]
     assert all(0 < training["share_in_steps"] < 1 for training in report["training"])
     assert [each["change"] for each in report["changes"]] == [change.name for change in CHANGES]
     for each in report["changes"]:

@@ -22,7 +22,7 @@ kernel begins with slow start again after each silence.
 congestion windows of the first worker's connections (timeline.py).
 
 `train`: rounds of inner steps of a fixed length (60 s in all) over 500/110 Mbit/s, 60 ms: the share of the workers'
-time in inner steps, classic and with an overlap of one of the round's inner steps.
+time in inner steps: classic, with an overlap of one of the round's inner steps, and with `sync.wait = "never"`.
 
 `changes`: row A's line; in the middle of a sync one worker's line loses half its rate, or 5 % of its packets for a
 minute, or is interrupted for 30 s. Bytes that had arrived must not be sent again.

@@ -38,6 +38,7 @@ source = "custom"
 rounds = {rounds}
 inner_steps = {inner_steps}
 overlap = {overlap}
+wait = "{wait}"
 upload_codec = "{upload}"
 download_codec = "{download}"
 [members]
@@ -74,10 +75,18 @@ class Bench:
         return [worker.line for worker in self.workers]
 
     def create_run(
-        self, name: str, rounds: int, inner_steps: int = 1, overlap: int = 0, codecs: tuple[str, str] = ("int8", "int8")
+        self,
+        name: str,
+        rounds: int,
+        inner_steps: int = 1,
+        *,
+        overlap: int = 0,
+        wait: str = "always",
+        codecs: tuple[str, str] = ("int8", "int8"),
     ) -> None:
         upload, download = codecs
-        changes = {"rounds": rounds, "inner_steps": inner_steps, "overlap": overlap, "workers": len(self.workers)}
+        changes = {"rounds": rounds, "inner_steps": inner_steps, "overlap": overlap, "wait": wait}
+        changes["workers"] = len(self.workers)
         self.running.create_run(SPEC.format(name=name, upload=upload, download=download, **changes))
 
     def order(self, what: str, run: str, **more: Any) -> None:
@@ -231,15 +240,17 @@ def _other(name: str, made: Bench, row: Row, effort: Effort) -> dict[str, Any]:
 
 
 def measure_training(elements: int, rounds: int, round_s: float) -> list[dict[str, Any]]:
-    """Train over the line, classically and with an overlap of one inner step."""
+    """Train over the line in each of the ways."""
     with bench(TRAINING_LINE, "bbr") as made:
-        return [_train(made, elements, rounds, round_s / INNER_STEPS, overlap) for overlap in (0, 1)]
+        return [_train(made, kind, elements, rounds, round_s / INNER_STEPS) for kind in TRAINING_TARGETS]
 
 
-def _train(made: Bench, elements: int, rounds: int, step_s: float, overlap: int) -> dict[str, Any]:
-    """Train `rounds` rounds; with overlap one more, as a run's last round has none and is not measured."""
-    name, kind = f"train-{overlap}", "overlap" if overlap else "classic"
-    made.create_run(name, rounds + overlap, INNER_STEPS, overlap)
+def _train(made: Bench, kind: str, elements: int, rounds: int, step_s: float) -> dict[str, Any]:
+    """Train `rounds` rounds; one more if training goes on during a sync, which a run's last round cannot and which is
+    not measured."""
+    name, overlap, goes_on = f"train-{kind}", int(kind == "overlap"), kind != "classic"
+    wait = "never" if kind == "never" else "always"
+    made.create_run(name, rounds + goes_on, INNER_STEPS, overlap=overlap, wait=wait)
     made.order("train", name, elements=elements, step_s=step_s, measured=rounds)
     answers = [worker.answer() for worker in made.workers]
     wall = sum(each["ended"] - each["started"] for each in answers)
