@@ -21,6 +21,7 @@ from rich.table import Table
 from outerstep.common.quantities import bytes_text
 from outerstep.doctor.trial import take_steps
 from protocol.spec.run import parse_spec
+from worker.inner.precision import has_float8
 from worker.settings import BoxSettings
 from worker.starting import start
 
@@ -89,8 +90,8 @@ def measure(name: str, spec_text: str, device_name: str) -> Row:
 def is_possible(settings: dict[str, Any]) -> bool:
     """Return False for settings that this machine's device, or what is installed, cannot do."""
     if settings.get("precision") == "float8":
-        there = torch.cuda.is_available() and importlib.util.find_spec("torchao") is not None
-        return there and torch.cuda.get_device_capability() >= (8, 9)
+        installed = importlib.util.find_spec("torchao") is not None
+        return installed and torch.cuda.is_available() and has_float8(torch.device("cuda"))
     return torch.cuda.is_available() or "offload" not in settings
 
 

@@ -72,7 +72,7 @@ class PostgreSQL:
 
     def admin(self, database: str = "postgres") -> "psycopg.Connection[tuple[object, ...]]":
         """Return a connection of the superuser, which commits every statement."""
-        import psycopg  # whoever uses no PostgreSQL needs none
+        import psycopg  # not at the top: a run without PostgreSQL does not need it
 
         return psycopg.connect(
             host="127.0.0.1",

@@ -246,8 +246,8 @@ def _begin(loop: Loop, box: Box, round_: int, least: int) -> None:
 
 
 def _train_for(loop: Loop, box: Box, round_: int, spans: int, units: int) -> None:
-    """Train the box for `units` inner steps, from the newest state. Its contribution is due at the end of `spans`
-    rounds, of which `round_` is the first."""
+    """Train the box for `units` inner steps, from the newest state. Its contribution is due after `spans`
+    rounds, counted from `round_`."""
     box.start, box.ends, box.units, box.missed = loop.theta, round_ + spans - 1, units, []
     _load(loop.theta, box.model)
     loop.train(box, units, round_ * H, (round_ + spans) * H)

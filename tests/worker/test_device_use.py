@@ -86,6 +86,16 @@ def test_without_memory_for_one_sequence_nothing_is_counted() -> None:
     assert flops_per_token(Exhausted(), LENGTH, "fp32", CPU) is None
 
 
+class Uncounted(Exhausted):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("sdpa_flop_count: query/key/value shapes are incompatible")
+
+
+def test_what_torch_cannot_count_is_told_and_ends_no_worker(caplog: pytest.LogCaptureFixture) -> None:
+    assert flops_per_token(Uncounted(), LENGTH, "fp32", CPU) is None
+    assert "so the MFU is not reported: sdpa_flop_count: query/key/value shapes" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "tera"),
     [

@@ -37,7 +37,7 @@ def precision_on(
     needs = "--parameters bf16" if parameters == "bf16" else "a frozen model in 4 bits (nf4)" if base == "nf4" else None
     if needs and wanted not in (None, "bf16") and not (wanted == "float8" and base == "full"):
         raise ValueError(f"{needs} needs --precision bf16, not {wanted}")
-    if wanted == "float8" and not _has_float8(device):
+    if wanted == "float8" and not has_float8(device):
         raise ValueError(
             f"--precision float8 needs a GPU with matrix products in float8 (NVIDIA Ada, Hopper or newer, AMD MI300 or "
             f"newer), and the device is {device}{_name_of(device)}; use bf16"
@@ -47,7 +47,8 @@ def precision_on(
     return wanted or ("bf16" if device.type == "cuda" or needs else "fp32")
 
 
-def _has_float8(device: torch.device) -> bool:
+def has_float8(device: torch.device) -> bool:
+    """Return True for a GPU that multiplies matrices in float8."""
     if device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device) >= ((9, 4) if torch.version.hip else (8, 9))
