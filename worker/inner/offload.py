@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 def page_locked(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros in host memory, [elements], that `device` reads and writes directly. torch's own page-locked memory
     would be rounded up to a power of 2. The tensor shares its pages with nothing else, and they are unlocked before
-    they are freed: CUDA does not copy memory that is only partly locked ("invalid argument"), whatever is in it by then."""
+    they are freed: CUDA does not copy memory that is only partly locked ("invalid argument")."""
     if device.type != "cuda" or not elements:
         return torch.zeros(elements, dtype=dtype)
     needed = elements * dtype.itemsize
