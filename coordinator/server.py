@@ -28,7 +28,7 @@ from coordinator.settings import Settings
 from coordinator.store.blobs import OpenStore
 from coordinator.store.database import is_shared, url_of
 from outerstep.common import tracing
-from outerstep.common.connections import congestion_text, set_congestion_control
+from outerstep.common.connections import KEPT_OPEN_S, congestion_text, probe_when_idle, set_congestion_control
 from protocol import __version__
 from protocol.compiled import COMPILED, KERNELS
 from protocol.errors import OuterstepError
@@ -109,6 +109,7 @@ def make_server(
             "--advertise is for coordinators that share a PostgreSQL database (--database): leave it out with SQLite"
         )
     listening = _listen(settings.host, settings.port)
+    probe_when_idle(listening)
     logger.info("TCP's congestion control: %s", congestion_text(set_congestion_control(listening)))
     scheme = "https" if settings.tls_certificate else "http"
     host, port = listening.getsockname()[:2]
@@ -132,7 +133,7 @@ def make_server(
         access_log=False,
         headers=list(RESPONSE_HEADERS.items()),
         timeout_graceful_shutdown=GRACE_S if shared is None else SHARED_GRACE_S,
-        timeout_keep_alive=75,
+        timeout_keep_alive=int(KEPT_OPEN_S) + 60,  # a worker closes first: it knows when it has a request to send
     )
     return Server(config, settings, address, connections, service, shared), listening
 

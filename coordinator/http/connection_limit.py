@@ -1,12 +1,12 @@
 """How many connections may be open, in total and from one address. The total keeps the number of open files below the
 process's limit.
 
-When the total is reached, the connection that has been idle longest is closed for the next one. So idle connections
-cannot keep new clients out, however many there are.
+When a limit is reached, the connection that has been idle longest, of all or of that address, is closed for the next
+one. So idle connections keep no new one out, however many there are.
 """
 
 import resource
-from collections import Counter
+from collections import Counter, defaultdict
 from ipaddress import ip_address, ip_network
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -39,29 +39,38 @@ class ConnectionLimit:
         self._open: Counter[str] = Counter()  # by address
         self._addresses: dict[Closeable, str] = {}
         self._idle: dict[Closeable, None] = {}  # longest idle first
+        self._idle_of: defaultdict[str, dict[Closeable, None]] = defaultdict(dict)  # the same by address
 
     def __len__(self) -> int:
         return len(self._addresses)
 
     def admit(self, connection: Closeable, address: str) -> str | None:
         """Admit a connection, as idle. Return None, or the reason why it is not admitted."""
-        if self._open[address] >= self.per_address and not self._is_proxy(address):
-            return f"{self.per_address} connections from {address} are open, the limit for one address"
-        if len(self._addresses) >= self.limit:
-            if not self._idle:
-                return f"{self.limit} connections are open, the limit, and all have requests in progress"
-            longest = next(iter(self._idle))
-            self.remove(longest)
-            longest.close_idle()
+        full = self._open[address] >= self.per_address and not self._is_proxy(address)
+        if full and not self._close_longest(self._idle_of.get(address)):
+            return (
+                f"{self.per_address} connections from {address}, the limit for one address, have requests in progress"
+            )
+        if len(self._addresses) >= self.limit and not self._close_longest(self._idle):
+            return f"{self.limit} connections, the limit, have requests in progress"
         self._addresses[connection] = address
         self._open[address] += 1
-        self._idle[connection] = None
+        self.idle(connection)
         return None
+
+    def _close_longest(self, idle: dict[Closeable, None] | None) -> bool:
+        """Close the first of these connections; return False if there is none."""
+        if not idle:
+            return False
+        longest = next(iter(idle))
+        self.remove(longest)
+        longest.close_idle()
+        return True
 
     def remove(self, connection: Closeable) -> None:
         """Record that a connection is closed. It may never have been admitted, or already be removed."""
+        self.busy(connection)
         address = self._addresses.pop(connection, None)
-        self._idle.pop(connection, None)
         if address is not None:
             self._open[address] -= 1
             if not self._open[address]:
@@ -69,12 +78,17 @@ class ConnectionLimit:
 
     def busy(self, connection: Closeable) -> None:
         """Record that a connection has a request in progress."""
-        self._idle.pop(connection, None)
+        if connection in self._idle:
+            del self._idle[connection]
+            address = self._addresses[connection]
+            del self._idle_of[address][connection]
+            if not self._idle_of[address]:
+                del self._idle_of[address]
 
     def idle(self, connection: Closeable) -> None:
         """Record that a connection no longer has a request in progress."""
-        if connection in self._addresses:
-            self._idle[connection] = None
+        if (address := self._addresses.get(connection)) is not None:
+            self._idle[connection] = self._idle_of[address][connection] = None
 
     def _is_proxy(self, address: str) -> bool:
         if address and any(ip_address(address) in network for network in self._proxies):

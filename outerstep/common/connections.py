@@ -22,6 +22,9 @@ CONGESTION_VARIABLE = "OUTERSTEP_TCP"  # another congestion control to request, 
 BBR = "bbr"
 KEEP_WINDOWS = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
 
+KEPT_OPEN_S = 3600.0  # for an idle connection, by workers: the next transfer, a round later, begins with its window
+_PROBES = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4))  # seconds, seconds, and how many
+
 SLOW_START_AFTER_IDLE = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 
 _PROBE_S = 5.0
@@ -63,6 +66,17 @@ def set_congestion_control(opened: socket.socket) -> str:
     with suppress(OSError):  # the kernel lacks it, or allows it to root only
         opened.setsockopt(socket.IPPROTO_TCP, option, os.environ.get(CONGESTION_VARIABLE, BBR).encode())
     return opened.getsockopt(socket.IPPROTO_TCP, option, 16).rstrip(b"\0").decode()
+
+
+def probe_when_idle(opened: socket.socket) -> None:
+    """Have the kernel probe the other side of a socket, or of all connections that a listening socket accepts, after
+    30 s of silence and every 10 s from then on. Routers forget silent connections: after two hours at the earliest
+    according to RFC 5382, but many do within minutes. A connection whose other side has not answered for 70 s is
+    closed."""
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES:
+        if (option := getattr(socket, name, None)) is not None:  # Linux
+            opened.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def starts_slowly_after_silence(congestion_control: str) -> bool | None:

@@ -35,13 +35,30 @@ def admitted(limit: ConnectionLimit, address: str, count: int) -> list[FakeConne
 def test_each_address_has_its_own_limit() -> None:
     limit = ConnectionLimit(limit=10, per_address=3)
     mine = admitted(limit, "10.0.0.1", 3)
+    for each in mine:
+        limit.busy(each)
     assert "3 connections from 10.0.0.1" in str(limit.admit(FakeConnection(), "10.0.0.1"))
     admitted(limit, "10.0.0.2", 3)
     limit.remove(mine[0])
     limit.remove(mine[0])  # again, without effect
-    admitted(limit, "10.0.0.1", 1)
+    for each in admitted(limit, "10.0.0.1", 1):
+        limit.busy(each)
     assert limit.admit(FakeConnection(), "10.0.0.1") is not None
     assert len(limit) == 6
+
+
+def test_at_its_limit_an_address_loses_what_it_has_left_idle_longest() -> None:
+    limit = ConnectionLimit(limit=10, per_address=3)
+    other = admitted(limit, "10.0.0.2", 1)
+    working, first, second = admitted(limit, "10.0.0.1", 3)
+    limit.busy(working)
+    limit.busy(first)
+    limit.idle(first)
+    admitted(limit, "10.0.0.1", 1)
+    assert [each.closed for each in (*other, working, first, second)] == [False, False, False, True]
+    admitted(limit, "10.0.0.1", 1)
+    assert first.closed
+    assert len(limit) == 4
 
 
 def test_one_address_never_has_more_than_half() -> None:
@@ -73,7 +90,7 @@ def test_no_connection_is_admitted_while_all_are_busy() -> None:
     connections = admitted(limit, "10.0.0.1", 1) + admitted(limit, "10.0.0.2", 1)
     for connection in connections:
         limit.busy(connection)
-    assert "2 connections are open" in str(limit.admit(FakeConnection(), "10.0.0.3"))
+    assert "2 connections, the limit, have requests in progress" in str(limit.admit(FakeConnection(), "10.0.0.3"))
     assert not any(connection.closed for connection in connections)
 
 

@@ -210,9 +210,14 @@ def test_of_one_address_so_many_and_another_is_served(tmp_path: Path) -> None:
         coordinator_thread(data, max_connections=20, max_connections_per_address=5) as running,
         ExitStack() as held,
     ):
+        begun = b"POST /v1/runs HTTP/1.1\r\nHost: c\r\nContent-Length: 9\r\nExpect: 100-continue\r\n"
+        begun += f"Authorization: Bearer {running.admin_token}\r\n\r\n".encode()
+        idle = held.enter_context(line(running, "127.0.0.2"))
         for _ in range(5):
-            held.enter_context(line(running, "127.0.0.2")).sendall(b"GET")
-        wait_until(lambda: len(running.server.connections) >= 5)
+            busy = held.enter_context(line(running, "127.0.0.2"))
+            busy.sendall(begun)
+            assert b" 100 " in busy.recv(1000)
+        assert is_cut(idle), "it has made room for the last one"
         with line(running, "127.0.0.2") as one_more:
             assert status(one_more) == 503
         assert is_served(running)
@@ -244,9 +249,10 @@ def test_before_a_handshake_they_are_counted_too(tmp_path: Path) -> None:
             assert client.get("/healthz").status_code == 200
             assert client.get("/healthz", headers={"X-Long": "a" * 40_000}).status_code == 431
         assert len(running.server.connections) <= 20
+        first = held.enter_context(line(running, "127.0.0.99"))
         for _ in range(running.server.connections.per_address):
             held.enter_context(line(running, "127.0.0.99"))
-        assert is_cut(held.enter_context(line(running, "127.0.0.99")))
+        assert is_cut(first)
 
 
 @pytest.mark.covers("security:idle-connections")

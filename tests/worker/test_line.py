@@ -16,7 +16,7 @@ from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.line.connections import UNSENT_BYTES, Connections
 from worker.line.line import Line
-from worker.link.client import KEPT_OPEN_S, Client, open_http
+from worker.link.client import Client, open_http
 
 
 def unsent_bytes(response: httpx.Response) -> int:
@@ -37,7 +37,7 @@ def test_a_line_that_carries_nothing_is_handed_little() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:  # nobody reads there
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        length, trace = {"Content-Length": str(256 << 15)}, {"trace": Connections().trace}
+        length, trace = {"Content-Length": str(256 << 15)}, Connections().traced("up")
         with open_http(url) as http, pytest.raises(httpx.WriteTimeout):
             http.put("/", content=body(), headers=length, timeout=0.5, extensions=trace)
     assert 0 < handed < 1 << 20
@@ -53,7 +53,7 @@ def test_the_proxies_of_the_environment_are_used_and_handed_little_too(monkeypat
             asked.append(self.path)
             self.created()
 
-    trace = {"trace": Connections().trace}
+    trace = Connections().traced("up")
     with serving(Proxy) as url:
         with open_http(url) as http:
             assert unsent_bytes(http.put("/direct", extensions=trace)) == UNSENT_BYTES
@@ -68,7 +68,7 @@ def test_what_nobody_has_read_is_underway_and_all_connections_can_be_broken() ->
 
     def send(http: httpx.Client) -> None:
         try:
-            http.put("/", content=bytes(64 << 20), extensions={"trace": connections.trace})
+            http.put("/", content=bytes(64 << 20), extensions=connections.traced("up"))
         except httpx.TransportError as error:
             failed.append(error)
 
@@ -127,28 +127,46 @@ def test_transfers_and_small_requests_have_connections_of_their_own(tmp_path: Pa
     assert not ports["other"] & (ports["up"] | ports["down"])
 
 
-def test_connections_are_opened_ahead_if_those_of_the_last_transfers_have_been_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, opened = [0.0], list[tuple[str, int]]()
-    with open_http("http://coordinator.invalid") as http:
-        client = Client(http, "r", "t", clock=lambda: now[0])
-        directions = {"up": client.line.up, "down": client.line.down}
-        for name, direction in directions.items():
-            monkeypatch.setattr(direction, "start", lambda act, times, name=name: opened.append((name, times)))
+def test_connections_are_opened_ahead_if_those_of_the_last_transfers_have_been_closed() -> None:
+    served: list[socket.socket] = []
+
+    class Health(Handler, BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.created()
+            if self.connection not in served:
+                served.append(self.connection)
+
+    with serving(Health) as url, open_http(url) as http:
+        client = Client(http, "r", "t")
+        up, down = client.line.up.parallel.now, client.line.down.parallel.now
         client.open_ahead()
-        assert not opened, "the line is short"
+        assert not served, "the line is short"
         client.line.is_far = True
         client.open_ahead()
-        assert opened == [("up", 1), ("down", 4)]
-        with client.line.up.slot() as slot:
-            slot.moved(1)
-        now[0] = KEPT_OPEN_S
+        wait_until(lambda: len(served) == up + down)
         client.open_ahead()
-        assert opened[2:] == [("down", 4)], "an upload's are there"
-        now[0] = KEPT_OPEN_S + 1
+        http.get("/", extensions=client.line.connections.traced("other"))
+        assert len(served) == up + down + 1, "those for transfers are open"
+        for each in served:
+            each.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: client.line.connections.count("up") + client.line.connections.count("down") == 0)
         client.open_ahead()
-        assert opened[3:] == [("up", 1), ("down", 4)]
+        wait_until(lambda: len(served) == 2 * (up + down) + 1)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_KEEPIDLE"), reason="the system has no such options")
+def test_silent_connections_are_probed_at_both_ends(tmp_path: Path) -> None:
+    """A router that forgets them would cost the next transfer four seconds, and then its windows."""
+    with coordinator_thread(tmp_path) as coordinator, open_http(coordinator.url) as http:
+        answer = http.get("/healthz", extensions=Connections().traced("up"))
+        ends = [answer.extensions["network_stream"].get_extra_info("socket")]
+        ends += [each.transport.get_extra_info("socket") for each in coordinator.server.server_state.connections]
+        assert len(ends) == 2
+        for each in ends:
+            assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 60
 
 
 class Dawdles(Client):

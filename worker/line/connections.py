@@ -19,34 +19,42 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
-from outerstep.common.connections import congestion_text, set_congestion_control
+from outerstep.common.connections import congestion_text, probe_when_idle, set_congestion_control
 
 UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as without
 UNSENT_FAR_BYTES = 1 << 14  # per connection, where there are many
 
 QUEUED = 1.3
 
-# The fields used of Linux's struct tcp_info: a number of packets, and microseconds.
-_UNACKED_AT, _RTT_AT, _MIN_RTT_AT = 24, 68, 148
+# The fields used of Linux's struct tcp_info: the state, one byte; a number of packets; and microseconds.
+_STATE_AT, _UNACKED_AT, _RTT_AT, _MIN_RTT_AT = 0, 24, 68, 148
+_ESTABLISHED = 1
 _SIOCOUTQ = 0x5411  # Linux: bytes of a TCP socket that the peer has not acknowledged
+
+Pool = Literal["up", "down", "other"]  # uploads, downloads, all other requests
 
 log = logging.getLogger(__name__)
 
 
 class Connections:
-    """The open connections of one client. `opened` is called with the round trip of each new one, in seconds. Pass
-    `trace` as an httpx extension with each request. (As a transport option it would make httpx ignore the environment's
+    """The open connections of one client. `opened` is called with the round trip of each new one, in seconds.
+    Pass `traced` as an httpx extension with each request. (A transport option would make httpx ignore the environment's
     proxies.) Thread-safe."""
 
     def __init__(self, opened: Callable[[float], object] = lambda round_trip_s: None) -> None:
         self._lock, self._note = threading.Lock(), opened
         self.unsent_bytes = UNSENT_BYTES  # for connections opened from now on
-        self._open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._open: weakref.WeakKeyDictionary[socket.socket, Pool] = weakref.WeakKeyDictionary()
         self.congestion_control: str | None = None  # of the newest connection, if the system reports it
 
-    def trace(self, event: str, info: dict[str, Any]) -> None:
+    def traced(self, pool: Pool) -> dict[str, Any]:
+        """Return the httpx extensions of a request that uses the connections of `pool`."""
+        return {"trace": partial(self._trace, pool)}
+
+    def _trace(self, pool: Pool, event: str, info: dict[str, Any]) -> None:
         if event.endswith((".connect_tcp.complete", ".start_tls.complete")):
             opened = info["return_value"].get_extra_info("socket")
             if isinstance(opened, socket.socket):
@@ -54,7 +62,13 @@ class Connections:
                 if event.endswith(".connect_tcp.complete") and (round_trip_s := _round_trip_s(opened)) is not None:
                     self._note(round_trip_s)
                 with self._lock:
-                    self._open.add(opened)
+                    self._open[opened] = pool
+
+    def count(self, pool: Pool) -> int:
+        """Return how many connections of a pool are open at both ends, as far as the kernel knows."""
+        with self._lock:
+            found = [each for each, its in self._open.items() if its == pool and each.fileno() >= 0]
+        return sum((info := _tcp_info(each)) is None or info[_STATE_AT] == _ESTABLISHED for each in found)
 
     def unacknowledged_bytes(self) -> int:
         """Return the bytes that the kernel has accepted and the peer has not acknowledged; 0 if the system cannot
@@ -83,6 +97,7 @@ class Connections:
 
     def _set_up(self, opened: socket.socket) -> None:
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self.unsent_bytes)
+        probe_when_idle(opened)
         used = set_congestion_control(opened)
         if used != self.congestion_control:
             self.congestion_control = used

@@ -108,11 +108,6 @@ class Meter:
         self._burst: _Moment | None = None  # start of the current burst
         self._window: _Moment | None = None  # start of the window in which all slots are active
 
-    @property
-    def silent_s(self) -> float:
-        """Return the seconds since bytes were last moved; infinite if none were."""
-        return self._clock() - self._last_at
-
     def started(self) -> None:
         """Note that one more slot moves bytes."""
         self.active += 1

@@ -93,7 +93,7 @@ class StoreUpload:
                     content=channel.sent(map(bytes, pieces), slot),
                     headers={**headers, "Content-Length": str(self._size)},
                     timeout=channel.timeout(),
-                    extensions=channel.extensions,
+                    extensions=channel.traced("up"),
                 ) as answer:
                     if not answer.is_success and answer.status_code != 412:  # 412: an earlier attempt has arrived
                         raise Transient(f"the store at {origin(url)} answers {answer.status_code} to an upload")

@@ -36,6 +36,7 @@ from protocol.messages import PartReply, Stage
 from protocol.versions import LENGTH_HEADER, Version, coordinator_version
 from worker.accounts.stages import Stages, Traffic
 from worker.errors import Stopped
+from worker.line.connections import Pool
 from worker.line.line import Line, Range, Slot
 from worker.line.retry import Retry, Signal
 from worker.line.store import StorePath, check_store_url, origin
@@ -91,10 +92,9 @@ class Channel:
         if self.until.is_set():
             raise Stopped("asked to stop in the middle of a transfer")
 
-    @property
-    def extensions(self) -> dict[str, Any]:
-        """httpx extensions of every request."""
-        return {"trace": self.line.connections.trace}
+    def traced(self, pool: Pool) -> dict[str, Any]:
+        """Return the httpx extensions of a request by `http` or, for these pools, by `up` or `down`."""
+        return self.line.connections.traced(pool)
 
     def sent(self, pieces: Iterable[bytes], slot: Slot) -> Iterator[bytes]:
         """Yield the pieces of a body and count them. The slot is released after the last one."""
@@ -176,7 +176,7 @@ class Upload:
                 content=channel.sent(map(bytes, pieces), slot),
                 headers=self._headers | self._described(start, stop, pieces),
                 timeout=channel.timeout(),
-                extensions=channel.extensions,
+                extensions=channel.traced("up"),
             ) as answer:
                 raise_for_problem(answer)
                 if answer.status_code == 202:
@@ -321,7 +321,7 @@ class Download:
             channel.line.down.slot() as slot,
             channel.line.stalls.watched(),
             channel.down.stream(
-                "GET", path, headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
+                "GET", path, headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.traced("down")
             ) as answer,
         ):
             if answer.status_code == 307:
@@ -369,7 +369,7 @@ class Download:
             channel.line.down.slot() as slot,
             channel.line.stalls.watched(),
             channel.down.stream(
-                "GET", url, headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.extensions
+                "GET", url, headers=headers, timeout=DOWNLOAD_TIMEOUT, extensions=channel.traced("down")
             ) as answer,
         ):
             if answer.status_code not in (200, 206):

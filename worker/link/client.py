@@ -20,14 +20,15 @@ import httpx
 from pydantic import BaseModel
 
 from outerstep.common.answers import ERROR_BYTES, Reply, beginning, raise_for_problem, read_body, read_message
-from outerstep.common.connections import ssl_context
+from outerstep.common.connections import KEPT_OPEN_S, ssl_context
 from protocol import messages, wire
 from protocol.digest import Buffer
 from protocol.errors import BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
 from protocol.spec.run import MAX_SPEC_BYTES
 from protocol.versions import OURS, different_builds, request_headers
 from worker.accounts.stages import RoundTrace, Stages, Traffic
-from worker.line.line import DOWN, UP, Line
+from worker.line.connections import Pool
+from worker.line.line import DOWN, UP, Direction, Line
 from worker.line.retry import Retry, Signal
 from worker.line.store import StorePath
 from worker.line.store_upload import StoreUpload
@@ -37,7 +38,6 @@ from worker.process import interruptible
 TIMEOUT = httpx.Timeout(
     connect=CONNECT_S, read=60.0, write=60.0, pool=None
 )  # without any byte, not for the whole transfer
-KEPT_OPEN_S = 50.0  # for an idle connection; the coordinator closes it after 75 s, many proxies after 60 s
 OTHERS = 32  # connections, beside those that send or receive a transfer's bytes
 LEAVE_ATTEMPTS = 3
 MAX_LISTED = 1000  # items of one listing
@@ -147,16 +147,19 @@ class Client:
         self._retry.pause(seconds)
 
     def open_ahead(self) -> None:
-        """Start to open the connections of the next transfers, if that takes long enough to matter. Those of recent
-        transfers are still open."""
-        line, channel = self.line, self._channel
-        for direction, http in ((line.up, channel.up), (line.down, channel.down)):
-            if line.is_far and direction.meter.silent_s > KEPT_OPEN_S:
-                direction.start(partial(self._open, http), direction.parallel.now)
+        """Start to open the connections of the next transfers, if that takes long enough to matter and those of the
+        last transfers are not open any more."""
+        self._open_pool("up", self._channel.up, self.line.up)
+        self._open_pool("down", self._channel.down, self.line.down)
 
-    def _open(self, http: httpx.Client) -> None:
+    def _open_pool(self, pool: Pool, http: httpx.Client, direction: Direction) -> None:
+        wanted = direction.parallel.now
+        if self.line.is_far and self.line.connections.count(pool) < wanted:
+            direction.start(partial(self._open, pool, http), wanted)
+
+    def _open(self, pool: Pool, http: httpx.Client) -> None:
         try:
-            with http.stream("GET", "/healthz", timeout=CONNECT_S, extensions=self._channel.extensions) as response:
+            with http.stream("GET", "/healthz", timeout=CONNECT_S, extensions=self._channel.traced(pool)) as response:
                 _pass_over(response)
         except httpx.TransportError as error:
             log.debug("could not open a connection ahead: %s", error)  # the request that needs one will report it
@@ -316,7 +319,7 @@ class Client:
                 content=content,
                 headers=all_headers,
                 timeout=channel.timeout(),
-                extensions=channel.extensions,
+                extensions=channel.traced("other"),
             ) as response,
         ):
             if not waits:
