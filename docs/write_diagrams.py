@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.run.decide import TRANSITIONS
 from docs.vector_parts import contribution, spread
-from harness.drawing import DOWN, INK, LINE, MEAN, QUIET, TRAIN, UP, Drawing
+from outerstep.common.drawing import DOWN, INK, LINE, MEAN, QUIET, TRAIN, UP, Drawing
 from outerstep.common.quantities import bytes_text
 from outerstep.plan import Workload, contribution_bytes, delta_bytes, fragment_sizes, fragment_times
 from protocol import wire

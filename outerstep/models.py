@@ -14,13 +14,13 @@ from transformers.utils import logging
 from protocol.messages import DataSummary, Evaluation, RunDetail
 from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.run import RunSpec, parse_spec
-from protocol.spec.sections import PinSpec
+from protocol.spec.sections import DataSpec, PinSpec
 from worker.allowing import allowed_by, permit, permit_factory
 from worker.box import base_of, check_suited, shard_cache, summary_of_frozen
 from worker.data.open_training_set import open_training_set
 from worker.data.tokens.index import described
 from worker.data.tokens.tokenizer import IN_BYTES
-from worker.data.training_set import TrainingSet
+from worker.data.training_set import Sequences, TrainingSet
 from worker.errors import DataError, ModelError
 from worker.export import export, load_checkpoint
 from worker.inner.evaluation import evaluate
@@ -60,38 +60,50 @@ def evaluate_model(
     """
     logging.disable_progress_bar()
     device = choose_device(box.device)
-    data = held_out_data(run, box)
+    data = held_out_data(run.spec, box, f"run {run.name}", run.data)
     client = Client(http, run.name, token)
     if exported is None:
         model = load_checkpoint(client, state, box.allow_factory, box.max_parameters)
     else:
         model = load_export(exported, run, box.allow_factory, box.max_parameters)
+    loss = loss_of(model, data, run.spec.data, device)
+    report = evaluate(model, data, run.spec.evaluation.max_tokens, device, loss, micro_batches(run.spec.data))
+    return Evaluation(**report.model_dump())
+
+
+def loss_of(model: nn.Module, data: TrainingSet, described: DataSpec, device: torch.device) -> Loss:
+    """Return the model's loss on data that `described` describes, on `device`. Raises ModelError if the model cannot
+    be evaluated on them."""
     check_vocabulary(model, data.vocabulary)
     check_finite(model)
-    sizes = MicroBatches(None, max(TOKENS_AT_ONCE // run.spec.data.sequence_length, 1))
-    conversations = conversations_in(run.spec.data)
+    conversations = conversations_in(described)
     if conversations == "packed":
         if (config := getattr(model, "config", None)) is not None:
             config.use_cache = False  # with a cache, transformers takes a sequence for one conversation
         check_packing(model)
-    loss = Loss(model.to(device), conversations=conversations)
-    report = evaluate(model, data, run.spec.evaluation.max_tokens, device, loss, sizes)
-    return Evaluation(**report.model_dump())
+    return Loss(model.to(device), conversations=conversations)
 
 
-def held_out_data(run: RunDetail, box: BoxSettings) -> TrainingSet:
-    """Return the run's data, or the data that `box` names. Raises DataError if they are missing, use another tokenizer
-    than the run, are not the run's although `box` names none, or have nothing held out."""
-    spec = run.spec.with_source(box.data)
+def micro_batches(described: DataSpec) -> MicroBatches:
+    return MicroBatches(None, max(TOKENS_AT_ONCE // described.sequence_length, 1))
+
+
+def held_out_data(spec: RunSpec, box: BoxSettings, name: str, recorded: DataSummary | None) -> Sequences:
+    """Return the data of the spec, or those that `box` names. `name` is that of the run, or of its export; `recorded`
+    is what the coordinator knows of the run's data, None if nothing. Raises DataError if they are missing, use another
+    tokenizer than the run, are not the run's although `box` names none, or have nothing held out."""
+    custom = spec.data.source == "custom"
+    spec = spec.with_source(box.data)
     if spec.data.source == "custom":
-        raise DataError(f"run {run.name} has data.source = 'custom', which only its scripts can read; give --data")
+        raise DataError(f"{name} has data.source = 'custom', which only its scripts can read; give --data")
     data = open_training_set(spec, shards=shard_cache(box))
-    _check_tokenizer(run, spec.data.source, data.summary)
-    known = None if run.data is None else run.data.digest
+    if recorded is not None and not custom:  # a script's own tokenizer is unknown
+        check_tokenizer(name, recorded, spec.data.source, data.summary)
+    known = None if recorded is None else recorded.digest
     if box.data is None and known not in (None, data.summary.digest):
         raise DataError(
             f"data.source = {spec.data.source!r} has other text on this machine (BLAKE3 {data.summary.digest}) than "
-            f"the run is trained on ({known}); give --data to evaluate on other text"
+            f"{name} is trained on ({known}); give --data to evaluate on other text"
         )
     if next(data.held_out_batches(1), None) is None:
         raise DataError(
@@ -101,14 +113,13 @@ def held_out_data(run: RunDetail, box: BoxSettings) -> TrainingSet:
     return data
 
 
-def _check_tokenizer(run: RunDetail, source: str, ours: DataSummary) -> None:
-    """Raise DataError if the tokenizer is not the run's. It is unknown for a script's own data."""
-    theirs = run.data
-    if theirs is None or run.spec.data.source == "custom" or theirs.tokenizer_digest == ours.tokenizer_digest:
+def check_tokenizer(name: str, theirs: DataSummary, source: str, ours: DataSummary) -> None:
+    """Raise DataError if `name` is trained on ids of another tokenizer than those of `source`."""
+    if theirs.tokenizer_digest == ours.tokenizer_digest:
         return
     here, there = (described(each.tokenizer or IN_BYTES, each.tokenizer_digest) for each in (ours, theirs))
     raise DataError(
-        f"data.source = {source!r} has token ids from {here}, but run {run.name} is trained on ids from {there}; "
+        f"data.source = {source!r} has token ids from {here}, but {name} is trained on ids from {there}; "
         "give --data made with that tokenizer, by `outerstep data prepare`"
     )
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from harness.drawing import Drawing
 from harness.lines import Line, Shape
+from outerstep.common.drawing import Drawing
 from protocol.messages import RoundDetail, Stage
 from worker.accounts.stages import RoundTrace
 

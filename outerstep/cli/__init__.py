@@ -189,6 +189,12 @@ def _plan() -> typer.Typer:
     return _command("plan", plan.plan)
 
 
+def _compare() -> typer.Typer:
+    from outerstep.cli import compare
+
+    return _command("compare", compare.compare)
+
+
 def _privacy() -> typer.Typer:
     from outerstep.cli import privacy
 
@@ -211,6 +217,10 @@ ENTRIES: dict[str, Entry] = {
         "Average contributions for several coordinators, until SIGTERM or Ctrl-C.",
     ),
     "run": Entry(_run, "Create, follow, steer and export runs."),
+    "compare": Entry(
+        _compare,
+        "Compare models on the same held-out tokens: runs, checkpoints, exports and directories of transformers.",
+    ),
     "token": Entry(_token, "Create, list, rotate and revoke tokens. Needs an admin token."),
     "data": Entry(_data, "Prepare and inspect token sets to train on."),
 }

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from outerstep.compare import losses
 from protocol.spec.sections import InnerSpec
 from tests.support.conversations import write_conversations
 from tests.support.tokenizers import write_chat_tokenizer
@@ -18,7 +19,7 @@ from tests.worker.test_conversations import spec
 from worker.box import set_up
 from worker.data.open_training_set import open_training_set
 from worker.data.tokens.marks import BEGINS, IDS, TRAINED
-from worker.data.training_set import TrainingSet
+from worker.data.training_set import Sequences
 from worker.errors import ModelError
 from worker.inner.evaluation import evaluate
 from worker.inner.loss import Loss, check_packing, find_head
@@ -37,7 +38,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_conversations(tmp_path / "talk.jsonl")
 
 
-def opened(source: Path, data: str = "", *, batch: int = 4) -> TrainingSet:
+def opened(source: Path, data: str = "", *, batch: int = 4) -> Sequences:
     return open_training_set(spec(source, source.parent, f"holdout = 0.2\n{data}", length=160, batch=batch))
 
 
@@ -202,3 +203,15 @@ def test_a_box_trains_on_conversations(source: Path) -> None:
     assert box.evaluate().loss < before.loss
     assert before.tokens == box.data.held_out_tokens
     assert json.loads(box.data.summary.model_dump_json())["units"] == box.data.units_per_epoch
+
+
+@pytest.mark.parametrize("data", ["", "packing = false"])
+def test_the_loss_by_conversation_adds_up_to_that_of_all(source: Path, data: str) -> None:
+    opened_set, model = opened(source, data), model_of().eval()
+    loss = Loss(model, conversations="padded" if data else "packed")
+    report = evaluate(model, opened_set, 10**6, CPU, loss)
+    of_each = losses(loss, opened_set, 10**6, CPU, MicroBatches(None, 2))
+    assert int(of_each.targets.sum()) == report.tokens
+    assert of_each.mean == pytest.approx(report.loss, rel=1e-5)
+    begins = sum(int((batch & BEGINS != 0).sum()) for batch in opened_set.held_out_batches(10**6))
+    assert 1 < len(of_each.targets) <= begins

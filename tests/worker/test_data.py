@@ -191,3 +191,18 @@ def test_text_of_any_language_and_age_is_text(text: Path) -> None:
     for index, encoding in enumerate(("utf-8", "latin-1", "utf-8-sig")):
         (text / f"more{index}.txt").write_bytes("Größe, naïveté\x1b[0m\f\x7f".encode(encoding))
     TextData(spec(str(text)))
+
+
+def test_the_documents_of_held_out_text_are_its_files(text: Path) -> None:
+    """Each of them has a byte of its own."""
+    data = TextData(spec(str(text)))
+    batches, documents = data.held_out_batches(10**9), data.held_out_documents(10**9)
+    assert documents is not None
+    targets = torch.cat([batch[:, 1:] for batch in batches]).flatten().tolist()
+    numbers = torch.cat(list(documents)).flatten().tolist()
+    assert len(set(zip(targets, numbers, strict=True))) == len(set(targets)) == len(set(numbers)) > 1
+
+
+def test_the_end_of_one_file_has_no_documents(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_bytes(bytes(range(97, 123)) * 20)
+    assert TextData(spec(str(tmp_path / "one.txt"))).held_out_documents(10**9) is None

@@ -97,6 +97,25 @@ def test_held_out_sequences_are_taken_evenly_from_all_shards(prepared: Path) -> 
     assert some == [wanted[number * len(wanted) // 10] for number in range(10)]
 
 
+def test_a_document_of_a_token_set_ends_with_the_tokenizer_s_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.data.training_set._READ_TOKENS", 100)
+    text = write_text(tmp_path / "text", seed=3, files=60, words=20)
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer")))
+    prepare(Recipe([find_source(str(text), TextRows("text"), 0.3)], tokenizer, 1000), tmp_path / "set", processes=1)
+    data = open_training_set(spec(tmp_path / "set"))
+    end = json.loads((tmp_path / "set" / "index.json").read_text())["end"]
+    documents = data.held_out_documents(10**9)
+    assert documents is not None
+    tokens = torch.cat(list(data.held_out_batches(10**9)))
+    numbers = torch.cat(list(documents))
+    steps = numbers[:, 1:] - numbers[:, :-1]
+    assert torch.equal(steps == 1, tokens[:, 1:-1] == end)
+    assert set(steps.unique().tolist()) == {0, 1}
+    assert len(numbers.unique()) > 10
+
+
 def test_the_summary_names_the_tokenizer(prepared: Path, tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
     summary = open_training_set(spec(prepared)).summary

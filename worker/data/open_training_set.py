@@ -31,7 +31,7 @@ from worker.data.tokens.index import FILE, Index, check_sizes, check_tokenizer, 
 from worker.data.tokens.preparing import Progress, prepare, recipe_of
 from worker.data.tokens.token_files import InDirectory, TokenFiles
 from worker.data.tokens.tokenizer import BYTES, IN_BYTES, Tokenizer, load_tokenizer
-from worker.data.training_set import InMemory, Sequences, TrainingSet, token_sequences
+from worker.data.training_set import InMemory, Sequences, token_sequences
 from worker.errors import DataError
 
 _REPORT_EVERY = 0.05  # of the work
@@ -45,7 +45,7 @@ def open_training_set(
     check: Callable[[int], object] = lambda vocabulary: None,
     stop: threading.Event | None = None,
     shards: CacheSettings | None = None,
-) -> TrainingSet:
+) -> Sequences:
     """Return the run's training set on this machine. Prepares it first if necessary, until `stop` is set. `shards` is
     the cache for the shards of a set behind a URL.
 
@@ -140,7 +140,7 @@ class TextData(Sequences):
         try:
             files = source_files(source)
             check_text(source, files)
-            self.training, self.held_out, digest = _read(files, spec.data.holdout)
+            self.training, self.held_out, starts, digest = _read(files, spec.data.holdout)
         except OSError as error:
             raise DataError(f"data.source = {source!r}: {error_text(error)}") from error
         super().__init__(
@@ -150,27 +150,33 @@ class TextData(Sequences):
             digest=digest,
             vocabulary=BYTES,
             bytes_per_token=1.0 if len(self.held_out) else None,
+            held_out_starts=starts,
         )
 
 
-def _read(files: NamedFiles, holdout: float) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], str]:
-    """Return training bytes, held-out bytes, and the digest of both. Each file is read once, into its final place."""
+def _read(
+    files: NamedFiles, holdout: float
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], npt.NDArray[np.int64], str]:
+    """Return training bytes, held-out bytes, where each held-out file begins, and the digest of all files. Each file is
+    read once, into its final place."""
     sizes = {name: path.stat().st_size for name, path in files}
     held_out = held_out_names(sizes, holdout) if len(files) > 1 else set()
     held_out_bytes = sum(sizes[name] for name in held_out)
     parts = [np.empty(size, np.uint8) for size in (sum(sizes.values()) - held_out_bytes, held_out_bytes)]
-    places, hasher = [0, 0], blake3()
+    places, starts, hasher = [0, 0], [0], blake3()
     for name, path in files:
         part, size = int(name in held_out), sizes[name]
         content = parts[part][places[part] : places[part] + size]
         _read_into(path, content)
         places[part] += size
+        if name in held_out:
+            starts.append(places[part])
         hasher.update(f"{name}\0{size}\0".encode())
         hasher.update(content.data)
     if len(files) == 1:
         # A single file cannot be held out as a whole, so its end is.
         parts = np.split(parts[0], [len(parts[0]) - int(len(parts[0]) * holdout)])
-    return parts[0], parts[1], hasher.hexdigest()
+    return parts[0], parts[1], np.array(sorted(set(starts[:-1]))), hasher.hexdigest()
 
 
 def _read_into(path: Path, content: npt.NDArray[np.uint8]) -> None:

@@ -20,11 +20,12 @@ from protocol.spec.run import RunSpec
 from protocol.spec.sections import DataSpec
 from worker.data.order import Integers, Order, Places
 from worker.data.tokens.index import Conversations, Index
-from worker.data.tokens.marks import TRAINED
+from worker.data.tokens.marks import BEGINS, TRAINED
 from worker.data.tokens.token_files import TokenFiles
 from worker.data.tokens.tokenizer import BYTES, Tokens
 from worker.errors import DataError
 
+_READ_TOKENS = 1 << 20
 _COLUMNS = 64  # batches of few widths: each is compiled, and measured by the allocator, anew
 
 
@@ -124,8 +125,12 @@ class Sequences:
         tokenizer_digest: str | None = None,
         prefetch: Prefetch | None = None,
         index: Index | None = None,
+        held_out_starts: Integers | None = None,
     ) -> None:
-        self._prefetch = prefetch
+        """`held_out_starts`: where the documents of the only held-out shard begin, ascending; None: each ends with the
+        index's `end`, or where they begin is unknown."""
+        self._prefetch, self._held_out_starts = prefetch, held_out_starts
+        self._end = None if index is None else index.end
         self._length, self._batch = spec.data.sequence_length, spec.inner.batch_size
         conversations = None if index is None else index.conversations
         self._stride = self._length if conversations is None else self._length + 1
@@ -174,6 +179,55 @@ class Sequences:
 
     def held_out_batches(self, max_tokens: int) -> Iterator[Tensor]:
         """See `TrainingSet`."""
+        for places in self._held_out_places(max_tokens):
+            yield self._read(self._held_out, places)
+
+    def held_out_documents(self, max_tokens: int) -> Iterator[Tensor] | None:
+        """Yield which document each target of `held_out_batches` belongs to, int64[<= batch_size, sequence_length], in
+        the same order; None if that is unknown, or if all of it is one document. Conversations are documents. Reads all
+        held-out tokens. Raises DataError."""
+        if self._stride > self._length:
+            return self._conversations(max_tokens)
+        starts = self._document_starts()
+        firsts = np.cumsum([0, *(len(each) for each in starts)])
+        return None if firsts[-1] < 2 else self._documents(max_tokens, starts, firsts)
+
+    def _documents(self, max_tokens: int, starts: list[Integers], firsts: Integers) -> Iterator[Tensor]:
+        for places in self._held_out_places(max_tokens):
+            targets = places.rows[:, None] * self._stride + 1 + np.arange(self._length)
+            found = [
+                firsts[shard] + np.searchsorted(starts[shard], of_row, "right") - 1
+                for shard, of_row in zip(places.shards.tolist(), targets, strict=True)
+            ]
+            yield torch.from_numpy(np.stack(found))
+
+    def _conversations(self, max_tokens: int) -> Iterator[Tensor]:
+        seen = 0
+        for batch in self.held_out_batches(max_tokens):
+            begins = (batch & BEGINS) != 0
+            yield seen + begins.flatten().cumsum(0).view(batch.shape)[:, 1:]
+            seen += int(begins.sum())
+
+    def _document_starts(self) -> list[Integers]:
+        """Return where documents begin in each held-out shard; nowhere if that is unknown. A shard's first token begins
+        one."""
+        if self._held_out_starts is not None:
+            return [self._held_out_starts]
+        if self._end is None:
+            return []
+        found = []
+        for shard, tokens in enumerate(self._held_out.tokens):
+            starts = [np.zeros(1, np.int64)]
+            for at in range(0, tokens, _READ_TOKENS):
+                length = min(_READ_TOKENS, tokens - at)
+                read = self._held_out.read(np.array([shard]), np.array([at]), length)[0]
+                starts.append(at + 1 + np.flatnonzero(read == self._end))
+            begins = np.concatenate(starts)
+            found.append(begins[begins < tokens])
+        return found
+
+    def _held_out_places(self, max_tokens: int) -> Iterator[Places]:
+        """Yield the sequences of `held_out_batches`."""
         ends = np.cumsum(self._sequences(self._held_out))
         available = int(ends[-1]) if len(ends) else 0
         count = min(available, max(max_tokens // self._length, 1))
@@ -181,8 +235,7 @@ class Sequences:
         for start in range(0, count, self._batch):
             places = chosen[start : start + self._batch]
             shards = np.searchsorted(ends, places, "right")
-            rows = places - np.concatenate([[0], ends])[shards]
-            yield self._read(self._held_out, Places(shards, rows))
+            yield Places(shards, places - np.concatenate([[0], ends])[shards])
 
     def _sequences(self, shards: Shards) -> list[int]:
         if self._stride > self._length:

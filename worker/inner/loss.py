@@ -226,18 +226,16 @@ class Loss:
 
     def targets(self, batch: Tensor) -> Tensor | int:
         """Return the number of targets in int64[batch, length + 1]; a scalar on the device for conversations."""
+        return batch[:, 1:].numel() if self.conversations is None else self.counted(batch).sum()
+
+    def counted(self, batch: Tensor) -> Tensor:
+        """Return which tokens of int64[batch, length + 1], but the first of each, are targets: bool[batch, length]."""
         wanted = batch[:, 1:]
-        return wanted.numel() if self.conversations is None else ((wanted & TRAINED) != 0).sum()
+        return torch.ones_like(wanted, dtype=torch.bool) if self.conversations is None else (wanted & TRAINED) != 0
 
     def __call__(self, batch: Tensor) -> Tensor:
         """Return the mean over the targets of int64[batch, length + 1], a scalar in fp32; 0 if there are none."""
-        positions: Tensor | None = None
-        if self.conversations is None:
-            tokens, targets = batch[:, :-1], batch[:, 1:]
-        else:
-            tokens, targets, positions = unpack(batch)
-        if self.conversations == "padded":
-            positions = None  # those of any sequence
+        tokens, targets, positions = self._inputs(batch)
         mean_over, targets = self.targets(batch), targets.flatten()
         if isinstance(mean_over, Tensor):
             mean_over = mean_over.clamp(min=1)
@@ -252,6 +250,22 @@ class Loss:
         if self.conversations is None:
             return functional.cross_entropy(logits.float().flatten(0, 1), targets)
         return functional.cross_entropy(logits.float().flatten(0, 1), targets, reduction="sum") / mean_over
+
+    def of_each(self, batch: Tensor) -> Tensor:
+        """Return the cross-entropy of each target of int64[batch, length + 1], float32[batch, length]; 0 for tokens
+        that are no targets. All logits are in memory at once."""
+        tokens, targets, positions = self._inputs(batch)
+        with autocast(self.precision or precision_on(batch.device), batch.device):
+            logits = logits_of(self.model, tokens, positions)
+        each = functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
+        return each.view(targets.shape)
+
+    def _inputs(self, batch: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tokens, the targets, and the positions if they are not those of any sequence."""
+        if self.conversations is None:
+            return batch[:, :-1], batch[:, 1:], None
+        tokens, targets, positions = unpack(batch)
+        return tokens, targets, None if self.conversations == "padded" else positions
 
 
 def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:

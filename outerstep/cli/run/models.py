@@ -225,7 +225,7 @@ def evaluate(
             found = models.evaluate_model(client.http, token, detail, box, state=state, exported=export)
         except ValueError as error:
             raise UsageError(f"--device: {error}") from error
-    measured = {} if tasks is None or export is None else _measured(export, tasks, device, box.allow_factory)
+    measured = {} if tasks is None or export is None else lm_eval_results(export, tasks, device, box.allow_factory)
     if output is Format.JSON:
         print_json({"held_out": found, "tasks": measured})
         return
@@ -235,7 +235,7 @@ def evaluate(
         say(f"{task}: {', '.join(f'{name} {value:.4f}' for name, value in figures)}")
 
 
-def _measured(export: Path, tasks: str, device: str, factories: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def lm_eval_results(export: Path, tasks: str, device: str, factories: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """Return lm-eval's results by task."""
     module = import_extra("outerstep.lm_eval_tasks", extra="lm-eval", command="outerstep run evaluate --tasks")
     try:

@@ -1,0 +1,100 @@
+"""The rows: what differs from 60 rounds of 50 steps with int4 both ways, outer learning rate 1.0 and momentum 0.8."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.frontier.training import Outer
+
+WORKERS = 8
+USUAL = Outer(1.0, 0.8)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A DiLoCo run, or with `synchronous` one of one worker with the batches of all.
+
+    inner_steps   H; with `last_inner_steps`, H changes linearly from the first to that in the last round
+    restart       rounds after which the outer momentum begins at 0 again (arXiv 2605.28585); 0: never
+    mean_moments  rounds after which the inner optimizers' moments are averaged over all workers, with int8 both ways
+                  (arXiv 2505.22549); 0: never
+    """
+
+    synchronous: bool = False
+    inner_steps: int = 50
+    last_inner_steps: int | None = None
+    upload: str = "int4"
+    download: str = "int4"
+    outer: Outer = USUAL
+    last_outer: Outer | None = None
+    restart: int = 0
+    mean_moments: int = 0
+    learning_rate: float = 8e-3
+    final_fraction: float = 0.1
+    optimizer: str = "muon"
+
+    def rounds(self, steps: int) -> list[int]:
+        """Return the inner steps of each round, `steps` in all."""
+        first, last = self.inner_steps, self.last_inner_steps or self.inner_steps
+        count = max(round(2 * steps / (first + last)), 1)
+        ends = [round(steps * self._share(each / count, first, last)) for each in range(count + 1)]
+        return [after - before for before, after in itertools.pairwise(ends)]
+
+    def _share(self, part: float, first: int, last: int) -> float:
+        """Return the share of the steps that is done after this part of the rounds."""
+        return (first * part + (last - first) * part * part / 2) / ((first + last) / 2)
+
+    def outer_at(self, part: float) -> Outer:
+        """Return the outer optimizer after this part of the run, 0 to 1."""
+        if self.last_outer is None:
+            return self.outer
+        first, last = self.outer, self.last_outer
+        return Outer(
+            first.learning_rate + part * (last.learning_rate - first.learning_rate),
+            first.momentum + part * (last.momentum - first.momentum),
+        )
+
+
+SYNCHRONOUS = "synchronous"
+BASE = Row()
+
+
+def _named(inner_steps: Sequence[int], uploads: Sequence[str]) -> dict[str, Row]:
+    return {
+        f"{upload} up, H {h}": replace(BASE, inner_steps=h, upload=upload) for upload in uploads for h in inner_steps
+    }
+
+
+ROWS: dict[str, Row] = {
+    SYNCHRONOUS: Row(synchronous=True),
+    "fp32, H 50": replace(BASE, upload="fp32", download="fp32"),
+    **_named((25, 50, 75, 100, 150, 200, 300, 500), ("int4",)),
+    **_named((25, 40, 50, 75, 100, 150, 200, 300, 500), ("ternary",)),
+    **{
+        f"ternary up, H {h}, momentum {momentum}": replace(
+            BASE, inner_steps=h, upload="ternary", outer=Outer(1.0, momentum)
+        )
+        for h in (40, 100, 200, 500)
+        for momentum in (0.4, 0.6, 0.9)
+    },
+    **{
+        f"ternary up, H {h}, outer rate {rate}": replace(BASE, inner_steps=h, upload="ternary", outer=Outer(rate, 0.8))
+        for h in (40, 100, 200)
+        for rate in (0.7, 1.2)
+    },
+    "int4 up, H 25 to 100": replace(BASE, inner_steps=25, last_inner_steps=100),
+    "int4 up, H 100 to 25": replace(BASE, inner_steps=100, last_inner_steps=25),
+    "int4 up, H 50, momentum 0.6 to 0.9": replace(BASE, outer=Outer(1.0, 0.6), last_outer=Outer(1.0, 0.9)),
+    "int4 up, H 50, momentum 0.9 to 0.6": replace(BASE, outer=Outer(1.0, 0.9), last_outer=Outer(1.0, 0.6)),
+    "int4 up, H 50, restart every 10": replace(BASE, restart=10),
+    "int4 up, H 50, restart every 20": replace(BASE, restart=20),
+    "int4 up, H 50, moments averaged every 10": replace(BASE, mean_moments=10),
+    "int4 up, H 50, moments averaged every round": replace(BASE, mean_moments=1),
+    "int4 up, H 50, decay to 0.02": replace(BASE, final_fraction=0.02),
+    "int4 up, H 50, decay to 0.2": replace(BASE, final_fraction=0.2),
+    "int4 up, H 50, rate 0.006": replace(BASE, learning_rate=6e-3),
+    "int4 up, H 50, rate 0.011": replace(BASE, learning_rate=11e-3),
+    "sparse up, H 10": replace(BASE, inner_steps=10, upload="sparse", outer=Outer(1.0, 0.0)),
+    "sparse up, H 20": replace(BASE, inner_steps=20, upload="sparse", outer=Outer(1.0, 0.0)),
+    "sparse up, H 50": replace(BASE, inner_steps=50, upload="sparse", outer=Outer(1.0, 0.0)),
+}

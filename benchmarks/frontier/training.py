@@ -1,0 +1,171 @@
+"""DiLoCo and synchronous training of stacked replicas, with the product's codecs, schedule and outer step.
+
+A round is what docs/design.md describes: H inner steps from θ minus what the upload codec has left out before, Δ = θ −
+θ_local, its round trip through the upload codec, the mean, its round trip through the download codec, the outer step.
+Which work unit a replica trains on depends only on the step, as in a real run of equally fast workers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from benchmarks.frontier.model import Replicas
+from protocol.outer_step import outer_step, reached
+from protocol.spec.run import RunSpec
+from worker.codecs import round_trip
+from worker.data.open_training_set import TextData
+from worker.inner.evaluation import evaluate
+from worker.inner.optimizers import hidden_matrices
+from worker.inner.schedules import learning_rate
+from worker.models.building import build_model
+
+FEEDBACK = {"2bit", "ternary", "sparse"}  # codecs with error feedback
+_NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # coefficients of five steps, as in torch.optim.Muon
+_MATCH_RMS = 0.2
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The outer optimizer in one round: the outer learning rate and momentum."""
+
+    learning_rate: float
+    momentum: float
+
+
+class Inner:
+    """The inner optimizers of all replicas: Muon for hidden matrices and AdamW for the rest, or AdamW for all, with
+    each replica's gradient clipped to norm 1."""
+
+    def __init__(self, spec: RunSpec, parameters: dict[str, Tensor], hidden: set[str]) -> None:
+        inner = spec.inner
+        self._spec, self._parameters = spec, list(parameters.values())
+        self._hidden = [each for name, each in parameters.items() if name in hidden]
+        rest = [each for name, each in parameters.items() if name not in hidden]
+        betas = (inner.beta1, inner.beta2)
+        self._adamw = torch.optim.AdamW(rest, lr=0.0, betas=betas, weight_decay=inner.weight_decay, fused=True)
+        self._momenta = [torch.zeros_like(each) for each in self._hidden]
+
+    @torch.no_grad()
+    def step(self, global_step: int) -> None:
+        inner = self._spec.inner
+        rate = learning_rate(self._spec, global_step, inner.learning_rate)
+        gradients = [each.grad for each in self._parameters if each.grad is not None]
+        norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients]).norm(dim=0)
+        scale = (1.0 / (norms + 1e-6)).clamp(max=1.0)
+        for each in gradients:
+            each *= scale.view(-1, *[1] * (each.ndim - 1))
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        for parameter, momentum in zip(self._hidden, self._momenta, strict=True):
+            assert parameter.grad is not None
+            momentum.lerp_(parameter.grad, 1 - inner.momentum)
+            parameter *= 1 - rate * inner.weight_decay
+            size = _MATCH_RMS * max(parameter.shape[1:]) ** 0.5
+            parameter -= rate * size * _orthogonal(momentum)
+        for each in self._parameters:
+            each.grad = None
+
+    def moments(self) -> list[Tensor]:
+        """Return all moments, [replicas, …] each, which may be changed in place."""
+        return self._momenta + [
+            value
+            for state in self._adamw.state.values()
+            for name, value in state.items()
+            if name in ("exp_avg", "exp_avg_sq")
+        ]
+
+
+def _orthogonal(matrices: Tensor) -> Tensor:
+    """Return the nearest orthogonal matrices by Newton and Schulz, in bf16, as `torch.optim.Muon` does."""
+    a, b, c = _NEWTON_SCHULZ
+    x = matrices.bfloat16()
+    tall = x.shape[1] > x.shape[2]
+    if tall:
+        x = x.mT
+    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return (x.mT if tall else x).to(matrices.dtype)
+
+
+class Training:
+    """One simulated run of `workers`. `spec.sync` has the number of rounds; each `round` may have its own H."""
+
+    def __init__(self, spec: RunSpec, workers: int) -> None:
+        self.spec, self.workers, self.steps = spec, workers, 0
+        self._model = build_model(spec, torch.device("cpu"))
+        self._data, self._batch = TextData(spec), spec.inner.batch_size
+        self._replicas = Replicas(self._model, workers)
+        names = {id(each): name for name, each in self._model.named_parameters()}
+        muon = spec.inner.optimizer == "muon"
+        self._hidden = {names[id(each)] for each in hidden_matrices(self._model)} if muon else set[str]()
+        self.theta = parameters_to_vector(self._model.parameters()).detach().clone()
+        self.momentum, self.outer = torch.zeros_like(self.theta), Outer(1.0, 0.0)
+        self._local = self._replicas.stacked(self.theta.repeat(workers, 1))
+        self.inner = Inner(spec, self._local, self._hidden)
+        self._unsent = torch.zeros(workers, len(self.theta))
+
+    def round(
+        self, inner_steps: int, upload: str, download: str, outer: Outer
+    ) -> tuple[tuple[Tensor, str], tuple[Tensor, str]]:
+        """Train one round of H = `inner_steps`. Return what the first replica sends and what all receive, float32[n],
+        each with its codec."""
+        self._set_local(self.theta - self._unsent)
+        self.train(inner_steps)
+        deltas = self.theta - self._replicas.flat(self._local)
+        sent = torch.stack([round_trip(each, upload) for each in deltas])
+        if upload in FEEDBACK:
+            self._unsent = deltas - sent
+        senders = (sent != 0).sum(0).clamp(min=1) if upload == "sparse" else self.workers
+        merged = sent.sum(0) / senders
+        delta = round_trip(merged, download)
+        self.outer = outer
+        outer_step(
+            *(each.numpy() for each in (self.theta, self.momentum, delta)),
+            learning_rate=outer.learning_rate,
+            beta=outer.momentum,
+        )
+        return (deltas[0], upload), (merged, download)
+
+    def train(self, inner_steps: int) -> None:
+        """Take inner steps without a sync."""
+        for _ in range(inner_steps):
+            units = [self._data.unit(self.steps * self.workers + each) for each in range(self.workers)]
+            self._replicas.losses(self._local, torch.stack(units)).sum().backward()
+            self.inner.step(self.steps)
+            self.steps += 1
+
+    def train_synchronously(self, steps: int, batches: int) -> None:
+        """Take steps of one replica, with `batches` units in each."""
+        for _ in range(steps):
+            units = [self._data.unit(self.steps * batches + each) for each in range(batches)]
+            self._replicas.losses(self._local, torch.cat(units)[None]).sum().backward()
+            self.inner.step(self.steps)
+            self.steps += 1
+        self.theta = self._replicas.flat(self._local)[0]
+        self.momentum = torch.zeros_like(self.theta)
+
+    def point(self) -> Tensor:
+        """Return the parameters that the outer optimizer has reached, float32[n], which are evaluated."""
+        lr, beta = self.outer.learning_rate, self.outer.momentum
+        return torch.from_numpy(reached(self.theta.numpy(), self.momentum.numpy(), learning_rate=lr, beta=beta))
+
+    def loss(self, point: Tensor | None = None, tokens: int = 65_536) -> float:
+        """Return the held-out loss of `point` (None: what is reached), nats per byte."""
+        vector_to_parameters((self.point() if point is None else point).clone(), self._model.parameters())
+        return evaluate(self._model, self._data, tokens, torch.device("cpu")).loss
+
+    @torch.no_grad()
+    def _set_local(self, values: Tensor) -> None:
+        for name, part in self._replicas.stacked(values).items():
+            self._local[name].copy_(part)
+
+
+def mean_of(points: Sequence[Tensor]) -> Tensor:
+    """Return the mean of the last states."""
+    return torch.stack(list(points)).mean(0)

@@ -1,0 +1,204 @@
+"""`outerstep compare`: models on the same held-out tokens."""
+
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outerstep import rest
+from outerstep.cli.errors import UsageError, check_not_hidden, import_extra, validated
+from outerstep.cli.options import AllowFactoryOption, Connection, MaxParametersOption, with_connection
+from outerstep.cli.printing import Format, FormatOption, console, print_json, say
+from outerstep.cli.run.models import lm_eval_results
+from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
+from outerstep.common.connections import error_text
+from outerstep.common.quantities import bytes_text, count_text
+from outerstep.display import table
+
+_RUN = re.compile(r"([^@]+)(?:@(\d{1,12}))?")
+_PERCENT = 100
+
+
+@with_connection
+def compare(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL MODEL …",
+            help="Two or more: the name of a run, RUN@ROUND for its checkpoint before that round, or a directory, "
+            "written with a slash (./model). The others are compared with the first.",
+            show_default=False,
+        ),
+    ],
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", help="Compare on the held-out part of this text. Default: that of the first run or export."
+        ),
+    ] = None,
+    data_cache: DataCacheOption = None,
+    data_cache_gb: DataCacheGbOption = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            "--tasks", metavar="TASK,…", help="Also run these lm-eval tasks on the directories, by name or YAML file."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the differences into this file.")
+    ] = None,
+    allow_factory: AllowFactoryOption = None,
+    max_parameters: MaxParametersOption = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
+    output: FormatOption = Format.TABLE,
+    *,
+    connection: Connection,
+) -> None:
+    """Compare models on the same held-out tokens: runs, checkpoints, exports and directories of transformers.
+
+    Shows the loss of each, and by how much it is above the first one's, with a 95 % confidence interval from a paired
+    bootstrap over documents; for runs also the tokens trained on and the bytes moved. At most evaluation.max_tokens are
+    used. Needs the worker's libraries (torch, transformers), but no GPU.
+
+    \b
+    Example:
+      outerstep compare my-run-baseline my-run my-run@50 --plot difference.svg
+      outerstep compare ./one ./other --tasks hellaswag
+    """
+    if len(models) < 2:
+        raise UsageError("give two or more models: what one of them costs shows only beside another")
+    check_not_hidden("worker")
+    settings = import_extra("worker.settings", extra="worker", command="outerstep compare")
+    given: dict[str, Any] = {"data": data, "data_cache": data_cache, "data_cache_gb": data_cache_gb, "device": device}
+    given |= {"allow_factory": allow_factory or None, "max_parameters": max_parameters}
+    box = validated(settings.BoxSettings, given, FLAGS)
+    comparing = import_extra("outerstep.compare", extra="worker", command="outerstep compare")
+    with ExitStack() as stack:
+        client: rest.Client | None = None
+        if any(not _is_directory(each) for each in models):
+            client = stack.enter_context(connection.open())
+        contenders = [_contender(each, client, comparing) for each in models]
+        if tasks is not None and all(each.directory is None for each in contenders):
+            raise UsageError("--tasks needs a directory: lm-eval runs on what `outerstep run export` writes")
+        costs = [None if each.run is None or client is None else _cost(each, client) for each in contenders]
+        http, token = (None, "") if client is None else (client.http, connection.token())
+        try:
+            measured = comparing.measure(
+                contenders, http, token, box, report=lambda name: say(f"measuring {name}", err=True)
+            )
+        except ValueError as error:
+            raise UsageError(f"--device: {error}") from error
+    differences = [comparing.difference(each, measured.losses[0]) for each in measured.losses[1:]]
+    scores = [
+        None
+        if tasks is None or each.directory is None
+        else lm_eval_results(each.directory, tasks, device, box.allow_factory)
+        for each in contenders
+    ]
+    if plot is not None:
+        try:
+            plot.write_text(comparing.plot(models, differences))
+        except OSError as error:
+            raise UsageError(f"--plot: {error_text(error)}") from error
+    rows = [
+        _row(name, cost, losses, apart, comparing.perplexity_change, measured.bytes_per_token)
+        for name, cost, losses, apart in zip(models, costs, measured.losses, [None, *differences], strict=True)
+    ]
+    if output is Format.JSON:
+        tokens = int(measured.losses[0].targets.sum())
+        units = len(measured.losses[0].targets)
+        print_json(
+            {
+                "tokens": tokens,
+                "drawn": {"unit": measured.unit, "count": units},
+                "models": [row | {"tasks": found} for row, found in zip(rows, scores, strict=True)],
+            }
+        )
+        return
+    _print(rows, scores, measured)
+
+
+def _is_directory(text: str) -> bool:
+    return "/" in text
+
+
+def _contender(text: str, client: rest.Client | None, comparing: Any) -> Any:
+    """Return what an argument names. Raises UsageError, and Problem for a run that does not exist."""
+    if _is_directory(text):
+        directory = Path(text)
+        if not directory.is_dir():
+            raise UsageError(f"{text} is not a directory; a run is named without a slash")
+        return comparing.Contender(text, directory=directory)
+    found = _RUN.fullmatch(text)
+    if found is None:
+        raise UsageError(f"{text!r} is neither RUN nor RUN@ROUND, nor a directory, which has a slash: ./{text}")
+    assert client is not None
+    state = None if found[2] is None else int(found[2])
+    return comparing.Contender(text, run=client.run(found[1]), state=state)
+
+
+def _cost(contender: Any, client: rest.Client) -> dict[str, int]:
+    """Return what a run took until the state: tokens and bytes up of all its workers, and bytes that each downloads."""
+    rounds = [
+        each for each in client.rounds(contender.run.name) if contender.state is None or each.round < contender.state
+    ]
+    return {
+        "trained_tokens": sum(each.tokens for each in rounds),
+        "upload_bytes": sum(each.upload_bytes for each in rounds),
+        "delta_bytes": sum(each.delta_bytes for each in rounds),
+    }
+
+
+def _row(
+    name: str,
+    cost: dict[str, int] | None,
+    losses: Any,
+    apart: Any,
+    perplexity_change: Any,
+    bytes_per_token: float | None,
+) -> dict[str, Any]:
+    """Return one model's figures, as for JSON."""
+    row: dict[str, Any] = {"model": name, "loss": losses.mean, "bits_per_byte": None, "difference": None}
+    row |= cost or dict.fromkeys(("trained_tokens", "upload_bytes", "delta_bytes"))
+    if bytes_per_token:
+        row["bits_per_byte"] = losses.mean / 0.6931471805599453 / bytes_per_token
+    if apart is not None:
+        row["difference"] = {"nats": apart.nats, "low": apart.low, "high": apart.high}
+        row["difference"] |= {"perplexity": perplexity_change(apart.nats)}
+    return row
+
+
+def _print(rows: list[dict[str, Any]], scores: list[Any], measured: Any) -> None:
+    columns = ["model", ">tokens", ">up", ">down each", ">loss", ">bits/byte", ">above the first", ">95 % interval"]
+    columns.append(">perplexity")
+    cells = []
+    for row in rows:
+        apart = row["difference"]
+        cells.append(
+            [
+                row["model"],
+                count_text(row["trained_tokens"]),
+                bytes_text(row["upload_bytes"]),
+                bytes_text(row["delta_bytes"]),
+                f"{row['loss']:.4f}",
+                "–" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
+                "" if apart is None else f"{apart['nats']:+.4f}",
+                "" if apart is None else f"{apart['low']:+.4f} … {apart['high']:+.4f}",
+                "" if apart is None else f"{_PERCENT * apart['perplexity']:+.2f} %",
+            ]
+        )
+    console().print(table(columns, cells))
+    count = len(measured.losses[0].targets)
+    say(f"over {count_text(int(measured.losses[0].targets.sum()))} tokens in {count} held-out {measured.unit}")
+    if measured.unit == "sequences":
+        say(
+            "note: the data do not say where documents begin, so neighbouring sequences count as independent, and the "
+            "intervals are too narrow",
+            err=True,
+        )
+    for row, found in zip(rows, scores, strict=True):
+        for task, metrics in (found or {}).items():
+            figures = ((key.removesuffix(",none"), value) for key, value in metrics.items() if isinstance(value, float))
+            say(f"{row['model']}, {task}: {', '.join(f'{key} {value:.4f}' for key, value in figures)}")

@@ -1,0 +1,172 @@
+"""`outerstep compare`: the difference of models on the same held-out tokens, and how sure it is."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from harness.coordinator import coordinator_thread
+from outerstep import compare
+from outerstep.compare import Difference, Losses, difference
+from tests.outerstep.conftest import Served
+from tests.support.specs import tiny_spec
+from tests.support.text import write_chapters
+from tests.support.tokenizers import write_tokenizer
+from tests.support.workers import worker_settings
+from worker.agent import run_worker
+
+RUN = "compared"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory):
+    """A coordinator with a finished run of two rounds."""
+    root = tmp_path_factory.mktemp("compare")
+    text = write_chapters(root / "text", chapters=40, repeats=4)
+    with coordinator_thread(root / "coordinator") as running:
+        running.create_run(tiny_spec(RUN, text, seed=1, rounds=2, min_workers=1))
+        assert run_worker(worker_settings(running, RUN, root / "state")) == 0
+        yield Served(running.url, running.data_dir, child=None)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def exported(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("exported") / "model"
+    assert served.outerstep("run", "export", RUN, "--out", str(directory))[0] == 0
+    return directory
+
+
+def compared(served: Served, *arguments: str) -> dict[str, Any]:
+    code, out, err = served.outerstep("compare", "--format", "json", *arguments)
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def refused(served: Served, *arguments: str) -> tuple[int, str]:
+    code, out, err = served.outerstep("compare", *arguments)
+    assert out == ""
+    return code, err
+
+
+def test_checkpoints_differ_by_what_each_of_them_is_evaluated_at(served: Served) -> None:
+    found = compared(served, RUN, f"{RUN}@0")
+    last, first = found["models"]
+    for row, arguments in ((last, []), (first, ["--round", "0"])):
+        evaluated = json.loads(served.outerstep("run", "evaluate", RUN, "--format", "json", *arguments)[1])["held_out"]
+        assert row["loss"] == pytest.approx(evaluated["loss"], abs=1e-5)
+        assert row["bits_per_byte"] == pytest.approx(evaluated["bits_per_byte"], abs=1e-5)
+    assert found["drawn"]["unit"] == "documents"
+    assert found["drawn"]["count"] > 1
+    apart = first["difference"]
+    assert apart["nats"] == pytest.approx(first["loss"] - last["loss"])
+    assert 0 < apart["low"] < apart["nats"] < apart["high"]
+    assert apart["perplexity"] == pytest.approx(math.exp(apart["nats"]) - 1)
+    assert last["difference"] is None
+    run = json.loads(served.outerstep("run", "show", RUN, "--format", "json")[1])
+    assert last["trained_tokens"] == run["run"]["tokens"]
+    assert last["upload_bytes"] == run["run"]["upload_bytes"]
+    assert last["delta_bytes"] == sum(each["delta_bytes"] for each in run["rounds"]) > 0
+    assert (first["trained_tokens"], first["upload_bytes"], first["delta_bytes"]) == (0, 0, 0)
+
+
+def test_an_export_is_the_run_s_model(served: Served, exported: Path) -> None:
+    export = compared(served, RUN, str(exported))["models"][1]
+    assert export["difference"]["nats"] == pytest.approx(0, abs=1e-6)
+    assert export["trained_tokens"] is None
+
+
+def test_directories_need_no_coordinator(served: Served, exported: Path, tmp_path: Path) -> None:
+    """An export names its text; another model, of transformers, need not."""
+    LlamaForCausalLM(LlamaConfig(**shape())).save_pretrained(tmp_path / "untrained")
+    nowhere = ["--url", "http://127.0.0.1:9", "--format", "json"]
+    code, out, err = served.outerstep("compare", str(exported), str(tmp_path / "untrained"), *nowhere)
+    assert code == 0, err
+    assert json.loads(out)["models"][1]["difference"]["low"] > 1
+    code, said = refused(served, str(tmp_path / "untrained"), str(tmp_path / "untrained"))
+    assert (code, "none of these names its held-out text" in said) == (3, True), said
+
+
+def test_a_table_and_a_plot(served: Served, exported: Path, tmp_path: Path) -> None:
+    plot = tmp_path / "difference.svg"
+    names = [RUN, f"{RUN}@0", str(exported)]
+    code, out, err = served.outerstep("compare", *names, "--plot", str(plot))
+    assert code == 0, err
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == names
+    assert "held-out documents" in out.splitlines()[4]
+    assert err.splitlines() == [f"measuring {name}" for name in names]
+    written = "".join(ElementTree.fromstring(plot.read_text()).itertext())
+    assert f"{RUN}@0" in written
+    code, said = refused(served, RUN, f"{RUN}@0", "--plot", "/nowhere/difference.svg")
+    assert (code, "--plot: /nowhere/difference.svg: no such file or directory" in said) == (2, True), said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        pytest.param([RUN], 2, "give two or more models", id="one model"),
+        pytest.param([RUN, "nobody"], 3, "nobody", id="no such run"),
+        pytest.param([RUN, f"{RUN}@7"], 3, "no checkpoint 7", id="no such checkpoint"),
+        pytest.param([RUN, f"{RUN}@last"], 2, "is neither RUN nor RUN@ROUND", id="no number"),
+        pytest.param([RUN, "./nowhere"], 2, "./nowhere is not a directory", id="no such directory"),
+        pytest.param([RUN, f"{RUN}@0", "--tasks", "arc"], 2, "--tasks needs a directory", id="tasks of runs"),
+        pytest.param([RUN, f"{RUN}@0", "--device", "abacus"], 2, "device 'abacus' cannot be used", id="no such device"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(served: Served, arguments: list[str], code: int, said: str) -> None:
+    found, message = refused(served, *arguments)
+    assert (found, said in message) == (code, True), message
+
+
+def test_a_model_of_other_ids_is_told(served: Served, tmp_path: Path) -> None:
+    """Its loss would be a number, and mean nothing."""
+    LlamaForCausalLM(LlamaConfig(**shape())).save_pretrained(tmp_path / "other")
+    write_tokenizer(tmp_path / "other")
+    code, said = refused(served, RUN, str(tmp_path / "other"))
+    assert (code, "is trained on ids from" in said) == (3, True), said
+
+
+def shape() -> dict[str, Any]:
+    return {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1} | {
+        "num_attention_heads": 2
+    }
+
+
+# --- the interval -------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, documents: int = 200, apart: float = 0.02) -> tuple[Losses, Losses]:
+    """Two models whose losses differ by `apart` on average, less than documents differ from each other."""
+    generator = np.random.default_rng(seed)
+    targets = generator.integers(10, 100, documents)
+    difficulty = generator.normal(2.0, 0.5, documents)
+    base = Losses(difficulty * targets, targets)
+    return Losses((difficulty + generator.normal(apart, 0.1, documents)) * targets, targets), base
+
+
+def test_the_interval_covers_the_true_difference_nineteen_times_in_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "DRAWN", 300)
+    found = [difference(*drawn(seed)) for seed in range(200)]
+    covered = sum(each.low <= 0.02 <= each.high for each in found)
+    assert 180 <= covered <= 198
+
+
+def test_it_is_that_of_the_difference_and_not_of_either_loss() -> None:
+    """Documents differ by 0.5, the models by 0.1 on each of them."""
+    ours, base = drawn(1)
+    nothing = Losses(np.zeros_like(base.nats), base.targets)
+    together, alone = difference(ours, base), difference(ours, nothing)
+    assert together.high - together.low < (alone.high - alone.low) / 3
+    assert together.nats == pytest.approx(ours.mean - base.mean)
+
+
+def test_a_document_counts_by_its_tokens() -> None:
+    targets = np.array([1, 99])
+    found = difference(Losses(np.array([10.0, 99.0]), targets), Losses(np.array([0.0, 99.0]), targets))
+    assert found.nats == pytest.approx(0.1)
+    assert found == Difference(found.nats, 0.0, 10.0)  # either document twice
