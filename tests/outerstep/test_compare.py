@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness.coordinator import coordinator_thread
+from harness.coordinator import InThread, coordinator_thread
 from outerstep import compare
+from outerstep.cli.errors import UsageError
+from outerstep.cli.run.baseline import baseline_of
 from outerstep.compare import Difference, Losses, difference
+from protocol.spec.run import parse_spec
 from tests.outerstep.conftest import Served
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
@@ -24,14 +27,23 @@ RUN = "compared"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory):
+def running(tmp_path_factory: pytest.TempPathFactory):
     """A coordinator with a finished run of two rounds."""
     root = tmp_path_factory.mktemp("compare")
-    text = write_chapters(root / "text", chapters=40, repeats=4)
+    write_chapters(root / "text", chapters=40, repeats=4)
     with coordinator_thread(root / "coordinator") as running:
-        running.create_run(tiny_spec(RUN, text, seed=1, rounds=2, min_workers=1))
+        running.create_run(spec(root / "text"))
         assert run_worker(worker_settings(running, RUN, root / "state")) == 0
-        yield Served(running.url, running.data_dir, child=None)  # type: ignore[arg-type]
+        yield running
+
+
+def spec(text: Path) -> str:
+    return tiny_spec(RUN, text, seed=1, rounds=2, min_workers=1)
+
+
+@pytest.fixture(scope="module")
+def served(running: InThread) -> Served:
+    return Served(running.url, running.data_dir, child=None)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +147,69 @@ def shape() -> dict[str, Any]:
     return {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1} | {
         "num_attention_heads": 2
     }
+
+
+# --- the baseline -------------------------------------------------------------------------------------------------
+
+
+def test_a_baseline_does_the_work_of_all_in_each_step(served: Served, running: InThread, tmp_path: Path) -> None:
+    """So it is what several workers are compared with, at equal tokens."""
+    text = Path(running.client().get(f"/v1/runs/{RUN}").json()["spec"]["data"]["source"])
+    create = ["run", "create", "-", "--baseline", "--workers", "2"]
+    code, out, err = served.outerstep(*create, stdin=spec(text))
+    assert (code, out.split(":")[0]) == (0, f"run {RUN}-baseline is created"), err
+    assert run_worker(worker_settings(running, f"{RUN}-baseline", tmp_path / "state")) == 0
+    found = compared(served, RUN, f"{RUN}-baseline")["models"]
+    assert found[1]["trained_tokens"] == 2 * found[0]["trained_tokens"]
+
+
+SPEC = """
+name = "shared"  # of several
+seed = 3
+model = { config = { model_type = "llama", hidden_size = 32, "rope_parameters" = { rope_theta = 500.5 } } }
+[data]
+source = "a \\"b\\""
+[inner]
+batch_size = 4
+learning_rate = 1e-3
+[outer]
+momentum = 0.9
+[sync]
+rounds = 30
+inner_steps = "auto"
+round_s = 60
+nominal_inner_steps = 40
+wait = "never"
+upload_codec = "ternary"
+[members]
+min_workers = 5
+grace_min_s = 9
+"""
+
+
+def test_its_spec_is_that_of_one_worker_without_compression() -> None:
+    given = parse_spec(SPEC)
+    made = parse_spec(baseline_of(SPEC, given, 8))
+    assert (made.name, made.seed, made.model, made.data) == ("shared-baseline", 3, given.model, given.data)
+    assert made.inner == given.inner.model_copy(update={"batch_size": 32})
+    assert (made.outer.learning_rate, made.outer.momentum) == (1.0, 0.0)
+    assert (made.sync.rounds, made.sync.inner_steps) == (30, 40)
+    assert (made.sync.wait, made.sync.upload_codec, made.sync.download_codec) == ("always", "fp32", "fp32")
+    assert made.members == given.members.model_copy(update={"min_workers": 1})
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ('data.private = true\ndata.tokenizer = "bytes"\n', "no worker has the text of all"),
+        ("privacy.clip_norm = 1.0\nprivacy.noise_multiplier = 1.0\ndata.holdout = 0\n", "[privacy]"),
+    ],
+)
+def test_private_text_has_no_baseline(more: str, said: str) -> None:
+    text = 'name = "r"\nmodel.preset = "tiny"\nsync.rounds = 9\n' + more
+    with pytest.raises(UsageError) as refusal:
+        baseline_of(text, parse_spec(text), 8)
+    assert said in str(refusal.value)
 
 
 # --- the interval -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from outerstep.cli.options import (
 )
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
 from outerstep.cli.run.advice import advice
+from outerstep.cli.run.baseline import baseline_of
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, counted, held_out_text, natural
 from outerstep.display import round_table, table, worker_table
 from outerstep.epochs import completed
@@ -32,12 +33,23 @@ def create(
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", min=1, max=10_000, help="Without sync.rounds: the number of workers. Default: min_workers."
+            "--workers",
+            min=1,
+            max=10_000,
+            help="Without sync.rounds, and for --baseline: the number of workers. Default: min_workers.",
         ),
     ] = None,
     epochs: Annotated[
         float | None, typer.Option("--epochs", min=0.01, max=10_000.0, help="Without sync.rounds: epochs. Default: 3.")
     ] = None,
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline",
+            help="Create the synchronous run to compare the spec's run with, NAME-baseline, instead: one worker with "
+            "the batches of all in each inner step, with the same seed and schedule and as many tokens.",
+        ),
+    ] = False,
     output: FormatOption = Format.TABLE,
     *,
     connection: Connection,
@@ -58,15 +70,21 @@ def create(
       name = "my-run"
       model.preset = "tiny"
       sync.rounds = 50
+    What the run costs beside synchronous training with as much work:
+      outerstep run create run.toml --baseline --workers 8
+      outerstep compare my-run-baseline my-run
     """
-    text, parsed = _complete_spec(spec, workers, epochs)
+    text, parsed = _complete_spec(spec, workers, epochs, for_baseline=baseline)
+    if baseline:
+        text = baseline_of(text, parsed, workers or parsed.members.min_workers)
+        parsed = parse_spec(text)
     with connection.open() as client:
         run, new = client.create_run(text)
     if output is Format.JSON:
         print_json(run)
     else:
         say(f"run {run.name} {'is created' if new else 'already exists with this spec'}: {run.reason}")
-    for each in advice(parsed):
+    for each in [] if baseline else advice(parsed):
         say(f"note: {each}", err=True)
 
 
@@ -219,14 +237,14 @@ def read_text(path: Path) -> str:
         raise UsageError(f"{path}: not UTF-8 text") from error
 
 
-def _complete_spec(path: Path, workers: int | None, epochs: float | None) -> tuple[str, RunSpec]:
+def _complete_spec(path: Path, workers: int | None, epochs: float | None, *, for_baseline: bool) -> tuple[str, RunSpec]:
     """Return the spec's text, with the number of rounds that its training set suggests if it gives none, and the parsed
     spec. Raises what `read_spec` raises, and UsageError for options without effect."""
     text = read_text(path)
     try:
         found = completed(text, workers, epochs)
         if found is None:
-            if workers is not None or epochs is not None:
+            if (workers is not None and not for_baseline) or epochs is not None:
                 raise UsageError("--workers and --epochs choose sync.rounds: leave them out, or sync.rounds")
             return text, parse_spec(text)
         text, schedule = found
