@@ -88,10 +88,13 @@ def measure(
     http: httpx.Client | None,
     token: str,
     box: BoxSettings,
+    *,
+    average: int = 1,
     report: Callable[[str], object] = lambda name: None,
 ) -> Measured:
-    """Measure the held-out losses of all contenders on the data of the first one that has some. `report` is called with
-    the name of each as its turn comes. `http` is needed for runs.
+    """Measure the held-out losses of all contenders on the data of the first one that has some. `average`: the number
+    of last states of a run whose mean is measured. `report` is called with the name of each contender as its turn
+    comes. `http` is needed for runs.
 
     Raises NotAllowed, DataError, ModelError, ValueError if this machine lacks the device, and what
     `worker.export.load_checkpoint` raises.
@@ -105,7 +108,7 @@ def measure(
     found = []
     for each in contenders:
         report(each.name)
-        model = _load(each, http, token, box)
+        model = _load(each, http, token, box, average)
         loss = loss_of(model, data, spec.data, device)
         found.append(losses(loss, data, spec.evaluation.max_tokens, device, micro_batches(spec.data)))
     return Measured(found, "documents" if known else "sequences", data.bytes_per_token)
@@ -142,13 +145,13 @@ def _check_ids(each: Contender, source: str, ours: DataSummary) -> None:
         check_tokenizer(str(each.directory), theirs, source, ours)
 
 
-def _load(each: Contender, http: httpx.Client | None, token: str, box: BoxSettings) -> nn.Module:
+def _load(each: Contender, http: httpx.Client | None, token: str, box: BoxSettings, average: int) -> nn.Module:
     if each.run is None:
         assert each.directory is not None
         return load_export(each.directory, None, box.allow_factory, box.max_parameters)
     assert http is not None
     client = Client(http, each.run.name, token)
-    return load_checkpoint(client, each.state, box.allow_factory, box.max_parameters)
+    return load_checkpoint(client, each.state, box.allow_factory, box.max_parameters, average)
 
 
 @torch.no_grad()

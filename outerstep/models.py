@@ -214,15 +214,22 @@ def export_model(
     merge: bool = False,
     factories: tuple[str, ...] = (),
     max_parameters: int = MAX_PARAMETERS,
+    average: int = 1,
 ) -> nn.Module:
-    """Write checkpoint `state` of `run` (None: the latest) into `directory`, and return the model. `merge`: merge its
-    adapters; `factories`: code that may be run to build it.
+    """Write checkpoint `state` of `run` (None: the latest), or the mean of `average` states up to it, into `directory`,
+    and return the model. `merge`: merge its adapters; `factories`: code that may be run to build it.
 
     Retries for ever while the coordinator is unreachable. Raises what `worker.export.export` raises.
     """
     logging.disable_progress_bar()  # it lasts an instant, and would disturb our own display
     client = Client(http, run, token)
-    return export(client, directory, state, merge=merge, factories=factories, max_parameters=max_parameters)
+    return export(
+        *(client, directory, state),
+        merge=merge,
+        factories=factories,
+        max_parameters=max_parameters,
+        average=average,
+    )
 
 
 # --- pins ---------------------------------------------------------------------------------------------------------

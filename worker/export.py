@@ -31,16 +31,18 @@ def load_checkpoint(
     state_round: int | None = None,
     factories: tuple[str, ...] = (),
     max_parameters: int = MAX_PARAMETERS,
+    average: int = 1,
 ) -> nn.Module:
     """Return the run's model with the parameters of checkpoint `state_round` (None: the latest, see `load_parameters`),
-    on the CPU, for evaluation. Code that makes the model runs only if it is in `factories`.
+    or the mean of `average` states up to it, on the CPU, for evaluation. Code that makes the model runs only if it is
+    in `factories`.
 
     Raises what `load_parameters` raises, NotAllowed, and ModelError if the model cannot be built here.
     """
     spec = client.run_detail().spec
     permit_factory(spec, factories)
     model = build_model(spec, _HOST, max_parameters)
-    load_parameters(client, model, state_round)
+    load_parameters(client, model, state_round, average)
     return model.eval()
 
 
@@ -52,8 +54,10 @@ def export(
     merge: bool = False,
     factories: tuple[str, ...] = (),
     max_parameters: int = MAX_PARAMETERS,
+    average: int = 1,
 ) -> nn.Module:
-    """Write checkpoint `state_round` (None: the latest) into `directory`, new or empty. Return the model.
+    """Write checkpoint `state_round` (None: the latest), or the mean of `average` states up to it, into `directory`,
+    new or empty. Return the model.
 
     A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` loads. Adapters are written as
     peft does it, or with `merge` merged into the model they belong to. A model from the user's own function becomes
@@ -68,7 +72,7 @@ def export(
     if merge and not adapted:
         raise ModelError(f"the run {run.name} has no adapters to merge: its export is the whole model")
     load = partial(load_checkpoint, factories=factories) if run.spec.model.is_given else load_bare_parameters
-    load = partial(load, max_parameters=max_parameters)
+    load = partial(load, max_parameters=max_parameters, average=average)
     model, tokenizer = load(client, state_round), tokenizer_of(run)
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:

@@ -11,7 +11,7 @@ from outerstep import rest
 from outerstep.cli.errors import UsageError, check_not_hidden, import_extra, validated
 from outerstep.cli.options import AllowFactoryOption, Connection, MaxParametersOption, with_connection
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say
-from outerstep.cli.run.models import lm_eval_results
+from outerstep.cli.run.models import AverageOption, lm_eval_results
 from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
 from outerstep.common.connections import error_text
 from outerstep.common.quantities import bytes_text, count_text
@@ -46,6 +46,7 @@ def compare(
             "--tasks", metavar="TASK,…", help="Also run these lm-eval tasks on the directories, by name or YAML file."
         ),
     ] = None,
+    average: AverageOption = 1,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the differences into this file.")
     ] = None,
@@ -86,7 +87,7 @@ def compare(
         http, token = (None, "") if client is None else (client.http, connection.token())
         try:
             measured = comparing.measure(
-                contenders, http, token, box, report=lambda name: say(f"measuring {name}", err=True)
+                contenders, http, token, box, average=average, report=lambda name: say(f"measuring {name}", err=True)
             )
         except ValueError as error:
             raise UsageError(f"--device: {error}") from error

@@ -8,6 +8,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.coordinator import InThread, coordinator_thread
@@ -15,6 +17,7 @@ from outerstep import compare
 from outerstep.cli.errors import UsageError
 from outerstep.cli.run.baseline import baseline_of
 from outerstep.compare import Difference, Losses, difference
+from protocol.messages import CheckpointInfo
 from protocol.spec.run import parse_spec
 from tests.outerstep.conftest import Served
 from tests.support.specs import tiny_spec
@@ -22,6 +25,8 @@ from tests.support.text import write_chapters
 from tests.support.tokenizers import write_tokenizer
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
+from worker.errors import ModelError
+from worker.joining.averaging import base_of
 
 RUN = "compared"
 
@@ -147,6 +152,49 @@ def shape() -> dict[str, Any]:
     return {"vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1} | {
         "num_attention_heads": 2
     }
+
+
+# --- the mean of the last states -----------------------------------------------------------------------------------
+
+
+def test_the_mean_of_the_last_states_is_that_of_their_exports(
+    served: Served, exported: Path, running: InThread, tmp_path: Path
+) -> None:
+    """Although the state in the middle has no checkpoint."""
+    with running.client() as http:
+        kept = [each["round"] for each in http.get(f"/v1/runs/{RUN}/checkpoints").json()["items"]]
+    assert kept == [2, 0]
+    assert served.outerstep("run", "export", RUN, "--average", "3", "--out", str(tmp_path / "mean"))[0] == 0
+    last, first = (state_of(served, RUN, number, tmp_path) for number in (2, 0))
+    two = tmp_path / "two"
+    assert served.outerstep("run", "export", RUN, "--average", "2", "--out", str(two))[0] == 0
+    mean, of_two = (load_file(each / "model.safetensors") for each in (tmp_path / "mean", two))
+    for name, value in mean.items():
+        middle = 2 * of_two[name].double() - last[name].double()
+        assert torch.allclose(value.double(), (first[name].double() + middle + last[name].double()) / 3, atol=1e-6)
+        assert not torch.equal(value, of_two[name])
+    by_compare = compared(served, str(two), RUN, "--average", "2")["models"]
+    assert by_compare[1]["difference"]["nats"] == pytest.approx(0, abs=1e-6)
+    code, said = served.outerstep("run", "export", RUN, "--average", "4", "--out", str(tmp_path / "four"))[::2]
+    assert (code, "has 3 states up to 2: average 3 of them at most" in said) == (3, True), said
+
+
+def state_of(served: Served, run: str, number: int, tmp_path: Path) -> dict[str, torch.Tensor]:
+    directory = tmp_path / f"state-{number}"
+    assert served.outerstep("run", "export", run, "--round", str(number), "--out", str(directory))[0] == 0
+    return load_file(directory / "model.safetensors")
+
+
+def test_states_whose_deltas_are_not_kept_are_told() -> None:
+    def info(number: int, damage: str | None = None) -> CheckpointInfo:
+        return CheckpointInfo(round=number, created_at=0, bytes=1, state_digest="0" * 64, damage=damage)
+
+    kept = [info(40), info(30), info(20, "lost")]
+    assert base_of(kept, 40, 5, "r") == 30
+    assert base_of(kept, 40, 11, "r") == 30
+    assert base_of(kept, 30, 1, "r") == 30
+    with pytest.raises(ModelError, match=r"needs checkpoint 29 or an earlier one, .* average 11 at most"):
+        base_of(kept, 40, 12, "r")
 
 
 # --- the baseline -------------------------------------------------------------------------------------------------

@@ -13,9 +13,10 @@ from protocol.fragments import Layout, first_difference
 from protocol.messages import CheckpointDetail, RunDetail, RunState
 from protocol.outer_step import reached
 from protocol.spec.model import MAX_PARAMETERS, ModelSpec
-from protocol.spec.sections import OuterSpec
+from protocol.spec.run import RunSpec
 from worker.codecs import unpack_payload
 from worker.errors import ModelError
+from worker.joining.averaging import base_of, mean_of_fragment
 from worker.link.client import Client
 from worker.models.building import has_initial_parameters, load_weights
 from worker.state.fragments import Fragments
@@ -27,16 +28,17 @@ _PAUSE_S = 0.2
 log = logging.getLogger(__name__)
 
 
-def load_parameters(client: Client, model: nn.Module, state_round: int | None = None) -> int:
+def load_parameters(client: Client, model: nn.Module, state_round: int | None = None, average: int = 1) -> int:
     """Load the trained parameters of checkpoint `state_round` (None: the latest) of the client's run into `model`, at
-    the point that the outer optimizer has reached (`protocol.outer_step.reached`); return its number.
+    the point that the outer optimizer has reached (`protocol.outer_step.reached`); return its number. With `average`,
+    the mean of that many states up to it (averaging.py).
 
     If the latest is deleted during the download because a newer one exists, the newer one is loaded.
 
     The latest checkpoint of a finished run is its final state. This waits for it: the coordinator takes its last outer
     step a moment after the run has finished. Raises Problem `not-found` for a checkpoint that does not exist, `gone`
     for a deleted one, `file-lost` for one that the coordinator's disk has lost; ModelError for a model with other
-    shapes, or with other frozen parameters, than the run's.
+    shapes, or with other frozen parameters, than the run's, or if the states to average are not kept.
     """
     run = _settled(client, state_round)
     frozen = frozen_summary(model)
@@ -52,11 +54,11 @@ def load_parameters(client: Client, model: nn.Module, state_round: int | None = 
             raise ModelError(f"the model built here is not the model of the run {client.run}: {difference}")
         return model
 
-    return _load(client, run.spec.outer, state_round, checked)[0]
+    return _load(client, run.spec, state_round, average, checked)[0]
 
 
 def load_bare_parameters(
-    client: Client, state_round: int | None = None, max_parameters: int = MAX_PARAMETERS
+    client: Client, state_round: int | None = None, max_parameters: int = MAX_PARAMETERS, average: int = 1
 ) -> nn.Module:
     """Return a module with only the trained parameters of a checkpoint, under their names; otherwise like
     `load_parameters`. Raises ModelError if the checkpoint announces more than `max_parameters`."""
@@ -70,7 +72,7 @@ def load_bare_parameters(
             )
         return _bare(layout)
 
-    return _load(client, run.spec.outer, state_round, bare)[1]
+    return _load(client, run.spec, state_round, average, bare)[1]
 
 
 def _bare(layout: Layout) -> nn.Module:
@@ -95,7 +97,7 @@ def _settled(client: Client, state_round: int | None) -> RunDetail:
 
 
 def _load(
-    client: Client, outer: OuterSpec, state_round: int | None, model_for: Callable[[Layout], nn.Module]
+    client: Client, spec: RunSpec, state_round: int | None, average: int, model_for: Callable[[Layout], nn.Module]
 ) -> tuple[int, nn.Module]:
     """Load a checkpoint into the model that `model_for` returns for its layout; return its number, and the model."""
     gone: int | None = None
@@ -103,7 +105,7 @@ def _load(
         checkpoint = client.checkpoint(state_round)
         model = model_for(checkpoint.layout)
         try:
-            _fetch_into(model, client, checkpoint, outer)
+            _fetch_into(model, client, checkpoint, spec, average)
         except Problem as problem:
             if state_round is not None or problem.slug not in ("gone", "not-found", "file-lost"):
                 raise
@@ -116,8 +118,13 @@ def _load(
             return checkpoint.round, model
 
 
-def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail, outer: OuterSpec) -> None:
-    fragments = Fragments(model, checkpoint.layout)
+def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail, spec: RunSpec, average: int) -> None:
+    fragments, outer, last = Fragments(model, checkpoint.layout), spec.outer, checkpoint.round
+    if average > 1:
+        base = client.checkpoint(base_of(client.checkpoints(), last, average, client.run))
+        for p in range(len(checkpoint.fragments)):
+            fragments.scatter(p, mean_of_fragment(client, spec, base, p, last, average))
+        return
     for p, elements in enumerate(checkpoint.layout.elements):
         limit_bytes = wire.max_payload_bytes("fp32", 2 * elements)
         payload = client.checkpoint_fragment(checkpoint.round, checkpoint.fragments[p], limit_bytes)

@@ -282,6 +282,11 @@ class Client:
         number = "latest" if state_round is None else str(state_round)
         return self._json("GET", f"{self._path}/checkpoints/{number}", messages.CheckpointDetail)
 
+    def checkpoints(self) -> list[messages.CheckpointInfo]:
+        """Return the newest checkpoints that are kept, 1000 at most."""
+        path = f"{self._path}/checkpoints?limit={MAX_LISTED}"
+        return self._json("GET", path, messages.Page[messages.CheckpointInfo]).items
+
     def checkpoint_fragment(
         self, state_round: int, fragment: messages.CheckpointFragment, limit_bytes: int
     ) -> wire.Payload:

@@ -23,6 +23,18 @@ from outerstep.common.connections import error_text
 from outerstep.common.quantities import count_text, held_out_text
 from protocol.errors import OuterstepError
 
+AverageOption = Annotated[
+    int,
+    typer.Option(
+        "--average",
+        metavar="N",
+        min=1,
+        max=1000,
+        help="The mean of the last N states instead of the last one. Needs the deltas since the first of them, which "
+        "are kept back to the oldest checkpoint.",
+    ),
+]
+
 
 @with_connection
 def export(
@@ -34,6 +46,7 @@ def export(
             "--round", min=0, help="The checkpoint to export: the model before this round. Default: the latest."
         ),
     ] = None,
+    average: AverageOption = 1,
     allow_factory: AllowFactoryOption = None,
     max_parameters: MaxParametersOption = None,
     merge: Annotated[
@@ -75,6 +88,7 @@ def export(
                 merge=merge,
                 factories=tuple(allow_factory or ()),
                 max_parameters=most,
+                average=average,
             )
         except OSError as error:
             raise UsageError(f"--out: {error}") from error
