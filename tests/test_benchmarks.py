@@ -14,13 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from benchmarks import gpu, inner_steps, loop, prepare
 from benchmarks.control_plane import measure
+from benchmarks.convergence import rows as convergence
 from benchmarks.floor import core_seconds
+from benchmarks.frontier import rows as frontier
+from benchmarks.frontier.model import Replicas
 from benchmarks.unequal import loop as unequal
 from harness.coordinator import coordinator_process
+from protocol.spec.run import parse_spec
 from protocol.wire import CHUNK_ELEMENTS
+from worker.inner.loss import mean_loss
+from worker.models.building import build_model
 
 ROOT = Path(__file__).parents[1]
 CAPTURED: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
@@ -29,7 +36,7 @@ CAPTURED: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "
 def test_pages_name_benchmarks_as_they_are_run() -> None:
     """As modules: as a file, one finds its neighbours only where the project is installed."""
     sources = {f"benchmarks.{path.stem}": path for path in (ROOT / "benchmarks").glob("*.py")}
-    for package in ("convergence", "peers", "robust", "siege", "unequal", "wan"):
+    for package in ("convergence", "frontier", "peers", "robust", "siege", "unequal", "wan"):
         sources[f"benchmarks.{package}"] = ROOT / "benchmarks" / package / "__main__.py"
     texts = {name: path.read_text() for name, path in sources.items()}
     pages = [path.read_text() for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))]
@@ -278,3 +285,37 @@ def test_boxes_of_unequal_speeds_are_measured() -> None:
     (row,) = json.loads(product.stdout.splitlines()[-1])["rows"]
     assert row["contributions"][0] == 2
     assert row["units"] > 0
+
+
+def test_stacked_replicas_have_the_losses_and_gradients_of_the_model() -> None:
+    spec = parse_spec(convergence.Row().spec(50, 0))
+    model = build_model(spec, torch.device("cpu"))
+    replicas = Replicas(model, 3)
+    start = parameters_to_vector(model.parameters()).detach()
+    generator = torch.Generator().manual_seed(1)
+    vectors = start + 0.01 * torch.randn(3, len(start), generator=generator)
+    batches = torch.randint(0, 256, (3, 2, 65), generator=generator)
+    stacked = replicas.stacked(vectors)
+    losses = replicas.losses(stacked, batches)
+    losses.sum().backward()
+    for index, batch in enumerate(batches):
+        vector_to_parameters(vectors[index].clone(), model.parameters())
+        loss = mean_loss(model, batch)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        assert losses[index].item() == pytest.approx(loss.item(), rel=1e-5)
+        for name, gradient in zip(replicas.names, gradients, strict=True):
+            ours = stacked[name].grad
+            assert ours is not None
+            assert torch.allclose(ours[index], gradient, rtol=1e-3, atol=1e-6), name
+    assert torch.equal(replicas.flat(stacked), vectors)
+
+
+def test_the_rounds_of_a_row_of_the_frontier_have_all_steps() -> None:
+    for name, row in frontier.ROWS.items():
+        rounds = row.rounds(3000)
+        assert sum(rounds) == 3000, name
+        assert min(rounds) > 0, name
+    growing = frontier.ROWS["int4 up, H 25 to 100"].rounds(3000)
+    assert growing == sorted(growing)
+    assert growing[0] < 30
+    assert growing[-1] > 95

@@ -588,7 +588,9 @@ def test_other_coordinators_do_not_count_towards_the_limit_per_address() -> None
     connections = ConnectionLimit(10, 1)
     connections.peers = Peers("a", all=[Peer("b", "http://10.0.0.2:8470", "1", 0.0, "")])
     for address in ("10.0.0.2", "10.0.0.2", "10.0.0.3"):
-        assert connections.admit(NotClosed(), address) is None
+        connection = NotClosed()
+        assert connections.admit(connection, address) is None
+        connections.busy(connection)
     assert connections.admit(NotClosed(), "10.0.0.3") is not None
 
 

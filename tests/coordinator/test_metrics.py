@@ -187,9 +187,12 @@ LABELS = {
 def test_connections_that_are_refused_are_counted(tmp_path: Path) -> None:
     data = tmp_path / "data"
     with coordinator_thread(data, max_connections_per_address=1, proxies="") as running, running.client() as held:
-        held.get("/healthz").raise_for_status()
-        with running.client() as other:
+        running.create_run(spec_toml("r"))
+        events = held.stream("GET", "/v1/runs/r/events", headers={"Accept": "text/event-stream"})
+        wait_until(lambda: not len(running.server.connections))
+        with events, running.client() as other:
             problem(other.get("/healthz"), "not-ready")
+        wait_until(lambda: not len(running.server.connections))
         found = parsed(held.get("/metrics"))
     assert value(found, "connections_refused_total", problem="not-ready") == 1
     assert value(found, "connections_open") == 1
@@ -244,7 +247,7 @@ def test_a_run_that_is_removed_meanwhile_is_left_out(
     with shared.client() as admin:
         admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).raise_for_status()
         admin.delete(f"/v1/runs/{run}/workers/a").raise_for_status()
-        admin.delete(f"/v1/runs/{run}").raise_for_status()
+        wait_until(lambda: admin.delete(f"/v1/runs/{run}").status_code == 204)  # 503 while a job works on its files
     others = shared.coordinator.runs()
     monkeypatch.setattr(shared.coordinator, "runs", lambda: [*others, live])
     assert run not in {labels[0] for labels in values(scraped(shared), "run_round")}

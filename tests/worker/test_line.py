@@ -129,23 +129,27 @@ def test_transfers_and_small_requests_have_connections_of_their_own(tmp_path: Pa
 
 def test_connections_are_opened_ahead_if_those_of_the_last_transfers_have_been_closed() -> None:
     served: list[socket.socket] = []
+    up, down = Line().up.parallel.now, Line().down.parallel.now
+    together = threading.Barrier(up + down)
 
     class Health(Handler, BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self.created()
+            if self.path == "/healthz":
+                together.wait()  # as on a far line, none is answered before all are sent
             if self.connection not in served:
                 served.append(self.connection)
+            self.created()
 
     with serving(Health) as url, open_http(url) as http:
         client = Client(http, "r", "t")
-        up, down = client.line.up.parallel.now, client.line.down.parallel.now
         client.open_ahead()
         assert not served, "the line is short"
         client.line.is_far = True
         client.open_ahead()
         wait_until(lambda: len(served) == up + down)
+        assert client.line.connections.count("up") == up
         client.open_ahead()
         http.get("/", extensions=client.line.connections.traced("other"))
         assert len(served) == up + down + 1, "those for transfers are open"
