@@ -1,0 +1,136 @@
+"""The measurement of a row, and the file of results: JSON lines, one per row, steps and seed."""
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import benchmarks.convergence.rows as product
+from benchmarks.frontier.rows import ROWS, WORKERS, Row
+from benchmarks.frontier.training import Training, mean_of
+from outerstep.plan import allreduce_bytes
+from protocol.digest import digest
+from protocol.spec.run import RunSpec, parse_spec
+from worker.codecs import pack_fragment, round_trip
+
+RESULTS = Path(__file__).parents[2] / "docs" / "frontier.jsonl"
+HEADERS_BYTES = 3 * 250  # of the three fragments of a sync
+AVERAGED = 8  # states
+EVERY = 50  # steps, of synchronous training
+
+
+@dataclass(frozen=True)
+class Result:
+    """`loss` and `mean_loss`, that of the mean of the last states: held out, nats per byte. `factor`: bytes of an
+    all-reduce at every step / bytes of this run. `key`: digest of what the row is, so that a changed row is run
+    again."""
+
+    row: str
+    steps: int
+    seed: int
+    key: str
+    loss: float
+    mean_loss: float
+    rounds: int
+    upload_bytes: int
+    download_bytes: int
+    factor: float | None
+    seconds: float
+
+
+def key_of(row: Row, steps: int, seed: int) -> str:
+    return digest(json.dumps([asdict(row), steps, seed], sort_keys=True).encode()).hex()[:16]
+
+
+def measure(name: str, steps: int, seed: int) -> Result:
+    """Train one row."""
+    torch.set_num_threads(1)
+    row, began = ROWS[name], time.monotonic()
+    spec = _spec(row, steps, seed)
+    last: deque[Tensor] = deque(maxlen=AVERAGED)
+    up = down = 0
+    if row.synchronous:
+        training, rounds = Training(spec, 1), steps // EVERY
+        for _ in range(rounds):
+            training.train_synchronously(EVERY, WORKERS)
+            last.append(training.theta.clone())
+    else:
+        training, rounds = Training(spec, WORKERS), len(row.rounds(steps))
+        for index, inner_steps in enumerate(row.rounds(steps)):
+            sent = training.round(inner_steps, row.upload, row.download, row.outer_at(index / max(rounds - 1, 1)))
+            up, down = (total + _bytes(*each) for total, each in zip((up, down), sent, strict=True))
+            last.append(training.point())
+            if row.restart and (index + 1) % row.restart == 0:
+                training.momentum.zero_()
+            if row.mean_moments and (index + 1) % row.mean_moments == 0:
+                size = sum(_average(each) for each in training.inner.moments())
+                up, down = up + size, down + size
+    moved = up + down
+    return Result(
+        name,
+        steps,
+        seed,
+        key_of(row, steps, seed),
+        round(training.loss(last[-1]), 4),
+        round(training.loss(mean_of(last)), 4),
+        rounds,
+        up,
+        down,
+        round(2 * allreduce_bytes(WORKERS, len(training.theta), steps) / moved, 1) if moved else None,
+        round(time.monotonic() - began, 1),
+    )
+
+
+def _spec(row: Row, steps: int, seed: int) -> RunSpec:
+    """Return the spec of the product's row, as far as training depends on it."""
+    keys = {
+        "inner.optimizer": row.optimizer,
+        "inner.learning_rate": row.learning_rate,
+        "inner.final_fraction": row.final_fraction,
+        "sync.inner_steps": steps,
+    }
+    return parse_spec(product.Row(keys=keys).spec(steps, seed))
+
+
+def _bytes(vector: Tensor, codec: str) -> int:
+    return HEADERS_BYTES + sum(len(frame) for frame in pack_fragment(vector, codec, zstd=True))
+
+
+@torch.no_grad()
+def _average(moment: Tensor) -> int:
+    """Average moments over the replicas, with int8 both ways; return the bytes of one way."""
+    flat = moment.flatten(1)
+    sent = torch.stack([round_trip(each.contiguous(), "int8") for each in flat])
+    mean = round_trip(sent.mean(0), "int8")
+    if (moment >= 0).all():
+        mean = mean.clamp(min=0.0)  # second moments
+    moment.copy_(mean.expand_as(flat).view_as(moment))
+    return sum(len(frame) for frame in pack_fragment(mean, "int8", zstd=True))
+
+
+def results_of(
+    names: Sequence[str], steps: int, seeds: Sequence[int], path: Path | None, jobs: int
+) -> Iterator[Result]:
+    """Yield the result of each row and seed: from `path` if it is there, otherwise measured and appended."""
+    lines = path.read_text().splitlines() if path is not None and path.exists() else []
+    found = {each.key: each for each in (Result(**json.loads(line)) for line in lines)}
+    wanted = [(name, key_of(ROWS[name], steps, seed), seed) for seed in seeds for name in names]
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        running = {key: pool.submit(measure, name, steps, seed) for name, key, seed in wanted if key not in found}
+        for name, key, _ in wanted:
+            if key in running:
+                result = running[key].result()
+                print(result, file=sys.stderr, flush=True)
+                if path is not None:
+                    with path.open("a") as file:
+                        file.write(json.dumps(asdict(result)) + "\n")
+                found[key] = result
+            yield replace(found[key], row=name)
