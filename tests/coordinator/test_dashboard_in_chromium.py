@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Locator, expect
 from coordinator.dashboard import serving
 from coordinator.notifications.alerts import Disk
 from coordinator.store.database import Fault
-from coordinator.store.tables import FragmentRow, RoundRow, WorkerRow
+from coordinator.store.tables import EvaluationRow, FragmentRow, RoundRow, WorkerRow
 from coordinator.store.tokens import secret_hash
 from coordinator.upkeep.storage import Storage
 from harness.browser import Tab, chromium, tab
@@ -709,7 +709,7 @@ def test_a_thousand_rounds_and_two_hundred_workers_are_few_requests(
         expect(page.locator("table.workers tbody tr")).to_have_count(201)
 
 
-def long_run(running: InThread, run: str, *, rounds: int, workers: int) -> None:
+def long_run(running: InThread, run: str, *, rounds: int, workers: int, tokens: int = 10_000) -> None:
     """A run that has gone on for long, as its rows have it."""
     crew(running, run, ["w"], rounds=2 * rounds)
     live = running.live(run)
@@ -719,7 +719,7 @@ def long_run(running: InThread, run: str, *, rounds: int, workers: int) -> None:
         change.session.query(FragmentRow).filter_by(run_id=live.id).delete()
         change.session.query(RoundRow).filter_by(run_id=live.id).delete()
         for n in range(rounds):
-            held_out = {"tokens": 10_000, "loss": 2 + 3 / (n + 1), "upload_bytes": 1000, "delta_bytes": 900}
+            held_out = {"tokens": tokens, "loss": 2 + 3 / (n + 1), "upload_bytes": 1000, "delta_bytes": 900}
             stamps = {"opened_at": 1e9 + 10 * n, "closed_at": 1e9 + 10 * n + 9}
             change.session.add(RoundRow(run_id=live.id, round=n, step=0, account=account, **stamps, **held_out))
         for n in range(workers):
@@ -729,6 +729,31 @@ def long_run(running: InThread, run: str, *, rounds: int, workers: int) -> None:
                     metrics={}, contributions=rounds, tokens=1000, upload_bytes=1000, account=account, place=n + 1,
                 )
             )  # fmt: skip
+
+
+def test_a_run_is_shown_beside_its_baseline_or_another_run(browser: Browser, running: InThread, run: str) -> None:
+    """At equal tokens, although the rounds of the other have twice as many."""
+    for name, tokens, above in ((run, 10_000, 0.02), (f"{run}-baseline", 20_000, 0.0), (f"{run}-third", 10_000, 0.01)):
+        long_run(running, name, rounds=8, workers=0, tokens=tokens)
+        live = running.live(name)
+        with live.change() as change:
+            for n in range(8):
+                loss = 3 - tokens * n / 1e5 + above
+                measured = {"tokens": 100, "loss": loss}
+                change.session.add(EvaluationRow(run_id=live.id, round=n, worker="", **measured))
+    with opened(browser, running, f"run={run}") as found:
+        panel = found.page.locator('section[aria-label="Loss"]')
+        expect(panel).to_contain_text(f"the perplexity is 2.02 % above that of {run}-baseline")
+        expect(panel.locator(".js-plotly-plot")).to_contain_text("held-out, the other run")
+        choice = found.page.get_by_label("Compare with another run")
+        expect(choice).to_have_value(f"{run}-baseline")
+        choice.select_option(f"{run}-third")
+        expect(panel).to_contain_text(f"At 70 k tokens the perplexity is 1.01 % above that of {run}-third")
+        panel.get_by_role("button", name="Bytes").click()
+        expect(panel).to_contain_text("megabytes moved by all workers")
+        choice.select_option("")
+        expect(panel.locator(".js-plotly-plot")).not_to_contain_text("the other run")
+        expect(panel).not_to_contain_text("perplexity")
 
 
 def test_figures_are_those_of_the_commands(browser: Browser, running: InThread) -> None:

@@ -21,7 +21,7 @@ export function showRun(root, session, ended, name) {
   const parts = [
     makeReason(),
     makeFigures(),
-    makeLosses(),
+    makeLosses(session, name),
     makeTraffic(),
     makeTimeline(),
     makeWorkers(session, name, refresh),
