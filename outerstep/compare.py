@@ -76,11 +76,13 @@ class Difference:
 @dataclass(frozen=True)
 class Measured:
     """The losses of each contender, in their order. `unit`: what is drawn with replacement, "documents", or "sequences"
-    if the data do not say where documents begin. `bytes_per_token` is None if it is unknown."""
+    if the data do not say where documents begin. `bytes_per_token` is None if it is unknown. `notes` say what a reader
+    should know, a sentence each."""
 
     losses: list[Losses]
     unit: str
     bytes_per_token: float | None
+    notes: list[str]
 
 
 def measure(
@@ -102,8 +104,7 @@ def measure(
     logging.disable_progress_bar()
     device = choose_device(box.device)
     spec, data = _data_of(contenders, box)
-    for each in contenders:
-        _check_ids(each, spec.data.source, data.summary)
+    notes = [note for each in contenders if (note := _check_ids(each, spec.data.source, data.summary)) is not None]
     known = data.held_out_documents(spec.evaluation.max_tokens) is not None
     found = []
     for each in contenders:
@@ -111,7 +112,12 @@ def measure(
         model = _load(each, http, token, box, average)
         loss = loss_of(model, data, spec.data, device)
         found.append(losses(loss, data, spec.evaluation.max_tokens, device, micro_batches(spec.data)))
-    return Measured(found, "documents" if known else "sequences", data.bytes_per_token)
+    if not known:
+        notes.append(
+            "the data do not say where documents begin, so neighbouring sequences count as independent, and the "
+            "intervals are too narrow"
+        )
+    return Measured(found, "documents" if known else "sequences", data.bytes_per_token, notes)
 
 
 def _data_of(contenders: Sequence[Contender], box: BoxSettings) -> tuple[RunSpec, Sequences]:
@@ -135,14 +141,20 @@ def _spec_in(directory: Path) -> RunSpec:
         raise ModelError(f"{directory / 'spec.toml'} cannot be read: {error}") from error
 
 
-def _check_ids(each: Contender, source: str, ours: DataSummary) -> None:
-    """Raise DataError if the contender's token ids mean something else than those of the data."""
+def _check_ids(each: Contender, source: str, ours: DataSummary) -> str | None:
+    """Return a note if it is unknown what the contender's token ids mean. Raises DataError if they mean something else
+    than those of the data."""
     if each.run is not None and each.run.data is not None and each.run.spec.data.source != "custom":
         check_tokenizer(f"run {each.run.name}", each.run.data, source, ours)
-    if each.directory is not None and (each.directory / FILE).is_file():
-        own = load_tokenizer(str(each.directory))
-        theirs = DataSummary(units=1, tokenizer=own.name, tokenizer_digest=own.digest)
-        check_tokenizer(str(each.directory), theirs, source, ours)
+    if each.directory is None:
+        return None
+    if not (each.directory / FILE).is_file():
+        unknown = f"{each.directory} has no {FILE}: that its token ids are those of {source!r} is taken on trust"
+        return None if ours.tokenizer_digest is None else unknown
+    own = load_tokenizer(str(each.directory))
+    theirs = DataSummary(units=1, tokenizer=own.name, tokenizer_digest=own.digest)
+    check_tokenizer(str(each.directory), theirs, source, ours)
+    return None
 
 
 def _load(each: Contender, http: httpx.Client | None, token: str, box: BoxSettings, average: int) -> nn.Module:

@@ -1,5 +1,6 @@
 """`outerstep compare`: models on the same held-out tokens."""
 
+import math
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,8 +15,9 @@ from outerstep.cli.printing import Format, FormatOption, console, print_json, sa
 from outerstep.cli.run.models import AverageOption, lm_eval_results
 from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
 from outerstep.common.connections import error_text
-from outerstep.common.quantities import bytes_text, count_text
+from outerstep.common.quantities import UNKNOWN, bytes_text, count_text
 from outerstep.display import table
+from protocol.messages import RunState
 
 _RUN = re.compile(r"([^@]+)(?:@(\d{1,12}))?")
 _PERCENT = 100
@@ -107,6 +109,8 @@ def compare(
         _row(name, cost, losses, apart, comparing.perplexity_change, measured.bytes_per_token)
         for name, cost, losses, apart in zip(models, costs, measured.losses, [None, *differences], strict=True)
     ]
+    for note in measured.notes:
+        say(f"note: {note}", err=True)
     if output is Format.JSON:
         tokens = int(measured.losses[0].targets.sum())
         units = len(measured.losses[0].targets)
@@ -142,10 +146,12 @@ def _contender(text: str, client: rest.Client | None, comparing: Any) -> Any:
 
 def _cost(contender: Any, client: rest.Client) -> dict[str, int]:
     """Return what a run took until the state: tokens and bytes up of all its workers, and bytes that each downloads."""
-    rounds = [
-        each for each in client.rounds(contender.run.name) if contender.state is None or each.round < contender.state
-    ]
+    run, state = contender.run, contender.state
+    if state is None and run.state is not RunState.FINISHED:
+        state = next((each.round for each in client.checkpoints(run.name)), 0)
+    rounds = [each for each in client.rounds(run.name) if state is None or each.round < state]
     return {
+        "rounds": len(rounds),
         "trained_tokens": sum(each.tokens for each in rounds),
         "upload_bytes": sum(each.upload_bytes for each in rounds),
         "delta_bytes": sum(each.delta_bytes for each in rounds),
@@ -162,9 +168,9 @@ def _row(
 ) -> dict[str, Any]:
     """Return one model's figures, as for JSON."""
     row: dict[str, Any] = {"model": name, "loss": losses.mean, "bits_per_byte": None, "difference": None}
-    row |= cost or dict.fromkeys(("trained_tokens", "upload_bytes", "delta_bytes"))
+    row |= cost or dict.fromkeys(("rounds", "trained_tokens", "upload_bytes", "delta_bytes"))
     if bytes_per_token:
-        row["bits_per_byte"] = losses.mean / 0.6931471805599453 / bytes_per_token
+        row["bits_per_byte"] = losses.mean / math.log(2) / bytes_per_token
     if apart is not None:
         row["difference"] = {"nats": apart.nats, "low": apart.low, "high": apart.high}
         row["difference"] |= {"perplexity": perplexity_change(apart.nats)}
@@ -172,7 +178,17 @@ def _row(
 
 
 def _print(rows: list[dict[str, Any]], scores: list[Any], measured: Any) -> None:
-    columns = ["model", ">tokens", ">up", ">down each", ">loss", ">bits/byte", ">above the first", ">95 % interval"]
+    columns = [
+        "model",
+        ">rounds",
+        ">tokens",
+        ">up",
+        ">down each",
+        ">loss",
+        ">bits/byte",
+        ">above the first",
+        ">95 % interval",
+    ]
     columns.append(">perplexity")
     cells = []
     for row in rows:
@@ -180,11 +196,12 @@ def _print(rows: list[dict[str, Any]], scores: list[Any], measured: Any) -> None
         cells.append(
             [
                 row["model"],
+                UNKNOWN if row["rounds"] is None else str(row["rounds"]),
                 count_text(row["trained_tokens"]),
                 bytes_text(row["upload_bytes"]),
                 bytes_text(row["delta_bytes"]),
                 f"{row['loss']:.4f}",
-                "–" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
+                UNKNOWN if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
                 "" if apart is None else f"{apart['nats']:+.4f}",
                 "" if apart is None else f"{apart['low']:+.4f} … {apart['high']:+.4f}",
                 "" if apart is None else f"{_PERCENT * apart['perplexity']:+.2f} %",
@@ -193,12 +210,6 @@ def _print(rows: list[dict[str, Any]], scores: list[Any], measured: Any) -> None
     console().print(table(columns, cells))
     count = len(measured.losses[0].targets)
     say(f"over {count_text(int(measured.losses[0].targets.sum()))} tokens in {count} held-out {measured.unit}")
-    if measured.unit == "sequences":
-        say(
-            "note: the data do not say where documents begin, so neighbouring sequences count as independent, and the "
-            "intervals are too narrow",
-            err=True,
-        )
     for row, found in zip(rows, scores, strict=True):
         for task, metrics in (found or {}).items():
             figures = ((key.removesuffix(",none"), value) for key, value in metrics.items() if isinstance(value, float))

@@ -90,6 +90,7 @@ def test_checkpoints_differ_by_what_each_of_them_is_evaluated_at(served: Served)
     assert last["upload_bytes"] == run["run"]["upload_bytes"]
     assert last["delta_bytes"] == sum(each["delta_bytes"] for each in run["rounds"]) > 0
     assert (first["trained_tokens"], first["upload_bytes"], first["delta_bytes"]) == (0, 0, 0)
+    assert (last["rounds"], first["rounds"]) == (2, 0)
 
 
 def test_an_export_is_the_run_s_model(served: Served, exported: Path) -> None:
