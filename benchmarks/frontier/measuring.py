@@ -46,6 +46,12 @@ class Result:
     seconds: float
 
 
+def read(path: Path) -> list[Result]:
+    """Return the results in `path`; none if it does not exist."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [Result(**json.loads(line)) for line in lines]
+
+
 def key_of(row: Row, steps: int, seed: int) -> str:
     return digest(json.dumps([asdict(row), steps, seed], sort_keys=True).encode()).hex()[:16]
 
@@ -120,8 +126,7 @@ def results_of(
     names: Sequence[str], steps: int, seeds: Sequence[int], path: Path | None, jobs: int
 ) -> Iterator[Result]:
     """Yield the result of each row and seed: from `path` if it is there, otherwise measured and appended."""
-    lines = path.read_text().splitlines() if path is not None and path.exists() else []
-    found = {each.key: each for each in (Result(**json.loads(line)) for line in lines)}
+    found = {} if path is None else {each.key: each for each in read(path)}
     wanted = [(name, key_of(ROWS[name], steps, seed), seed) for seed in seeds for name in names]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         running = {key: pool.submit(measure, name, steps, seed) for name, key, seed in wanted if key not in found}
