@@ -22,6 +22,7 @@ from benchmarks.frontier import measuring as frontier
 from benchmarks.frontier.rows import ROWS as FRONTIER_ROWS
 from benchmarks.frontier.rows import SYNCHRONOUS as FRONTIER_BASE
 from outerstep.plan import allreduce_bytes
+from protocol.codecs import CODECS
 from protocol.spec.run import parse_spec
 
 WIDTH = 120  # columns
@@ -128,7 +129,6 @@ def moved(result: Result) -> list[float]:
 FRONTIER_HEADINGS = ("row", "where", "steps", "rounds", "bytes", "above synchronous", "mean of 8")
 MUON = "synchronous, Muon"  # the product's row that is the base of the frontier
 TARGETS = [(800, 1.0), (2_000, 2.0), (10_000, 5.0)]  # times fewer bytes, and the most percent
-COLOURS = {"fp32": "#636c7e", "int8": "#e0a11b", "int4": "#4a67e0", "ternary": "#0d8a72", "sparse": "#c43d2f"}
 
 
 @dataclass(frozen=True)
@@ -187,15 +187,19 @@ def _of_product(results: Sequence[Result]) -> Iterator[Point]:
         yield Point(name, True, sync.upload_codec, own[0].steps, sync.rounds, factor, above, None)
 
 
+def _colour(codec: str) -> str:
+    return f"C{list(CODECS).index(codec)}"  # of matplotlib's cycle
+
+
 def plot_frontier(found: Sequence[Point]) -> None:
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     for each in found:
-        colour, marker = COLOURS[each.upload], "o" if each.steps <= 3000 else "s"
+        colour, marker = _colour(each.upload), "o" if each.steps <= 3000 else "s"
         fill = colour if each.is_product else "none"
         axes.plot(each.factor, 100 * each.above, marker, markersize=6, color=colour, markerfacecolor=fill)
     for upload in dict.fromkeys(each.upload for each in found):
-        axes.plot([], [], "o", color=COLOURS[upload], label=f"{upload} up")
+        axes.plot([], [], "o", color=_colour(upload), label=f"{upload} up")
     axes.plot([], [], "o", color="black", label="product", markersize=5)
     axes.plot([], [], "o", color="black", markerfacecolor="none", label="loop", markersize=5)
     if any(each.steps > 3000 for each in found):
