@@ -16,11 +16,18 @@ from protocol.messages import RollBack
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
 from tests.coordinator.test_backup import caught_up
 from tests.coordinator.test_restart import Lives
+from tests.support.waiting import wait_until
 
 KEPT = "every_rounds = 1\nkeep = 20"
 
 
 def roll_back(running: InThread, run: str, to: int, **fields: Any) -> httpx.Response:
+    """Roll back as soon as no job works on the run's files, which would be answered 503."""
+    wait_until(lambda: not running.live(run).outer.any_job_running)
+    return order_back(running, run, to, **fields)
+
+
+def order_back(running: InThread, run: str, to: int, **fields: Any) -> httpx.Response:
     with running.client() as admin:
         order = {"to": to, "from_round": admin.get(f"/v1/runs/{run}").json()["round"]} | fields
         return admin.post(f"/v1/runs/{run}/rollback", json=order)
@@ -167,7 +174,7 @@ def test_what_cannot_be_gone_back_to_is_refused_and_nothing_has_changed(shared: 
     assert "fragment 0 of checkpoint 1 is damaged" in problem(roll_back(shared, run, 1), "not-found")["detail"]
     live.outer.jobs[0].running = True
     try:
-        problem(roll_back(shared, run, 2), "not-ready")
+        problem(order_back(shared, run, 2), "not-ready")
     finally:
         live.outer.jobs[0].running = False
     after = info(shared, run)
