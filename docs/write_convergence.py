@@ -162,16 +162,17 @@ def _explored(explored: Sequence[frontier.Result]) -> Iterator[Point]:
     bases = {(each.steps, each.seed): each for each in explored if each.row == FRONTIER_BASE}
     groups: dict[tuple[str, int], list[frontier.Result]] = {}
     for each in explored:
-        known = each.key == frontier.key_of(FRONTIER_ROWS[each.row], each.steps, each.seed)
+        row = FRONTIER_ROWS.get(each.row)
+        known = row is not None and each.key == frontier.key_of(row, each.steps, each.seed)
         if known and each.factor is not None and (each.steps, each.seed) in bases:
             groups.setdefault((each.row, each.steps), []).append(each)
-    for (row, steps), own in groups.items():
+    for (name, steps), own in groups.items():
         base = [bases[steps, each.seed] for each in own]
         above = [math.expm1(a.loss - b.loss) for a, b in zip(own, base, strict=True)]
         averaged = [math.expm1(a.mean_loss - b.mean_loss) for a, b in zip(own, base, strict=True)]
         factor = statistics.mean(each.factor or 0.0 for each in own)
         means = statistics.mean(above), statistics.mean(averaged)
-        yield Point(row, False, FRONTIER_ROWS[row].upload, steps, own[0].rounds, factor, *means)
+        yield Point(name, False, FRONTIER_ROWS[name].upload, steps, own[0].rounds, factor, *means)
 
 
 def _of_product(results: Sequence[Result]) -> Iterator[Point]:

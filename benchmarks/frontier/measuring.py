@@ -5,7 +5,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 
 import benchmarks.convergence.rows as product
 from benchmarks.frontier.rows import ROWS, WORKERS, Row
-from benchmarks.frontier.training import Training, mean_of
+from benchmarks.frontier.training import Training
 from outerstep.plan import allreduce_bytes
 from protocol.digest import digest
 from protocol.spec.run import RunSpec, parse_spec
@@ -86,7 +86,7 @@ def measure(name: str, steps: int, seed: int) -> Result:
         seed,
         key_of(row, steps, seed),
         round(training.loss(last[-1]), 4),
-        round(training.loss(mean_of(last)), 4),
+        round(training.loss(torch.stack(list(last)).mean(0)), 4),
         rounds,
         up,
         down,
@@ -129,13 +129,13 @@ def results_of(
     found = {} if path is None else {each.key: each for each in read(path)}
     wanted = [(name, key_of(ROWS[name], steps, seed), seed) for seed in seeds for name in names]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        running = {key: pool.submit(measure, name, steps, seed) for name, key, seed in wanted if key not in found}
-        for name, key, _ in wanted:
-            if key in running:
-                result = running[key].result()
-                print(result, file=sys.stderr, flush=True)
-                if path is not None:
-                    with path.open("a") as file:
-                        file.write(json.dumps(asdict(result)) + "\n")
-                found[key] = result
-            yield replace(found[key], row=name)
+        running = [pool.submit(measure, name, steps, seed) for name, key, seed in wanted if key not in found]
+        for done in as_completed(running):
+            result = done.result()
+            print(result, file=sys.stderr, flush=True)
+            if path is not None:
+                with path.open("a") as file:
+                    file.write(json.dumps(asdict(result)) + "\n")
+            found[result.key] = result
+    for name, key, _ in wanted:
+        yield replace(found[key], row=name)

@@ -5,7 +5,6 @@ A round is what docs/design.md describes: H inner steps from θ minus what the u
 Which work unit a replica trains on depends only on the step, as in a real run of equally fast workers.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -164,8 +163,3 @@ class Training:
     def _set_local(self, values: Tensor) -> None:
         for name, part in self._replicas.stacked(values).items():
             self._local[name].copy_(part)
-
-
-def mean_of(points: Sequence[Tensor]) -> Tensor:
-    """Return the mean of the last states."""
-    return torch.stack(list(points)).mean(0)

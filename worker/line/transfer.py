@@ -93,7 +93,7 @@ class Channel:
             raise Stopped("asked to stop in the middle of a transfer")
 
     def traced(self, pool: Pool) -> dict[str, Any]:
-        """Return the httpx extensions of a request by `http` or, for these pools, by `up` or `down`."""
+        """Return the httpx extensions of a request: by `up` and `down` for these pools, by `http` for others."""
         return self.line.connections.traced(pool)
 
     def sent(self, pieces: Iterable[bytes], slot: Slot) -> Iterator[bytes]:

@@ -227,10 +227,9 @@ def evaluate(
         raise UsageError("give --round or --export, not both")
     if tasks is not None and export is None:
         raise UsageError("--tasks needs --export: lm-eval runs on the directory that `outerstep run export` writes")
-    settings = import_extra("worker.settings", extra="worker", command="outerstep run evaluate")
-    given: dict[str, Any] = {"data": data, "data_cache": data_cache, "data_cache_gb": data_cache_gb, "device": device}
-    given |= {"allow_factory": allow_factory or None, "max_parameters": max_parameters}
-    box = validated(settings.BoxSettings, given, FLAGS)
+    cache = {"data_cache": data_cache, "data_cache_gb": data_cache_gb}
+    code = {"allow_factory": allow_factory, "max_parameters": max_parameters}
+    box = box_settings("outerstep run evaluate", data=data, device=device, **cache, **code)
     token = connection.token()
     with connection.open() as client:
         detail = client.run(run)
@@ -247,6 +246,13 @@ def evaluate(
     for task, metrics in measured.items():
         figures = ((name.removesuffix(",none"), value) for name, value in metrics.items() if isinstance(value, float))
         say(f"{task}: {', '.join(f'{name} {value:.4f}' for name, value in figures)}")
+
+
+def box_settings(command: str, **given: Any) -> Any:
+    """Return `worker.settings.BoxSettings` with the options that were given. Raises UsageError for a wrong one."""
+    settings = import_extra("worker.settings", extra="worker", command=command)
+    said = {name: None if value == [] else value for name, value in given.items()}
+    return validated(settings.BoxSettings, said, FLAGS)
 
 
 def lm_eval_results(export: Path, tasks: str, device: str, factories: tuple[str, ...]) -> dict[str, dict[str, Any]]:
@@ -287,14 +293,8 @@ def pin(
       outerstep run create run.toml --token-file ./data/admin.token
     """
     _, parsed = read_spec(spec)
-    settings = import_extra("worker.settings", extra="worker", command="outerstep run pin")
-    given: dict[str, Any] = {
-        "data": data,
-        "allow_factory": allow_factory or None,
-        "data_root": data_root or None,
-        "max_parameters": max_parameters,
-    }
-    box = validated(settings.BoxSettings, given, FLAGS)
+    allowed = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
+    box = box_settings("outerstep run pin", data=data, **allowed)
     models = import_extra("outerstep.models", extra="worker", command="outerstep run pin")
     found = models.pins_of(parsed, box, state=not without_state)
     say("")
