@@ -7,7 +7,7 @@ drawn with replacement, the same ones for both models.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,7 @@ from worker.starting import choose_device
 
 DRAWN = 2000  # samples of documents
 LEVEL = 0.95
+FEW = 20  # documents
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -105,19 +106,25 @@ def measure(
     device = choose_device(box.device)
     spec, data = _data_of(contenders, box)
     notes = [note for each in contenders if (note := _check_ids(each, spec.data.source, data.summary)) is not None]
-    known = data.held_out_documents(spec.evaluation.max_tokens) is not None
+    most = spec.evaluation.max_tokens
+    known = data.held_out_documents(most)
+    documents = list(known or _numbered(data, most))
     found = []
     for each in contenders:
         report(each.name)
         model = _load(each, http, token, box, average)
         loss = loss_of(model, data, spec.data, device)
-        found.append(losses(loss, data, spec.evaluation.max_tokens, device, micro_batches(spec.data)))
-    if not known:
+        batches = zip(data.held_out_batches(most), documents, strict=True)
+        found.append(losses(loss, batches, device, micro_batches(spec.data)))
+    if known is None:
         notes.append(
             "the data do not say where documents begin, so neighbouring sequences count as independent, and the "
             "intervals are too narrow"
         )
-    return Measured(found, "documents" if known else "sequences", data.bytes_per_token, notes)
+    unit = "sequences" if known is None else "documents"
+    if (count := len(found[0].targets)) < FEW:
+        notes.append(f"with only {count} held-out {unit} the intervals are too narrow: compare on more text, by --data")
+    return Measured(found, unit, data.bytes_per_token, notes)
 
 
 def _data_of(contenders: Sequence[Contender], box: BoxSettings) -> tuple[RunSpec, Sequences]:
@@ -167,13 +174,14 @@ def _load(each: Contender, http: httpx.Client | None, token: str, box: BoxSettin
 
 
 @torch.no_grad()
-def losses(loss: Loss, data: Sequences, max_tokens: int, device: torch.device, sizes: MicroBatches) -> Losses:
-    """Return the losses on at most `max_tokens` held-out tokens, by document; by sequence if the data do not say where
-    documents begin. Raises ModelError if one is not finite."""
+def losses(
+    loss: Loss, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device, sizes: MicroBatches
+) -> Losses:
+    """Return the losses by document, of batches and the number of each target's document, int64[batch, length + 1] and
+    int64[batch, length]. Raises ModelError if one is not finite."""
     loss.model.eval()
     nats, targets = np.zeros(0), np.zeros(0, np.int64)
-    documents = data.held_out_documents(max_tokens) or _numbered(data, max_tokens)
-    for batch, of_targets in zip(data.held_out_batches(max_tokens), documents, strict=True):
+    for batch, of_targets in batches:
         each = sizes.over(batch.to(device), lambda parts: torch.cat([loss.of_each(part).cpu() for part in parts]))
         numbers = of_targets.flatten().numpy()
         counted = loss.counted(batch).flatten().numpy()

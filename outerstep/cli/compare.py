@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from outerstep import rest
-from outerstep.cli.errors import UsageError, check_not_hidden, import_extra, validated
+from outerstep.cli.errors import UsageError, check_not_hidden, import_extra
 from outerstep.cli.options import AllowFactoryOption, Connection, MaxParametersOption, with_connection
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say
-from outerstep.cli.run.models import AverageOption, lm_eval_results
-from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
+from outerstep.cli.run.models import AverageOption, box_settings, lm_eval_results
+from outerstep.cli.worker import DataCacheGbOption, DataCacheOption
 from outerstep.common.connections import error_text
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text
 from outerstep.display import table
@@ -73,10 +73,11 @@ def compare(
     if len(models) < 2:
         raise UsageError("give two or more models: what one of them costs shows only beside another")
     check_not_hidden("worker")
-    settings = import_extra("worker.settings", extra="worker", command="outerstep compare")
-    given: dict[str, Any] = {"data": data, "data_cache": data_cache, "data_cache_gb": data_cache_gb, "device": device}
-    given |= {"allow_factory": allow_factory or None, "max_parameters": max_parameters}
-    box = validated(settings.BoxSettings, given, FLAGS)
+    if average > 1 and all(map(_is_directory, models)):
+        raise UsageError("--average is for runs: a directory has one state")
+    cache = {"data_cache": data_cache, "data_cache_gb": data_cache_gb}
+    code = {"allow_factory": allow_factory, "max_parameters": max_parameters}
+    box = box_settings("outerstep compare", data=data, device=device, **cache, **code)
     comparing = import_extra("outerstep.compare", extra="worker", command="outerstep compare")
     with ExitStack() as stack:
         client: rest.Client | None = None

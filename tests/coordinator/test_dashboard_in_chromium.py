@@ -23,7 +23,7 @@ from harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
 from harness.member import Member, spec_toml
 from outerstep.common.quantities import bytes_text, count_text
 from outerstep.plan import allreduce_bytes
-from protocol.messages import Cause, Scope
+from protocol.messages import Cause, DataSummary, Scope
 from tests.coordinator.crew import crew, events, info, play_round
 from tests.support.browser import needs_chromium
 from tests.support.waiting import wait_until
@@ -733,7 +733,12 @@ def long_run(running: InThread, run: str, *, rounds: int, workers: int, tokens: 
 
 def test_a_run_is_shown_beside_its_baseline_or_another_run(browser: Browser, running: InThread, run: str) -> None:
     """At equal tokens, although the rounds of the other have twice as many."""
-    for name, tokens, above in ((run, 10_000, 0.02), (f"{run}-baseline", 20_000, 0.0), (f"{run}-third", 10_000, 0.01)):
+    for name, tokens, above in (
+        (run, 10_000, 0.02),
+        (f"{run}-baseline", 20_000, 0.0),
+        (f"{run}-third", 10_000, 0.01),
+        (f"{run}-other", 10_000, 0.03),
+    ):
         long_run(running, name, rounds=8, workers=0, tokens=tokens)
         live = running.live(name)
         with live.change() as change:
@@ -741,6 +746,10 @@ def test_a_run_is_shown_beside_its_baseline_or_another_run(browser: Browser, run
                 loss = 3 - tokens * n / 1e5 + above
                 measured = {"tokens": 100, "loss": loss}
                 change.session.add(EvaluationRow(run_id=live.id, round=n, worker="", **measured))
+    other = running.live(f"{run}-other")
+    assert other.model is not None
+    with other.change() as change:
+        change.set_model(other.model.model_copy(update={"data": DataSummary(digest="0" * 64, units=7)}))
     with opened(browser, running, f"run={run}") as found:
         panel = found.page.locator('section[aria-label="Loss"]')
         expect(panel).to_contain_text(f"the perplexity is 2.02 % above that of {run}-baseline")
@@ -751,6 +760,8 @@ def test_a_run_is_shown_beside_its_baseline_or_another_run(browser: Browser, run
         expect(panel).to_contain_text(f"At 70 k tokens the perplexity is 1.01 % above that of {run}-third")
         panel.get_by_role("button", name="Bytes").click()
         expect(panel).to_contain_text("megabytes moved by all workers")
+        choice.select_option(f"{run}-other")
+        expect(panel).to_contain_text(f"{run}-other is trained on other text: its losses cannot be compared")
         choice.select_option("")
         expect(panel.locator(".js-plotly-plot")).not_to_contain_text("the other run")
         expect(panel).not_to_contain_text("perplexity")

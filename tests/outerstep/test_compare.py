@@ -117,7 +117,9 @@ def test_a_table_and_a_plot(served: Served, exported: Path, tmp_path: Path) -> N
     assert code == 0, err
     assert [line.split()[0] for line in out.splitlines()[1:4]] == names
     assert "held-out documents" in out.splitlines()[4]
-    assert err.splitlines() == [f"measuring {name}" for name in names]
+    assert err.splitlines()[:3] == [f"measuring {name}" for name in names]
+    assert "held-out documents the intervals are too narrow" in err.splitlines()[3]
+    assert len(err.splitlines()) == 4
     written = "".join(ElementTree.fromstring(plot.read_text()).itertext())
     assert f"{RUN}@0" in written
     code, said = refused(served, RUN, f"{RUN}@0", "--plot", "/nowhere/difference.svg")
@@ -132,6 +134,7 @@ def test_a_table_and_a_plot(served: Served, exported: Path, tmp_path: Path) -> N
         pytest.param([RUN, f"{RUN}@7"], 3, "no checkpoint 7", id="no such checkpoint"),
         pytest.param([RUN, f"{RUN}@last"], 2, "is neither RUN nor RUN@ROUND", id="no number"),
         pytest.param([RUN, "./nowhere"], 2, "./nowhere is not a directory", id="no such directory"),
+        pytest.param(["./", "./", "--average", "2"], 2, "--average is for runs", id="average of directories"),
         pytest.param([RUN, f"{RUN}@0", "--tasks", "arc"], 2, "--tasks needs a directory", id="tasks of runs"),
         pytest.param([RUN, f"{RUN}@0", "--device", "abacus"], 2, "device 'abacus' cannot be used", id="no such device"),
     ],
@@ -207,9 +210,17 @@ def test_a_baseline_does_the_work_of_all_in_each_step(served: Served, running: I
     create = ["run", "create", "-", "--baseline", "--workers", "2"]
     code, out, err = served.outerstep(*create, stdin=spec(text))
     assert (code, out.split(":")[0]) == (0, f"run {RUN}-baseline is created"), err
+    assert err == "one worker with 8 sequences per inner step, the work of 2\n"
     assert run_worker(worker_settings(running, f"{RUN}-baseline", tmp_path / "state")) == 0
     found = compared(served, RUN, f"{RUN}-baseline")["models"]
     assert found[1]["trained_tokens"] == 2 * found[0]["trained_tokens"]
+
+
+def test_a_baseline_of_one_worker_is_no_baseline(served: Served) -> None:
+    """min_workers is 1 by default, however many will come."""
+    code, out, err = served.outerstep("run", "create", "-", "--baseline", stdin=spec(Path("text")))
+    assert (code, out) == (2, "")
+    assert "give --workers" in err
 
 
 SPEC = """

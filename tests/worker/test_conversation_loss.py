@@ -210,7 +210,10 @@ def test_the_loss_by_conversation_adds_up_to_that_of_all(source: Path, data: str
     opened_set, model = opened(source, data), model_of().eval()
     loss = Loss(model, conversations="padded" if data else "packed")
     report = evaluate(model, opened_set, 10**6, CPU, loss)
-    of_each = losses(loss, opened_set, 10**6, CPU, MicroBatches(None, 2))
+    documents = opened_set.held_out_documents(10**6)
+    assert documents is not None
+    batches = zip(opened_set.held_out_batches(10**6), documents, strict=True)
+    of_each = losses(loss, batches, CPU, MicroBatches(None, 2))
     assert int(of_each.targets.sum()) == report.tokens
     assert of_each.mean == pytest.approx(report.loss, rel=1e-5)
     begins = sum(int((batch & BEGINS != 0).sum()) for batch in opened_set.held_out_batches(10**6))

@@ -31,7 +31,7 @@ function pointsOf(rounds, created_at) {
 }
 
 /** Return the loss at this many tokens, between the points around it; null outside of them. */
-export function lossAt(points, tokens) {
+function lossAt(points, tokens) {
   const after = points.findIndex((each) => each.tokens >= tokens);
   if (after < 0) return null;
   if (points[after].tokens === tokens) return points[after].loss;
@@ -39,6 +39,10 @@ export function lossAt(points, tokens) {
   const [low, high] = [points[after - 1], points[after]];
   return low.loss + ((high.loss - low.loss) * (tokens - low.tokens)) / (high.tokens - low.tokens);
 }
+
+/** Return true if losses on these training sets (of a run; null if unknown) mean the same. */
+const sameText = (...sets) =>
+  new Set(sets.map((each) => JSON.stringify([each?.digest, each?.tokenizer_digest]))).size === 1;
 
 /** Return the sentence that compares the last common point of two runs; null if there is none. */
 function comparison(own, other, name) {
@@ -104,7 +108,7 @@ export function makeLosses(session, own) {
     const rounds = await session.api.all(runPath(name, "rounds"), asking.signal, 4);
     if (name !== wanted) return;
     const published = rounds.filter((each) => each.state === "published").sort((a, b) => a.round - b.round);
-    other = { name, created_at: run.created_at, rounds: published };
+    other = { name, created_at: run.created_at, data: run.data, rounds: published };
     update(model);
   }
 
@@ -140,7 +144,9 @@ export function makeLosses(session, own) {
     ].flatMap(([name, points]) => (points.length > 1 ? [`${name} ${loss(points[0].loss)} → ${loss(points.at(-1).loss)}`] : []));
     const text = `In nats per token, over ${plural(model.published.length, "round")}: ${ways.join(", ")}.`;
     write(summary, ways.length ? text : model.hasRounds ? "Fewer than two rounds have closed." : ASKING);
-    const compared = theirs.length ? comparison(heldOut, theirs, other.name) : null;
+    const compared = !theirs.length ? null : sameText(model.run.data, other.data)
+      ? comparison(heldOut, theirs, other.name)
+      : `${other.name} is trained on other text: its losses cannot be compared with these.`;
     beside.hidden = compared === null;
     write(beside, compared ?? "");
   }

@@ -31,6 +31,8 @@ def baseline_of(text: str, spec: RunSpec, workers: int) -> str:
     document["name"] = spec.name + SUFFIX
     sync = {key: value for key, value in document.get("sync", {}).items() if key not in OF_SEVERAL}
     document["sync"] = sync | CODECS | {"inner_steps": spec.sync.schedule_steps}
+    if "offsets" in document.get("sync", {}) or "fragment_layers" in document.get("sync", {}):
+        document.get("pins", {}).pop("layout", None)  # that of other fragments
     document["inner"] = document.get("inner", {}) | {"batch_size": spec.inner.batch_size * workers}
     document["outer"] = document.get("outer", {}) | ADOPTING
     document["members"] = document.get("members", {}) | {"min_workers": 1}

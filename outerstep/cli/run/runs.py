@@ -76,8 +76,12 @@ def create(
     """
     text, parsed = _complete_spec(spec, workers, epochs, for_baseline=baseline)
     if baseline:
-        text = baseline_of(text, parsed, workers or parsed.members.min_workers)
+        people = workers or parsed.members.min_workers
+        if people == 1:
+            raise UsageError("--baseline: give --workers, how many workers the run will have")
+        text = baseline_of(text, parsed, people)
         parsed = parse_spec(text)
+        say(f"one worker with {parsed.inner.batch_size} sequences per inner step, the work of {people}", err=True)
     with connection.open() as client:
         run, new = client.create_run(text)
     if output is Format.JSON:
