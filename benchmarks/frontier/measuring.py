@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import benchmarks.convergence.rows as product
-from benchmarks.frontier.rows import ROWS, WORKERS, Row
+from benchmarks.frontier.rows import BASE, ROWS, WORKERS, Row
 from benchmarks.frontier.training import Training
 from outerstep.plan import allreduce_bytes
 from protocol.digest import digest
+from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec, parse_spec
 from worker.codecs import pack_fragment, round_trip
 
@@ -53,7 +54,8 @@ def read(path: Path) -> list[Result]:
 
 
 def key_of(row: Row, steps: int, seed: int) -> str:
-    return digest(json.dumps([asdict(row), steps, seed], sort_keys=True).encode()).hex()[:16]
+    differs = {name: asdict(value) if is_dataclass(value) else value for name, value in row.differs().items()}
+    return digest(json.dumps([differs, steps, seed], sort_keys=True).encode()).hex()[:16]
 
 
 def measure(name: str, steps: int, seed: int) -> Result:
@@ -71,7 +73,8 @@ def measure(name: str, steps: int, seed: int) -> Result:
     else:
         training, rounds = Training(spec, WORKERS), len(row.rounds(steps))
         for index, inner_steps in enumerate(row.rounds(steps)):
-            sent = training.round(inner_steps, row.upload, row.download, row.outer_at(index / max(rounds - 1, 1)))
+            outer = row.outer_at(index / max(rounds - 1, 1))
+            sent = training.round(inner_steps, row.upload, row.download, outer, row.decay)
             up, down = (total + _bytes(*each) for total, each in zip((up, down), sent, strict=True))
             last.append(training.point())
             if row.restart and (index + 1) % row.restart == 0:
@@ -103,7 +106,10 @@ def _spec(row: Row, steps: int, seed: int) -> RunSpec:
         "inner.final_fraction": row.final_fraction,
         "sync.inner_steps": steps,
     }
-    return parse_spec(product.Row(keys=keys).spec(steps, seed))
+    spec = parse_spec(product.Row(keys=keys).spec(steps, seed))
+    if (row.width, row.layers) == (BASE.width, BASE.layers):
+        return spec
+    return spec.model_copy(update={"model": ModelSpec(config=row.config)})
 
 
 def _bytes(vector: Tensor, codec: str) -> int:

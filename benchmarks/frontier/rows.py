@@ -2,12 +2,15 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from benchmarks.frontier.training import Outer
+from protocol.spec.model import PRESETS
 
 WORKERS = 8
 USUAL = Outer(1.0, 0.8)
+RATES = {64: 8e-3, 128: 4e-3, 192: 8e-3 / 3}  # width -> learning rate
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,8 @@ class Row:
     restart       rounds after which the outer momentum begins at 0 again (arXiv 2605.28585); 0: never
     mean_moments  rounds after which the inner optimizers' moments are averaged over all workers, with int8 both ways
                   (arXiv 2505.22549); 0: never
+    decay         of what the upload codec leaves out, beside the parameters; None: in them, all of it, as the product
+    width, layers the model's shape; a feed-forward layer is three times as wide, and a head has 16 values
     """
 
     synchronous: bool = False
@@ -32,6 +37,31 @@ class Row:
     learning_rate: float = 8e-3
     final_fraction: float = 0.1
     optimizer: str = "muon"
+    decay: float | None = None
+    width: int = 64
+    layers: int = 2
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's configuration; for the usual shape that of the preset `tiny`."""
+        shape = {
+            "hidden_size": self.width,
+            "intermediate_size": 3 * self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.width // 16,
+            "initializer_range": 0.08 * (64 / self.width) ** 0.5,
+        }
+        return {"model_type": "llama"} | PRESETS["tiny"] | shape
+
+    @property
+    def base(self) -> "Row":
+        """The synchronous row that this one is compared with."""
+        return Row(synchronous=True, width=self.width, layers=self.layers, learning_rate=RATES[self.width])
+
+    def differs(self) -> dict[str, Any]:
+        """Return the fields in which the row differs from the usual one."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(BASE, name)}
 
     def rounds(self, steps: int) -> list[int]:
         """Return the inner steps of each round, `steps` in all."""
@@ -82,8 +112,26 @@ ROWS: dict[str, Row] = {
         for h in (40, 100, 200)
         for rate in (0.7, 1.2)
     },
-    "int4 up, H 25 to 100": replace(BASE, inner_steps=25, last_inner_steps=100),
-    "int4 up, H 100 to 25": replace(BASE, inner_steps=100, last_inner_steps=25),
+    **{
+        f"{codec} both ways, H {h}": replace(BASE, inner_steps=h, upload=codec, download=codec)
+        for codec in ("ternary", "2bit")
+        for h in (20, 25, 50, 60, 100, 200, 300)
+    },
+    **{
+        f"{upload} up, H {first} to {last}": replace(BASE, upload=upload, inner_steps=first, last_inner_steps=last)
+        for upload, first, last in (
+            ("int4", 10, 150),
+            ("int4", 15, 75),
+            ("int4", 25, 100),
+            ("int4", 100, 25),
+            ("ternary", 15, 75),
+            ("ternary", 20, 100),
+            ("ternary", 50, 200),
+            ("ternary", 40, 400),
+            ("ternary", 200, 800),
+            ("ternary", 100, 1000),
+        )
+    },
     "int4 up, H 50, momentum 0.6 to 0.9": replace(BASE, outer=Outer(1.0, 0.6), last_outer=Outer(1.0, 0.9)),
     "int4 up, H 50, momentum 0.9 to 0.6": replace(BASE, outer=Outer(1.0, 0.9), last_outer=Outer(1.0, 0.6)),
     "int4 up, H 50, restart every 10": replace(BASE, restart=10),
@@ -94,7 +142,20 @@ ROWS: dict[str, Row] = {
     "int4 up, H 50, decay to 0.2": replace(BASE, final_fraction=0.2),
     "int4 up, H 50, rate 0.006": replace(BASE, learning_rate=6e-3),
     "int4 up, H 50, rate 0.011": replace(BASE, learning_rate=11e-3),
-    "sparse up, H 10": replace(BASE, inner_steps=10, upload="sparse", outer=Outer(1.0, 0.0)),
-    "sparse up, H 20": replace(BASE, inner_steps=20, upload="sparse", outer=Outer(1.0, 0.0)),
-    "sparse up, H 50": replace(BASE, inner_steps=50, upload="sparse", outer=Outer(1.0, 0.0)),
+    **{
+        f"{millions} M, {name}": replace(row, width=width, layers=layers, learning_rate=RATES[width])
+        for millions, width, layers in ((0.5, 128, 2), (1.5, 192, 3))
+        for name, row in {SYNCHRONOUS: Row(synchronous=True), "int4 up, H 50": BASE}.items()
+    },
+    "0.5 M, synchronous, rate 0.006": Row(synchronous=True, width=128, learning_rate=6e-3),
+    **{
+        f"sparse {way}, H {h}{rule}": replace(
+            BASE, inner_steps=h, upload="sparse", download=download, outer=Outer(1.0, momentum), decay=decay
+        )
+        for way, download in (("up", "int4"), ("both ways", "sparse"))
+        for h in (5, 10, 20, 50)
+        for rule, momentum, decay in (
+            ("", 0.0, None), (", decay 0.95", 0.0, 0.95), (", decay 0.95, momentum 0.8", 0.8, 0.95)
+        )
+    },
 }

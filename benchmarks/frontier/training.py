@@ -8,11 +8,12 @@ Which work unit a replica trains on depends only on the step, as in a real run o
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from benchmarks.frontier.model import Replicas
 from protocol.outer_step import outer_step, reached
+from protocol.spec.model import EMBEDDING_STD
 from protocol.spec.run import RunSpec
 from worker.codecs import round_trip
 from worker.data.open_training_set import TextData
@@ -98,6 +99,9 @@ class Training:
     def __init__(self, spec: RunSpec, workers: int) -> None:
         self.spec, self.workers, self.steps = spec, workers, 0
         self._model = build_model(spec, torch.device("cpu"))
+        if spec.model.preset is None:  # embeddings as large as the preset's
+            seeded = torch.Generator().manual_seed(spec.seed)
+            nn.init.normal_(self._model.get_input_embeddings().weight, std=EMBEDDING_STD["tiny"], generator=seeded)
         self._data, self._batch = TextData(spec), spec.inner.batch_size
         self._replicas = Replicas(self._model, workers)
         names = {id(each): name for name, each in self._model.named_parameters()}
@@ -108,21 +112,29 @@ class Training:
         self._local = self._replicas.stacked(self.theta.repeat(workers, 1))
         self.inner = Inner(spec, self._local, self._hidden)
         self._unsent = torch.zeros(workers, len(self.theta))
+        self._undelivered = torch.zeros_like(self.theta)
 
     def round(
-        self, inner_steps: int, upload: str, download: str, outer: Outer
+        self, inner_steps: int, upload: str, download: str, outer: Outer, decay: float | None = None
     ) -> tuple[tuple[Tensor, str], tuple[Tensor, str]]:
         """Train one round of H = `inner_steps`. Return what the first replica sends and what all receive, float32[n],
-        each with its codec."""
-        self._set_local(self.theta - self._unsent)
+        each with its codec. `decay`: of what the upload codec leaves out, which is then beside the parameters and not
+        in them (SparseLoCo, arXiv 2508.15706)."""
+        self._set_local(self.theta - self._unsent if decay is None else self.theta.expand_as(self._unsent))
         self.train(inner_steps)
         deltas = self.theta - self._replicas.flat(self._local)
+        if decay is not None:
+            deltas += decay * self._unsent
         sent = torch.stack([round_trip(each, upload) for each in deltas])
         if upload in FEEDBACK:
             self._unsent = deltas - sent
         senders = (sent != 0).sum(0).clamp(min=1) if upload == "sparse" else self.workers
         merged = sent.sum(0) / senders
+        if download in FEEDBACK:
+            merged += self._undelivered
         delta = round_trip(merged, download)
+        if download in FEEDBACK:
+            self._undelivered = round_trip(merged - delta, "int8")
         self.outer = outer
         outer_step(
             *(each.numpy() for each in (self.theta, self.momentum, delta)),
