@@ -9,11 +9,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import benchmarks.convergence.rows as product
+from benchmarks.frontier.beyond_loss import BeyondLoss, beyond_loss
 from benchmarks.frontier.rows import BASE, ROWS, WORKERS, Row
 from benchmarks.frontier.training import Training
 from outerstep.plan import allreduce_bytes
@@ -45,12 +47,17 @@ class Result:
     download_bytes: int
     factor: float | None
     seconds: float
+    beyond: BeyondLoss | None = None
 
 
 def read(path: Path) -> list[Result]:
     """Return the results in `path`; none if it does not exist."""
     lines = path.read_text().splitlines() if path.exists() else []
-    return [Result(**json.loads(line)) for line in lines]
+    return [_result(**json.loads(line)) for line in lines]
+
+
+def _result(beyond: dict[str, Any] | None = None, **fields: Any) -> Result:
+    return Result(**fields, beyond=None if beyond is None else BeyondLoss(**beyond))
 
 
 def key_of(row: Row, steps: int, seed: int) -> str:
@@ -95,6 +102,7 @@ def measure(name: str, steps: int, seed: int) -> Result:
         down,
         round(2 * allreduce_bytes(WORKERS, len(training.theta), steps) / moved, 1) if moved else None,
         round(time.monotonic() - began, 1),
+        beyond_loss(training, last[-1], WORKERS),
     )
 
 

@@ -98,16 +98,16 @@ class Training:
 
     def __init__(self, spec: RunSpec, workers: int) -> None:
         self.spec, self.workers, self.steps = spec, workers, 0
-        self._model = build_model(spec, torch.device("cpu"))
+        self.model = build_model(spec, torch.device("cpu"))
         if spec.model.preset is None:  # embeddings as large as the preset's
             seeded = torch.Generator().manual_seed(spec.seed)
-            nn.init.normal_(self._model.get_input_embeddings().weight, std=EMBEDDING_STD["tiny"], generator=seeded)
+            nn.init.normal_(self.model.get_input_embeddings().weight, std=EMBEDDING_STD["tiny"], generator=seeded)
         self._data, self._batch = TextData(spec), spec.inner.batch_size
-        self._replicas = Replicas(self._model, workers)
-        names = {id(each): name for name, each in self._model.named_parameters()}
+        self._replicas = Replicas(self.model, workers)
+        names = {id(each): name for name, each in self.model.named_parameters()}
         muon = spec.inner.optimizer == "muon"
-        self._hidden = {names[id(each)] for each in hidden_matrices(self._model)} if muon else set[str]()
-        self.theta = parameters_to_vector(self._model.parameters()).detach().clone()
+        self._hidden = {names[id(each)] for each in hidden_matrices(self.model)} if muon else set[str]()
+        self.theta = parameters_to_vector(self.model.parameters()).detach().clone()
         self.momentum, self.outer = torch.zeros_like(self.theta), Outer(1.0, 0.0)
         self._local = self._replicas.stacked(self.theta.repeat(workers, 1))
         self.inner = Inner(spec, self._local, self._hidden)
@@ -161,15 +161,20 @@ class Training:
         self.theta = self._replicas.flat(self._local)[0]
         self.momentum = torch.zeros_like(self.theta)
 
+    def start_from(self, point: Tensor) -> None:
+        """Make `point`, float32[n], the state before the first step."""
+        self.theta = point.clone()
+        self._set_local(self.theta.expand(self.workers, -1))
+
     def point(self) -> Tensor:
         """Return the parameters that the outer optimizer has reached, float32[n], which are evaluated."""
         lr, beta = self.outer.learning_rate, self.outer.momentum
         return torch.from_numpy(reached(self.theta.numpy(), self.momentum.numpy(), learning_rate=lr, beta=beta))
 
-    def loss(self, point: Tensor | None = None, tokens: int = 65_536) -> float:
-        """Return the held-out loss of `point` (None: what is reached), nats per byte."""
-        vector_to_parameters((self.point() if point is None else point).clone(), self._model.parameters())
-        return evaluate(self._model, self._data, tokens, torch.device("cpu")).loss
+    def loss(self, point: Tensor | None = None, tokens: int = 65_536, data: TextData | None = None) -> float:
+        """Return the held-out loss of `point` (None: what is reached) on `data` (None: its own), nats per byte."""
+        vector_to_parameters((self.point() if point is None else point).clone(), self.model.parameters())
+        return evaluate(self.model, data or self._data, tokens, torch.device("cpu")).loss
 
     @torch.no_grad()
     def _set_local(self, values: Tensor) -> None:
