@@ -10,7 +10,7 @@ import math
 import statistics
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from benchmarks.convergence.results import RESULTS, Result, read
 from benchmarks.convergence.rows import BATCH, GROUPS, LENGTH, ROWS, WORKERS
 from benchmarks.convergence.table import HEADINGS, PARAMETERS, cells_of
 from benchmarks.frontier import measuring as frontier
+from benchmarks.frontier.beyond_loss import CONTINUED_STEPS
+from benchmarks.frontier.rows import BASE as USUAL
 from benchmarks.frontier.rows import ROWS as FRONTIER_ROWS
-from benchmarks.frontier.rows import SYNCHRONOUS as FRONTIER_BASE
+from benchmarks.frontier.rows import Row
 from outerstep.plan import allreduce_bytes
 from protocol.codecs import CODECS
 from protocol.spec.run import parse_spec
@@ -41,22 +43,59 @@ BY_KIND = (
 HEAD = """\
 # Convergence
 
-How much perplexity DiLoCo costs against synchronous training, and how many bytes it saves, from the frontier to single
-settings. `docs/write_convergence.py` generates this page from results that are committed beside it. All are of one
-small model, `tiny` (139,584 parameters), on the source code of Python's standard library, with 8 workers of 8 sequences
-of 64 bytes per step. To measure your own run beside its synchronous baseline: [models.md](models.md#compare).
-[log.md](log.md) has the experiments that led to the settings here.
+How much perplexity DiLoCo costs against synchronous training, and how many bytes it saves: the frontier, larger models,
+skills beyond loss, then single settings, and the limits of all this. `docs/write_convergence.py` generates this page
+from results that are committed beside it. Unless it says otherwise, the model is `tiny` (139,584 parameters), trained
+on the source code of Python's standard library by 8 workers of 8 sequences of 64 bytes per step. To measure your own
+run beside its synchronous baseline: [models.md](models.md#compare). [log.md](log.md) has the experiments that led to
+the settings here, and those that failed.
 """
 
 FRONTIER = """\
 ## What a saving of bytes costs
 
-The perplexity above synchronous training with the same inner optimizer (Muon), seed, tokens and schedule. *Loop* rows
+How far the perplexity per byte, and the loss, end above synchronous training with the same inner optimizer (Muon),
+seed, tokens and schedule; perplexities depend on what a token is, so the plot has the loss. *Loop* rows
 are by `python -m benchmarks.frontier`, plain torch in one process with the product's codecs; *product* rows, the filled
 points, are real runs, from the tables below. Differences below 0.5 % say nothing: two seeds, or two runs that differ by
 rounding alone, differ as much. *Mean of 8* compares the means of the last eight states, for both: averaging helps
 synchronous training more than DiLoCo, whose outer momentum averages already. Bytes are everything that a worker sends
 and receives, relative to a ring all-reduce of fp32 gradients at every step.
+"""
+
+CLAIMED = """\
+### What others report
+
+Their own figures, of larger models and other data, which nobody here has measured, with bytes as they count them. Their
+perplexity is per token of about four bytes, so its percentages are about four times those per byte; compare the loss.
+The triangles at the lower edge of the plot are losses that are not above synchronous training.
+"""
+
+SIZED = """\
+## Does it cost larger models less?
+
+Loop rows of 60 to 200 times as many tokens as each other, all with int4 both ways, H = 50 and Muon, beside synchronous
+Muon of the same seed and learning rate (8e-3 at a width of 64, in inverse proportion to the width). Runs with more
+tokens have more rounds, as they would in practice.
+"""
+
+BEYOND = """\
+## Beyond loss, and training on
+
+What the frontier's models can do besides their loss: the share of held-out lines whose last 8 bytes they complete, and
+bits per byte by kind. Then each is trained on alone, in {steps} synchronous steps on other text, C++ headers: the loss
+on that text before and after, *learned*, and on Python afterwards, *kept*. A representation that had drifted would show
+there as slower learning or more forgetting (arXiv 2511.13761).
+"""
+
+LIMITS = """\
+## Limits
+
+- The largest model here has half a million parameters, and the text is one kind of text. Others found the gap to shrink
+  with size (arXiv 2503.09799, in the table above) or to remain in skills (arXiv 2511.13761).
+- One seed per loop row, three per product row where it says so; differences below 0.5 % say nothing.
+- Learning rates are tuned for synchronous training and used for both.
+- All workers are equally fast and see the same kind of text.
 """
 
 TABLES = """\
@@ -78,9 +117,58 @@ momentum 0.8.
 """
 
 
+@dataclass(frozen=True)
+class Claim:
+    """What a report says: `factor` times fewer bytes, and the perplexity or the loss in nats of it and of synchronous
+    training."""
+
+    who: str
+    source: str
+    setting: str
+    factor: float
+    perplexity: tuple[float, float]
+
+    @classmethod
+    def of_losses(cls, who: str, source: str, setting: str, factor: float, losses: tuple[float, float]) -> "Claim":
+        return cls(who, source, setting, factor, (math.exp(losses[0]), math.exp(losses[1])))
+
+    @property
+    def loss_above(self) -> float:
+        own, synchronous = map(math.log, self.perplexity)
+        return own / synchronous - 1
+
+    def cells(self) -> list[str]:
+        above = self.perplexity[0] / self.perplexity[1] - 1
+        return [self.who, self.source, self.setting, f"1/{self.factor:,.0f}", f"{above:+.1%}", f"{self.loss_above:+.1%}"]
+
+
+_SCALING = "8 workers, H 30, AdamW, 20 tokens per parameter"
+CLAIMS = [
+    Claim("DiLoCo", "arXiv 2311.08105, table 2", "150 M, 8 workers, H 500, from a trained model", 500, (15.02, 15.30)),
+    Claim("OpenDiLoCo", "arXiv 2407.07852, table 1", "150 M, 8 workers, H 500", 500, (13.73, 13.68)),
+    Claim.of_losses("DisTrO", "preliminary report, table 3", "1.2 B, 32 GPUs, every step", 857, (2.373, 2.449)),
+    *(
+        Claim.of_losses("DiLoCo", "arXiv 2503.09799, table 4", f"{size}, {_SCALING}", 30, losses)
+        for size, losses in (
+            ("35 M", (3.621, 3.485)),
+            ("180 M", (3.019, 2.950)),
+            ("550 M", (2.698, 2.653)),
+            ("2.4 B", (2.351, 2.326)),
+        )
+    ),
+]
+
+
 def page(results: Sequence[Result], explored: Sequence[frontier.Result]) -> str:
-    parts = [HEAD, FRONTIER, f"![perplexity above synchronous training by bytes saved]({FRONTIER_PLOT.name})\n"]
-    parts += [_markdown(FRONTIER_HEADINGS, [each.cells() for each in points(results, explored)]), TABLES]
+    parts = [HEAD, FRONTIER, f"![loss above synchronous training by bytes saved]({FRONTIER_PLOT.name})\n"]
+    parts.append(_markdown(FRONTIER_HEADINGS, [each.cells() for each in points(results, explored)]))
+    claims = _markdown(("who", "source", "setting", "bytes", "perplexity", "loss"), [each.cells() for each in CLAIMS])
+    parts += [CLAIMED, claims]
+    if sizes := list(_by_size(explored)):
+        parts += [SIZED, _markdown(SIZE_HEADINGS, sizes)]
+    if beyond := list(_beyond(explored)):
+        parts += [BEYOND.format(steps=CONTINUED_STEPS), _markdown(BEYOND_HEADINGS, beyond)]
+    parts.append(TABLES)
     cells = {each[0]: each for each in cells_of(results)}
     for title, (names, text) in GROUPS.items():
         rows = [cells[name] for name in names if name in cells]
@@ -91,6 +179,7 @@ def page(results: Sequence[Result], explored: Sequence[frontier.Result]) -> str:
     parts.append(f"## More than loss\n\n{_filled(BY_KIND)}\n")
     parts.append(_markdown(("row", "lines", *KINDS), _by_kind(results)))
     parts += [f"![held-out loss by {by}]({path.name})\n" for by, path in PLOTS.items()]
+    parts.append(LIMITS)
     return "\n".join(parts)
 
 
@@ -126,15 +215,16 @@ def moved(result: Result) -> list[float]:
     return [all_of_it * step / last for step, _ in result.curve]
 
 
-FRONTIER_HEADINGS = ("row", "where", "steps", "rounds", "bytes", "above synchronous", "mean of 8")
+FRONTIER_HEADINGS = ("row", "where", "steps", "rounds", "bytes", "perplexity", "mean of 8", "loss")
 MUON = "synchronous, Muon"  # the product's row that is the base of the frontier
-TARGETS = [(800, 1.0), (2_000, 2.0), (10_000, 5.0)]  # times fewer bytes, and the most percent
+TARGETS = [(800, 0.01), (2_000, 0.02), (10_000, 0.05)]  # times fewer bytes, and the most perplexity above
 
 
 @dataclass(frozen=True)
 class Point:
-    """One setting on the frontier: `factor` times fewer bytes than all-reduce, and the share by which the perplexity is
-    above that of synchronous training; `averaged`: the same of the means of the last states, None if unknown."""
+    """One setting on the frontier: `factor` times fewer bytes than all-reduce, and the shares by which the perplexity and
+    the loss are above those of synchronous training; `averaged`: the perplexity of the means of the last states, None if
+    unknown."""
 
     name: str
     is_product: bool
@@ -144,12 +234,13 @@ class Point:
     factor: float
     above: float
     averaged: float | None
+    loss_above: float
 
     def cells(self) -> list[str]:
         averaged = "–" if self.averaged is None else f"{self.averaged:+.1%}"
         where = "product" if self.is_product else "loop"
         counts = [f"{self.steps:,}", str(self.rounds), f"1/{self.factor:,.0f}"]
-        return [self.name, where, *counts, f"{self.above:+.1%}", averaged]
+        return [self.name, where, *counts, f"{self.above:+.1%}", averaged, f"{self.loss_above:+.1%}"]
 
 
 def points(results: Sequence[Result], explored: Sequence[frontier.Result]) -> list[Point]:
@@ -158,21 +249,63 @@ def points(results: Sequence[Result], explored: Sequence[frontier.Result]) -> li
     return sorted(found, key=lambda each: each.factor)
 
 
+def _groups(explored: Sequence[frontier.Result]) -> Iterator[tuple[Row, list[frontier.Result], list[frontier.Result]]]:
+    """Yield each row with its results, one per seed, and those of the synchronous row that it is compared with, itself
+    if it is that one."""
+    known = [each for each in explored if each.row in FRONTIER_ROWS]
+    known = [each for each in known if each.key == frontier.key_of(FRONTIER_ROWS[each.row], each.steps, each.seed)]
+    by_key = {each.key: each for each in known}
+    groups: dict[tuple[str, int], list[tuple[frontier.Result, frontier.Result]]] = {}
+    for each in known:
+        base = by_key.get(frontier.key_of(FRONTIER_ROWS[each.row].base, each.steps, each.seed))
+        if base is not None:
+            groups.setdefault((each.row, each.steps), []).append((each, base))
+    for (name, _), pairs in groups.items():
+        yield FRONTIER_ROWS[name], [own for own, _ in pairs], [base for _, base in pairs]
+
+
 def _explored(explored: Sequence[frontier.Result]) -> Iterator[Point]:
-    bases = {(each.steps, each.seed): each for each in explored if each.row == FRONTIER_BASE}
-    groups: dict[tuple[str, int], list[frontier.Result]] = {}
-    for each in explored:
-        row = FRONTIER_ROWS.get(each.row)
-        known = row is not None and each.key == frontier.key_of(row, each.steps, each.seed)
-        if known and each.factor is not None and (each.steps, each.seed) in bases:
-            groups.setdefault((each.row, each.steps), []).append(each)
-    for (name, steps), own in groups.items():
-        base = [bases[steps, each.seed] for each in own]
+    for row, own, base in _groups(explored):
+        if row.synchronous or row.width != USUAL.width:
+            continue
         above = [math.expm1(a.loss - b.loss) for a, b in zip(own, base, strict=True)]
         averaged = [math.expm1(a.mean_loss - b.mean_loss) for a, b in zip(own, base, strict=True)]
         factor = statistics.mean(each.factor or 0.0 for each in own)
-        means = statistics.mean(above), statistics.mean(averaged)
-        yield Point(name, False, FRONTIER_ROWS[name].upload, steps, own[0].rounds, factor, *means)
+        loss_above = [a.loss / b.loss - 1 for a, b in zip(own, base, strict=True)]
+        means = statistics.mean(above), statistics.mean(averaged), statistics.mean(loss_above)
+        first = own[0]
+        yield Point(first.row, False, row.upload, first.steps, first.rounds, factor, *means)
+
+
+SIZE_HEADINGS = ("parameters", "steps", "tokens per parameter", "rounds", "synchronous", "DiLoCo", "above", "mean of 8")
+
+
+def _by_size(explored: Sequence[frontier.Result]) -> Iterator[list[str]]:
+    """Yield the rows of the table of sizes, the smallest first."""
+    found = []
+    for row, own, base in _groups(explored):
+        if replace(row, width=USUAL.width, layers=USUAL.layers, learning_rate=USUAL.learning_rate) != USUAL:
+            continue
+        mine, theirs = statistics.mean(each.loss for each in own), statistics.mean(each.loss for each in base)
+        averaged = statistics.mean(each.mean_loss for each in own), statistics.mean(each.mean_loss for each in base)
+        parameters, first = row.parameters, own[0]
+        each_parameter = first.steps * WORKERS * BATCH * LENGTH / parameters
+        cells = [f"{parameters:,}", f"{first.steps:,}", f"{each_parameter:.0f}", str(first.rounds)]
+        cells += [f"{theirs:.4f}", f"{mine:.4f}", f"{math.expm1(mine - theirs):+.1%}"]
+        found.append((parameters, first.steps, [*cells, f"{math.expm1(averaged[0] - averaged[1]):+.1%}"]))
+    yield from (cells for *_, cells in sorted(found))
+
+
+BEYOND_HEADINGS = ("row", "steps", "lines", *KINDS, "C++ before", "learned", "kept")
+
+
+def _beyond(explored: Sequence[frontier.Result]) -> Iterator[list[str]]:
+    found = [each for _, own, _ in _groups(explored) for each in own if each.beyond is not None and each.seed == 0]
+    for each in sorted(found, key=lambda each: (each.steps, each.factor or 0.0)):
+        assert each.beyond is not None
+        kinds = [f"{each.beyond.by_kind[kind]:.3f}" for kind in KINDS]
+        losses = [f"{loss:.4f}" for loss in (each.beyond.other, each.beyond.learned, each.beyond.kept)]
+        yield [each.row, f"{each.steps:,}", f"{each.beyond.lines:.1%}", *kinds, *losses]
 
 
 def _of_product(results: Sequence[Result]) -> Iterator[Point]:
@@ -185,35 +318,42 @@ def _of_product(results: Sequence[Result]) -> Iterator[Point]:
         sync = parse_spec(row.spec(own[0].steps, 0)).sync
         factor = 2 * allreduce_bytes(WORKERS, PARAMETERS, own[0].steps) / moved
         above = statistics.mean(math.expm1(each.loss - bases[each.seed].loss) for each in own)
-        yield Point(name, True, sync.upload_codec, own[0].steps, sync.rounds, factor, above, None)
+        loss_above = statistics.mean(each.loss / bases[each.seed].loss - 1 for each in own)
+        yield Point(name, True, sync.upload_codec, own[0].steps, sync.rounds, factor, above, None, loss_above)
 
 
 def _colour(codec: str) -> str:
     return f"C{list(CODECS).index(codec)}"  # of matplotlib's cycle
 
 
-def plot_frontier(found: Sequence[Point]) -> None:
-    pyplot = _pyplot()
+def plot_frontier(found: Sequence[Point], synchronous: float) -> None:
+    """Plot the points, and the targets for this loss of synchronous training."""
+    pyplot, ticks = _pyplot(), (0.3, 0.5, 1, 2, 5, 10, 20, 40)
     figure, axes = pyplot.subplots(figsize=(7, 4.2))
     for each in found:
         colour, marker = _colour(each.upload), "o" if each.steps <= 3000 else "s"
         fill = colour if each.is_product else "none"
-        axes.plot(each.factor, 100 * each.above, marker, markersize=6, color=colour, markerfacecolor=fill)
+        axes.plot(each.factor, 100 * each.loss_above, marker, markersize=6, color=colour, markerfacecolor=fill)
     for upload in dict.fromkeys(each.upload for each in found):
         axes.plot([], [], "o", color=_colour(upload), label=f"{upload} up")
     axes.plot([], [], "o", color="black", label="product", markersize=5)
     axes.plot([], [], "o", color="black", markerfacecolor="none", label="loop", markersize=5)
     if any(each.steps > 3000 for each in found):
         axes.plot([], [], "s", color="black", markerfacecolor="none", label="12,000 steps", markersize=5)
-    for factor, percent in TARGETS:
-        axes.plot(factor, percent, "x", color="black")
+    lowest = 0.3
+    for claim in CLAIMS:
+        percent = 100 * claim.loss_above
+        axes.plot(claim.factor, max(percent, lowest), "*" if percent > lowest else "v", color="grey", clip_on=False)
+    axes.plot([], [], "*", color="grey", label="claimed by others")
+    for factor, above in TARGETS:
+        axes.plot(factor, 100 * math.log1p(above) / synchronous, "x", color="black")
     axes.plot([], [], "x", color="black", label="our targets")
     axes.set_xlabel("times fewer bytes than all-reduce of fp32 at every step")
-    axes.set_ylabel("perplexity above synchronous training, %")
+    axes.set_ylabel("loss above synchronous training, %")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_ylim(0.5, 60)
-    axes.set_yticks([0.5, 1, 2, 5, 10, 20, 50], [f"{each:g}" for each in (0.5, 1, 2, 5, 10, 20, 50)])
+    axes.set_ylim(lowest, 40)
+    axes.set_yticks(ticks, [f"{each:g}" for each in ticks])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     _save(pyplot, figure, FRONTIER_PLOT)
@@ -268,4 +408,4 @@ if __name__ == "__main__":
     found, explored = read(RESULTS), frontier.read(frontier.RESULTS)
     PAGE.write_text(page(found, explored))
     plot(found)
-    plot_frontier(points(found, explored))
+    plot_frontier(points(found, explored), statistics.mean(each.loss for each in found if each.row == MUON))

@@ -54,6 +54,12 @@ class Row:
         return {"model_type": "llama"} | PRESETS["tiny"] | shape
 
     @property
+    def parameters(self) -> int:
+        """The number of the model's parameters."""
+        layer = 4 * self.width**2 + 3 * 3 * self.width**2 + 2 * self.width
+        return 2 * PRESETS["tiny"]["vocab_size"] * self.width + self.layers * layer + self.width
+
+    @property
     def base(self) -> "Row":
         """The synchronous row that this one is compared with."""
         return Row(synchronous=True, width=self.width, layers=self.layers, learning_rate=RATES[self.width])
@@ -115,8 +121,14 @@ ROWS: dict[str, Row] = {
     **{
         f"{codec} both ways, H {h}": replace(BASE, inner_steps=h, upload=codec, download=codec)
         for codec in ("ternary", "2bit")
-        for h in (20, 25, 50, 60, 100, 200, 300)
+        for h in (20, 25, 30, 50, 70, 100, 200, 350)
     },
+    **{
+        f"ternary up, 2bit down, H {h}": replace(BASE, inner_steps=h, upload="ternary", download="2bit")
+        for h in (25, 50, 65, 100, 320)
+    },
+    "2bit both ways, H 20 to 50": replace(BASE, inner_steps=20, last_inner_steps=50, upload="2bit", download="2bit"),
+    "2bit up, H 50": replace(BASE, upload="2bit"),
     **{
         f"{upload} up, H {first} to {last}": replace(BASE, upload=upload, inner_steps=first, last_inner_steps=last)
         for upload, first, last in (
