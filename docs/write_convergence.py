@@ -74,9 +74,9 @@ The triangles at the lower edge of the plot are losses that are not above synchr
 SIZED = """\
 ## Does it cost larger models less?
 
-Loop rows of 60 to 200 times as many tokens as each other, all with int4 both ways, H = 50 and Muon, beside synchronous
-Muon of the same seed and learning rate (8e-3 at a width of 64, in inverse proportion to the width). Runs with more
-tokens have more rounds, as they would in practice.
+Loop rows with int4 both ways and H = 50, beside synchronous training with the same seed; both with Muon, at a learning
+rate of 8e-3 for a width of 64, in inverse proportion to the width. Longer runs have more rounds, as they would in
+practice.
 """
 
 BEYOND = """\
@@ -139,7 +139,14 @@ class Claim:
 
     def cells(self) -> list[str]:
         above = self.perplexity[0] / self.perplexity[1] - 1
-        return [self.who, self.source, self.setting, f"1/{self.factor:,.0f}", f"{above:+.1%}", f"{self.loss_above:+.1%}"]
+        return [
+            self.who,
+            self.source,
+            self.setting,
+            f"1/{self.factor:,.0f}",
+            f"{above:+.1%}",
+            f"{self.loss_above:+.1%}",
+        ]
 
 
 _SCALING = "8 workers, H 30, AdamW, 20 tokens per parameter"
@@ -222,9 +229,9 @@ TARGETS = [(800, 0.01), (2_000, 0.02), (10_000, 0.05)]  # times fewer bytes, and
 
 @dataclass(frozen=True)
 class Point:
-    """One setting on the frontier: `factor` times fewer bytes than all-reduce, and the shares by which the perplexity and
-    the loss are above those of synchronous training; `averaged`: the perplexity of the means of the last states, None if
-    unknown."""
+    """One setting on the frontier: `factor` times fewer bytes than all-reduce, and the shares by which the perplexity
+    and the loss are above those of synchronous training; `averaged`: the perplexity of the means of the last states,
+    None if unknown."""
 
     name: str
     is_product: bool

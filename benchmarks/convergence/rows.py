@@ -105,6 +105,8 @@ ROWS: dict[str, Row] = {
     "Muon, ternary up": Row(keys={**MUON, **_codecs("ternary", "int4")}),
     "Muon, H 100": Row(keys={**MUON, "sync.inner_steps": 100}),
     "Muon, H 100, ternary up": Row(keys={**MUON, "sync.inner_steps": 100, **_codecs("ternary", "int4")}),
+    "Muon, 2bit": Row(keys={**MUON, **_codecs("2bit", "2bit")}),
+    "Muon, H 75, 2bit": Row(keys={**MUON, "sync.inner_steps": 75, **_codecs("2bit", "2bit")}),
     "Muon, sparse up": Row(keys={**MUON, "outer.momentum": 0.0, **_codecs("sparse", "int4")}),
 }
 
@@ -128,6 +130,8 @@ GROUPS: dict[str, tuple[list[str], str]] = {
             "Muon, ternary up",
             "Muon, H 100",
             "Muon, H 100, ternary up",
+            "Muon, 2bit",
+            "Muon, H 75, 2bit",
             "Muon, sparse up",
         ],
         "Muon for the hidden matrices, AdamW for the rest (MuLoCo, arXiv 2505.23725), both at 8e-3. *same rate* and "

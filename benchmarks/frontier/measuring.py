@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,8 @@ def _result(beyond: dict[str, Any] | None = None, **fields: Any) -> Result:
 
 
 def key_of(row: Row, steps: int, seed: int) -> str:
-    differs = {name: asdict(value) if is_dataclass(value) else value for name, value in row.differs().items()}
+    values = asdict(row)
+    differs = {name: values[name] for name in row.differs()}
     return digest(json.dumps([differs, steps, seed], sort_keys=True).encode()).hex()[:16]
 
 
@@ -126,14 +127,13 @@ def _bytes(vector: Tensor, codec: str) -> int:
 
 @torch.no_grad()
 def _average(moment: Tensor) -> int:
-    """Average moments over the replicas, with int8 both ways; return the bytes of one way."""
+    """Average moments over the replicas, with bf16 both ways; return the bytes of one way. (With int8, the smallest
+    second moments become 0, and the steps that are divided by them too large.)"""
     flat = moment.flatten(1)
-    sent = torch.stack([round_trip(each.contiguous(), "int8") for each in flat])
-    mean = round_trip(sent.mean(0), "int8")
-    if (moment >= 0).all():
-        mean = mean.clamp(min=0.0)  # second moments
+    sent = torch.stack([round_trip(each.contiguous(), "bf16") for each in flat])
+    mean = round_trip(sent.mean(0), "bf16")
     moment.copy_(mean.expand_as(flat).view_as(moment))
-    return sum(len(frame) for frame in pack_fragment(mean, "int8", zstd=True))
+    return sum(len(frame) for frame in pack_fragment(mean, "bf16", zstd=True))
 
 
 def results_of(

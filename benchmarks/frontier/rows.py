@@ -19,7 +19,7 @@ class Row:
 
     inner_steps   H; with `last_inner_steps`, H changes linearly from the first to that in the last round
     restart       rounds after which the outer momentum begins at 0 again (arXiv 2605.28585); 0: never
-    mean_moments  rounds after which the inner optimizers' moments are averaged over all workers, with int8 both ways
+    mean_moments  rounds after which the inner optimizers' moments are averaged over all workers, with bf16 both ways
                   (arXiv 2505.22549); 0: never
     decay         of what the upload codec leaves out, beside the parameters; None: in them, all of it, as the product
     width, layers the model's shape; a feed-forward layer is three times as wide, and a head has 16 values
@@ -127,7 +127,12 @@ ROWS: dict[str, Row] = {
         f"ternary up, 2bit down, H {h}": replace(BASE, inner_steps=h, upload="ternary", download="2bit")
         for h in (25, 50, 65, 100, 320)
     },
-    "2bit both ways, H 20 to 50": replace(BASE, inner_steps=20, last_inner_steps=50, upload="2bit", download="2bit"),
+    **{
+        f"2bit both ways, H {first} to {last}": replace(
+            BASE, inner_steps=first, last_inner_steps=last, upload="2bit", download="2bit"
+        )
+        for first, last in ((15, 45), (20, 50), (35, 105))
+    },
     "2bit up, H 50": replace(BASE, upload="2bit"),
     **{
         f"{upload} up, H {first} to {last}": replace(BASE, upload=upload, inner_steps=first, last_inner_steps=last)
@@ -167,7 +172,9 @@ ROWS: dict[str, Row] = {
         for way, download in (("up", "int4"), ("both ways", "sparse"))
         for h in (5, 10, 20, 50)
         for rule, momentum, decay in (
-            ("", 0.0, None), (", decay 0.95", 0.0, 0.95), (", decay 0.95, momentum 0.8", 0.8, 0.95)
+            ("", 0.0, None),
+            (", decay 0.95", 0.0, 0.95),
+            (", decay 0.95, momentum 0.8", 0.8, 0.95),
         )
     },
 }

@@ -101,7 +101,8 @@ class Training:
         self.model = build_model(spec, torch.device("cpu"))
         if spec.model.preset is None:  # embeddings as large as the preset's
             seeded = torch.Generator().manual_seed(spec.seed)
-            nn.init.normal_(self.model.get_input_embeddings().weight, std=EMBEDDING_STD["tiny"], generator=seeded)
+            embeddings = self.model.get_parameter("model.embed_tokens.weight")
+            nn.init.normal_(embeddings, std=EMBEDDING_STD["tiny"], generator=seeded)
         self._data, self._batch = TextData(spec), spec.inner.batch_size
         self._replicas = Replicas(self.model, workers)
         names = {id(each): name for name, each in self.model.named_parameters()}

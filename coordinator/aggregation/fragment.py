@@ -16,12 +16,21 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.aggregation.residual import Residual
 from coordinator.aggregation.rules import AGGREGATORS, aggregate, encoded, mean
-from coordinator.aggregation.tasks import Aggregate, Aggregated, Collected, Given
+from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob, Collected, Given
 from coordinator.screening.judging import Evidence, Judgement, Verdict, judge
 from coordinator.screening.measuring import Measure, Sketcher, measure_payload, sketch_chunks
 from coordinator.store.blobs import Blobs, Reader, RunNames, StoreOutage
-from coordinator.store.payloads import HashedPayload, MemoryBudget, ReadBuffer, StoredPayload, has_digest, sha256_of
+from coordinator.store.payloads import (
+    HashedPayload,
+    MemoryBudget,
+    ReadBuffer,
+    StoredPayload,
+    fault_in,
+    has_digest,
+    sha256_of,
+)
 from outerstep.common.files import aligned
 from protocol.codecs import CODECS
 from protocol.digest import Buffer, digest
@@ -44,6 +53,14 @@ class ContributionsLost(OuterstepError):
         self.workers = workers
 
 
+class ResidualLost(OuterstepError):
+    """What the last delta has left out is damaged or missing in the store. `damage`: see `fault_in`."""
+
+    def __init__(self, damage: str) -> None:
+        super().__init__(f"what the last delta has left out is {damage}")
+        self.damage = damage
+
+
 class NoneValid(OuterstepError):
     """No contribution to a fragment is a valid payload. `reasons`: by worker."""
 
@@ -56,9 +73,10 @@ class NoneValid(OuterstepError):
 @dataclass(frozen=True)
 class Delta:
     """A delta that is not stored yet, and how it was judged. `invalid`: the workers whose contribution is no valid
-    payload."""
+    payload. `residual`: what it leaves out; None without error feedback."""
 
     content: memoryview
+    residual: memoryview | None
     judgement: Judgement
     invalid: tuple[str, ...]
 
@@ -77,8 +95,8 @@ def aggregate_fragment(
     contributions, by worker; the others are read from the store. `check` is called now and then, and may raise to end
     the work.
 
-    Raises ContributionsLost and NoneValid; StoreOutage; OSError, WireError, ValueError or LookupError if a blob cannot
-    be read and yet is not lost.
+    Raises ContributionsLost, ResidualLost and NoneValid; StoreOutage; OSError, WireError, ValueError or LookupError if
+    a blob cannot be read and yet is not lost.
     """
     try:
         key = sketch_key(secret, task.run, task.round, task.fragment)
@@ -86,10 +104,10 @@ def aggregate_fragment(
         judgement, invalid = _judged(task, blobs, key, theta_norm, whole.measures if whole else measures, check)
         factors = {worker: verdict.factor for worker, verdict in judgement.verdicts.items()}
         if whole is not None and all(factor == 1 for factor in factors.values()):
-            content = _delta_of(task, factors, whole.frames)
+            content, residual = _delta_of(task, factors, whole.frames), whole.residual
         else:
-            content = make_delta(task, blobs, factors, contents, check)
-        return Delta(content, judgement, invalid)
+            content, residual = make_delta(task, blobs, factors, contents, check)
+        return Delta(content, residual, judgement, invalid)
     except StoreOutage:
         raise  # nothing is known about the blobs
     except (OSError, WireError, ValueError, LookupError):  # a blob is missing, unreadable or corrupt
@@ -100,10 +118,14 @@ def aggregate_fragment(
 
 def store_delta(task: Aggregate, delta: Delta, blobs: Blobs, memory: MemoryBudget) -> Aggregated:
     """Make the delta durable, and keep it in memory while there is room. Return the task's result. Raises OSError."""
+    names, residual = RunNames(task.run), None
+    if delta.residual is not None:
+        residual = Blob(digest=digest(delta.residual), size=len(delta.residual))
+        blobs.put(names.residual(task.round, task.fragment, residual.digest), delta.residual)
     found = digest(delta.content)
-    blobs.put(RunNames(task.run).delta(task.round, task.fragment, found), delta.content)
+    blobs.put(names.delta(task.round, task.fragment, found), delta.content)
     memory.add_delta(found, delta.content)
-    return Aggregated.of(delta.judgement, delta.invalid, found, Payload.from_bytes(delta.content))
+    return Aggregated.of(delta.judgement, delta.invalid, found, Payload.from_bytes(delta.content), residual)
 
 
 def blob_of(collected: Collected, worker: str) -> str:
@@ -218,10 +240,12 @@ def _plausible_norm(theta_norm: float) -> float:
 
 @dataclass(frozen=True)
 class _Whole:
-    """The measures of all contributions, by worker, and the frames of their mean if each has the factor 1."""
+    """The measures of all contributions, by worker, and if each has the factor 1, the frames of their mean and what
+    these leave out."""
 
     measures: Mapping[str, Measure]
     frames: Sequence[Buffer]
+    residual: memoryview | None
 
 
 def _one_pass(task: Aggregate, blobs: Blobs, key: bytes, check: Callable[[], object]) -> _Whole | None:
@@ -235,6 +259,7 @@ def _one_pass(task: Aggregate, blobs: Blobs, key: bytes, check: Callable[[], obj
     is_mean = AGGREGATORS[task.sync.aggregation] is mean and codec.add_weight is None
     if not is_mean or task.elements > ONE_PASS_ELEMENTS:
         return None
+    residual = residual_of(task, blobs)
     in_order = sorted(task.contributions.items())
     total = sum(each.tokens for _, each in in_order)
     measures: dict[str, Measure] = {}
@@ -266,7 +291,28 @@ def _one_pass(task: Aggregate, blobs: Blobs, key: bytes, check: Callable[[], obj
         finally:
             for read in ahead:
                 read.cancel()
-    return _Whole(measures, encoded(acc, task.sync.download_codec, zstd=task.sync.zstd))
+    frames = encoded(acc, task.sync.download_codec, residual, zstd=task.sync.zstd)
+    return _Whole(measures, frames, None if residual is None else residual.content)
+
+
+def residual_of(collected: Collected, blobs: Blobs) -> Residual | None:
+    """Return the error feedback of the delta; None if the codec has none. Raises ResidualLost and StoreOutage."""
+    if not CODECS[collected.sync.download_codec].error_feedback:
+        return None
+    if collected.residual is None:
+        return Residual(collected.elements)
+    name = RunNames(collected.run).residual(collected.round - 1, collected.fragment, collected.residual)
+    try:
+        content = _content(blobs, name, ReadBuffer())
+        if digest(content) != collected.residual:
+            raise ResidualLost("corrupt")
+        return Residual(collected.elements, content)
+    except StoreOutage:
+        raise
+    except (OSError, ValueError) as error:
+        if damage := fault_in(blobs, name, collected.residual):
+            raise ResidualLost(damage) from error
+        raise
 
 
 def _content(blobs: Blobs, name: str, memory: ReadBuffer) -> memoryview:
@@ -287,15 +333,16 @@ def make_delta(
     factors: Mapping[str, float],
     contents: Mapping[str, memoryview] = NOTHING,
     check: Callable[[], object] = lambda: None,
-) -> memoryview:
-    """Aggregate the contributions into a delta, a payload in memory. Raises ContributionsLost, and like
-    `aggregate_fragment`.
+) -> tuple[memoryview, memoryview | None]:
+    """Aggregate the contributions into a delta. Return it, a payload in memory, and what it leaves out, None without
+    error feedback. Raises ContributionsLost and ResidualLost, and like `aggregate_fragment`.
 
     `factors` multiply the weights, by worker. A worker with factor 0 is left out; not all factors may be 0.
 
     Payloads in `contents` are used from memory. The other blobs are read once, and their digests are checked while
-    reading. The same contributions and `base` always give the same bytes.
+    reading. The same contributions, `base` and `residual` always give the same bytes.
     """
+    residual = residual_of(collected, blobs)
     in_order = sorted((worker, each) for worker, each in collected.contributions.items() if factors[worker] > 0)
     buffer = ReadBuffer()
     stored: dict[str, HashedPayload] = {}
@@ -315,12 +362,13 @@ def make_delta(
             zstd=sync.zstd,
             rule=sync.aggregation,
             factors=[factors[worker] for worker, _ in in_order],
+            residual=residual,
             check=check,
         )
         given = collected.contributions
         if lost := [worker for worker, each in stored.items() if not each.is_intact(given[worker].digest)]:
             raise ContributionsLost(lost)
-    return _delta_of(collected, factors, frames)
+    return _delta_of(collected, factors, frames), None if residual is None else residual.content
 
 
 def _delta_of(collected: Collected, factors: Mapping[str, float], frames: Sequence[Buffer]) -> memoryview:

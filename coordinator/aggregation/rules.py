@@ -2,8 +2,9 @@
 
 AGGREGATORS maps the names in run specs (`sync.aggregation`) to rules. `screening/judging.py` decides beforehand what is
 left out. Memory holds one fp32 chunk (two if the codec sends only some of the values), one worker's encoded chunk and
-the encoded delta, however many workers contribute. Rules that compare values hold one chunk of every worker. The sum is
-in worker-id order, never in order of arrival, so the bytes do not depend on timing.
+the encoded delta, with error feedback also two bytes per value, however many workers contribute. Rules that compare
+values hold one chunk of every worker. The sum is in worker-id order, never in order of arrival, so the bytes do not
+depend on timing.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from coordinator.aggregation.residual import Residual
 from protocol.codecs import CODECS
 from protocol.codecs.base import F32, Codec
 from protocol.digest import Buffer
@@ -36,11 +38,12 @@ def aggregate(
     zstd: bool,
     rule: str = "mean",
     factors: Sequence[float] | None = None,
+    residual: Residual | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> list[Buffer]:
     """Aggregate (payload, tokens) pairs by AGGREGATORS[rule]. Return the result's frames, encoded with `codec_name`.
-    `factors` multiply the weights, each in (0, 1]; None: all 1. `check` is called before each chunk, and may raise to
-    end the work.
+    `factors` multiply the weights, each in (0, 1]; None: all 1. `residual`: the error feedback of the result; None:
+    without. `check` is called before each chunk, and may raise to end the work.
 
         share_w = fp32(tokens_w / Σ tokens) ;  weight_w = fp32(tokens_w / Σ tokens · factor_w)
 
@@ -55,20 +58,27 @@ def aggregate(
     frames: list[Buffer] = []
     for index in range(len(weighted[0].payload.chunks)):
         check()
-        frames.append(_frame(aggregator(weighted, index), codec, zstd=zstd))
+        frames.append(_frame(aggregator(weighted, index), index, codec, residual, zstd=zstd))
     return frames
 
 
-def encoded(values: F32, codec_name: str, *, zstd: bool) -> list[Buffer]:
-    """Return the frames of an aggregated fragment that is in memory, float32[elements], like `aggregate`."""
+def encoded(values: F32, codec_name: str, residual: Residual | None = None, *, zstd: bool) -> list[Buffer]:
+    """Return the frames of an aggregated fragment that is in memory, float32[elements], like `aggregate`. `values` may
+    be overwritten."""
     codec = CODECS[codec_name]
-    starts = range(0, len(values), CHUNK_ELEMENTS)
-    return [_frame(values[start : start + CHUNK_ELEMENTS], codec, zstd=zstd) for start in starts]
+    chunks = (values[start : start + CHUNK_ELEMENTS] for start in range(0, len(values), CHUNK_ELEMENTS))
+    return [_frame(chunk, index, codec, residual, zstd=zstd) for index, chunk in enumerate(chunks)]
 
 
-def _frame(chunk: F32, codec: Codec, *, zstd: bool) -> Buffer:
+def _frame(chunk: F32, index: int, codec: Codec, residual: Residual | None, *, zstd: bool) -> Buffer:
+    if residual is not None:
+        residual.add(chunk, index)
     raw = np.empty(codec.size(len(chunk)), np.uint8)
     codec.encode(chunk, raw)
+    if residual is not None:
+        decoded = np.empty_like(chunk)
+        codec.decode(raw, decoded)
+        residual.keep(chunk, decoded, index)
     return pack_frame(raw, zstd=zstd)
 
 

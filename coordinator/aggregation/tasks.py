@@ -68,7 +68,8 @@ class Given(_Data):
 
 class Collected(_Data):
     """The contributions to a closed fragment of `elements` values, by worker, and what their mean's bytes depend on.
-    `base`: the digest of the fragment's state."""
+    `base`: the digest of the fragment's state. `residual`: that of the blob of what the delta before has left out, with
+    a download codec that has error feedback; None: nothing, or it is lost."""
 
     run: str
     round: int
@@ -77,6 +78,7 @@ class Collected(_Data):
     base: bytes
     sync: SyncSpec
     contributions: dict[str, Given]
+    residual: bytes | None = None
 
 
 class Aggregate(Collected):
@@ -121,9 +123,16 @@ class Advance(_Data):
         return self.origin.round
 
 
+class Blob(_Data):
+    """A blob in the store. `size`: in bytes."""
+
+    digest: bytes
+    size: int
+
+
 class Aggregated(_Data):
     """The delta, a blob of `size` bytes with frames of `frame_bytes`, and the verdicts. `invalid`: the workers whose
-    contribution is no valid payload."""
+    contribution is no valid payload. `residual`: what the delta leaves out; None without error feedback."""
 
     kind: Literal["aggregated"] = "aggregated"
     digest: bytes
@@ -133,9 +142,12 @@ class Aggregated(_Data):
     verdicts: dict[str, Verdict]
     close: tuple[tuple[str, str, float], ...]
     invalid: tuple[str, ...]
+    residual: Blob | None = None
 
     @classmethod
-    def of(cls, judgement: Judgement, invalid: tuple[str, ...], digest: bytes, delta: Payload) -> "Aggregated":
+    def of(
+        cls, judgement: Judgement, invalid: tuple[str, ...], digest: bytes, delta: Payload, residual: Blob | None
+    ) -> "Aggregated":
         close = tuple((*pair, distance) for pair, distance in judgement.close.items())
         return cls(
             digest=digest,
@@ -145,18 +157,12 @@ class Aggregated(_Data):
             verdicts=judgement.verdicts,
             close=close,
             invalid=invalid,
+            residual=residual,
         )
 
     @property
     def judgement(self) -> Judgement:
         return Judgement(self.reference, self.verdicts, {(one, other): share for one, other, share in self.close})
-
-
-class Blob(_Data):
-    """A blob in the store. `size`: in bytes."""
-
-    digest: bytes
-    size: int
 
 
 class Advanced(_Data):

@@ -157,7 +157,8 @@ def required_blobs(copied: Path) -> tuple[list[RunSummary], list[Blob]]:
     """Return the runs of a copied database, and the blobs that a backup of it needs, starting with those that will be
     deleted soonest.
 
-    These are the checkpoints, every delta from the oldest of them on, and the contributions that are in no delta yet.
+    These are the checkpoints, every delta from the oldest of them on, what the newest deltas have left out, and the
+    contributions that are in no delta yet.
     Contributions that are in a delta are left out, although the coordinator keeps them until the next checkpoint. They
     are most of all bytes, and only serve to rebuild a damaged delta; in a backup, damage is found by the digest. Raises
     OuterstepError if this is not a coordinator's database.
@@ -173,6 +174,7 @@ def required_blobs(copied: Path) -> tuple[list[RunSummary], list[Blob]]:
                 *(blob for id_, names in ids.items() for blob in _contributions(connection, id_, names)),
                 *(blob for id_, names in ids.items() for blob in _deltas(connection, id_, names)),
                 *(blob for id_, names in ids.items() for blob in _checkpoints(connection, id_, names)),
+                *(blob for id_, _, _, at in runs for blob in _residuals(connection, id_, ids[id_], at)),
             ]
     except DBAPIError as error:
         raise OuterstepError(f"this is not a coordinator's database: {error.orig}") from error
@@ -212,6 +214,20 @@ def _deltas(connection: Connection, run_id: int, names: RunNames) -> list[Blob]:
     )
     return [
         Blob(name=names.delta(round_, index, digest), digest=digest.hex(), size=size)
+        for round_, index, digest, size in rows
+        if digest is not None
+    ]
+
+
+def _residuals(connection: Connection, run_id: int, names: RunNames, run_round: int) -> list[Blob]:
+    row = FragmentRow
+    rows = connection.execute(
+        select(row.round, row.fragment, row.residual_digest, row.residual_bytes)
+        .where(row.run_id == run_id, row.residual_digest.is_not(None), row.round >= run_round - 1)
+        .order_by(row.round, row.fragment)
+    )
+    return [
+        Blob(name=names.residual(round_, index, digest), digest=digest.hex(), size=size)
         for round_, index, digest, size in rows
         if digest is not None
     ]

@@ -1,10 +1,12 @@
-"""Blobs: immutable bytes with descriptive names. Contributions, deltas and checkpoints are blobs.
+"""Blobs: immutable bytes with descriptive names. Contributions, deltas, what deltas leave out, and checkpoints are
+blobs.
 
 A blob exists only together with a row in the database; blobs without a row are deleted at start. Names are paths:
 
     runs/{run}/contributions/{round}/{p}.{worker}.{digest}   acknowledged contributions
     runs/{run}/deltas/{round}/{p}.{digest}                   published deltas
     runs/{run}/checkpoints/{round}/{p}.{digest}              checkpoints
+    runs/{run}/residuals/{round}/{p}.{digest}                what deltas have left out (`aggregation/residual.py`)
     runs/{run}/set-aside/{n}/…                               blobs that a rollback or a restored database has undone
     runs/{run}/removed                                       marks a run that is being removed
 
@@ -25,10 +27,10 @@ from protocol.errors import OuterstepError
 if TYPE_CHECKING:
     from outerstep.common.objects import Objects
 
-Kind = Literal["contributions", "deltas", "checkpoints"]
+Kind = Literal["contributions", "deltas", "checkpoints", "residuals"]
 REMOVED = "removed"
 OWNER = "owner"  # the object in a bucket that names its owner
-KINDS: tuple[Kind, ...] = ("contributions", "deltas", "checkpoints")
+KINDS: tuple[Kind, ...] = ("contributions", "deltas", "checkpoints", "residuals")
 
 
 class Reader(Protocol):
@@ -220,6 +222,9 @@ class RunNames:
     def checkpoint(self, round_: int, fragment: int, digest: bytes) -> str:
         return f"{self.kind('checkpoints')}{round_}/{fragment}.{digest.hex()[:16]}"
 
+    def residual(self, round_: int, fragment: int, digest: bytes) -> str:
+        return f"{self.kind('residuals')}{round_}/{fragment}.{digest.hex()[:16]}"
+
     def kind(self, kind: Kind) -> str:
         """Return the prefix of all blobs of a kind."""
         return f"runs/{self.run}/{kind}/"
@@ -241,5 +246,5 @@ class RunNames:
 
 
 def round_of(name: str) -> int:
-    """Return the round of a contribution, a delta or a checkpoint."""
+    """Return the round of a contribution, a delta, a checkpoint or a residual."""
     return int(name.split("/")[3])

@@ -238,7 +238,8 @@ class RoundRow(Base):
 class FragmentRow(Base):
     """One fragment of a round. `contributors` is set when collecting ends: {worker: tokens}. `late` lists the other
     live workers with an assignment. `verdicts` has how much each contributor counts in the delta: {worker: `Verdict`}.
-    `reference` is the norm that they were judged by."""
+    `reference` is the norm that they were judged by. The residual is what the delta leaves out, null without error
+    feedback, or if it is lost."""
 
     __tablename__ = "fragments"
     __table_args__ = (
@@ -257,6 +258,8 @@ class FragmentRow(Base):
     verdicts: Mapped[dict[str, Any]] = mapped_column(default=dict, server_default="{}")
     delta_bytes: Mapped[int | None]
     delta_digest: Mapped[bytes | None]
+    residual_bytes: Mapped[int | None]
+    residual_digest: Mapped[bytes | None]
     closed_at: Mapped[float | None]  # when collecting ended
     quorum_at: Mapped[float | None]
     aggregated_at: Mapped[float | None]

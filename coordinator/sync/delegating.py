@@ -4,9 +4,11 @@ its own record. `aggregate` and `advance` return None if this process must do th
 from sqlalchemy import select
 
 from coordinator.aggregation.fragment import head_of
+from coordinator.aggregation.residual import residual_bytes
 from coordinator.aggregation.tasks import Advance, Advanced, Aggregate, Aggregated, Origin, StateRef
 from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, FragmentRow
+from protocol.codecs import CODECS
 
 
 def is_possible(run: LiveRun) -> bool:
@@ -41,11 +43,25 @@ def _wrong_delta(run: LiveRun, task: Aggregate, found: Aggregated) -> str:
     size = run.blobs.stat(name)
     if size != found.size or size != len(head) + sum(found.frame_bytes):
         return f"the store has {'nothing' if size is None else f'{size} bytes'} of that name"
+    if wrong := _wrong_residual(run, task, found):
+        return wrong
     try:
         same = _beginning(run, name, len(head)) == head
     except FileNotFoundError:
         return "the store has lost it"
     return "" if same else "its header is not of these contributions"
+
+
+def _wrong_residual(run: LiveRun, task: Aggregate, found: Aggregated) -> str:
+    """Return what is wrong with what the delta leaves out; empty if nothing is."""
+    if (found.residual is not None) != CODECS[task.sync.download_codec].error_feedback:
+        return "it has error feedback that its codec has not, or none"
+    if found.residual is None:
+        return ""
+    size = run.blobs.stat(run.names.residual(task.round, task.fragment, found.residual.digest))
+    if size == found.residual.size == residual_bytes(task.elements):
+        return ""
+    return f"the store has {'nothing' if size is None else f'{size} bytes'} of what the delta leaves out"
 
 
 def _beginning(run: LiveRun, name: str, length: int) -> bytes:

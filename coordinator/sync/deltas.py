@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from sqlalchemy import select
 
-from coordinator.aggregation.fragment import blob_of, lost_contributions, make_delta
+from coordinator.aggregation.fragment import ResidualLost, blob_of, lost_contributions, make_delta
 from coordinator.aggregation.tasks import Collected, Given
 from coordinator.rounds.opening import status, waits_for
 from coordinator.run.live_run import LiveRun
@@ -81,7 +81,13 @@ def _rebuild(run: LiveRun, given: Mapping[str, Given], row: FragmentRow) -> bool
         assert isinstance(payload.header, ContributionHeader)
         base = payload.header.base  # the run's state of that round: contributions with another base are rejected
     factors = {worker: row.verdicts[worker]["factor"] for worker in given}
-    delta = make_delta(collected.model_copy(update={"base": base}), run.blobs, factors)
+    with run.context.database.read() as session:
+        before = session.get(FragmentRow, (run.id, row.round - 1, row.fragment))
+    known = {"base": base, "residual": None if before is None else before.residual_digest}
+    try:
+        delta, _ = make_delta(collected.model_copy(update=known), run.blobs, factors)
+    except ResidualLost:
+        return False
     if digest(delta) != expected:
         return False
     name = run.names.delta(row.round, row.fragment, expected)

@@ -11,7 +11,13 @@ from functools import partial
 
 from sqlalchemy import select
 
-from coordinator.aggregation.fragment import ContributionsLost, NoneValid, aggregate_fragment, store_delta
+from coordinator.aggregation.fragment import (
+    ContributionsLost,
+    NoneValid,
+    ResidualLost,
+    aggregate_fragment,
+    store_delta,
+)
 from coordinator.aggregation.tasks import Aggregate, Aggregated, Given
 from coordinator.run.decide import advance
 from coordinator.run.live_run import Change, LiveRun
@@ -102,6 +108,9 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
             run.not_direct.update(lost.workers)
         lose_contributions(run, opening, index, lost.workers, str(lost))
         return
+    except ResidualLost as lost:
+        _lose_residual(run, opening.number - 1, index, lost.damage)
+        return
     fragment.contents.clear()
     run.not_direct.update(found.invalid)
     _record_delta(run, opening, index, found, run.context.now())
@@ -124,6 +133,8 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
     state = delegating.checkpoint_blob(run, opening.number, index) if judged.bounded else None
     with run.lock:
         base, weights, contributed = run.outer.states[index].digest, fragment.weights, dict(fragment.contributed)
+    with run.context.database.read() as session:
+        before = session.get(FragmentRow, (run.id, opening.number - 1, index))
     return Aggregate(
         run=run.name,
         round=opening.number,
@@ -138,6 +149,7 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
         unit_tokens={worker: run.unit_tokens(worker) for worker in contributed},
         **judged._asdict(),
         state=state,
+        residual=None if before is None else before.residual_digest,
     )
 
 
@@ -167,6 +179,8 @@ def _record_delta(
         steps = steps_trained(run, session) if last else 0
         finished = last and run.step + steps == run.spec.total_inner_steps
         row.state, row.delta_bytes, row.delta_digest = published, found.size, found.digest
+        if found.residual is not None:
+            row.residual_bytes, row.residual_digest = found.residual.size, found.residual.digest
         row.aggregated_at, row.published_at = aggregated_at, now
         if last:
             session.get_one(RoundRow, (run.id, round_)).closed_at = now
@@ -190,7 +204,21 @@ def _record_delta(
         change.wake(None if finished else delta_of(index))
 
 
-# --- lost contributions -----------------------------------------------------------------------------------------------
+# --- lost blobs -------------------------------------------------------------------------------------------------------
+
+
+def _lose_residual(run: LiveRun, round_: int, index: int, damage: str) -> None:
+    """Go on without what the delta of `round_` has left out, which the disk has lost."""
+    with run.change() as change:
+        row = change.session.get_one(FragmentRow, (run.id, round_, index))
+        digest, row.residual_bytes, row.residual_digest = row.residual_digest, None, None
+        message = (
+            f"what the delta of round {round_}, fragment {index}, has left out is {damage} on disk; the next delta is "
+            "made without it"
+        )
+        change.record("corrupt", message, round=round_, fragment=index)
+    if digest is not None:
+        run.blobs.delete(run.names.residual(round_, index, digest))
 
 
 def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: list[str], why: str) -> None:

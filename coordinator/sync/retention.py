@@ -2,7 +2,8 @@
 
 **Blobs.** The newest `checkpoints.keep` checkpoints are kept, and every delta from the oldest of them on, so a worker
 can always get from there to the present. The delta that led to the newest checkpoint is always kept, because workers
-are fetching it. Contributions are deleted once the newest checkpoint covers them.
+are fetching it. Contributions are deleted once the newest checkpoint covers them, and so is what the deltas before it
+have left out: a run that is rolled back further goes on without it.
 
 **Rows.** Each contribution, assignment and report is kept for the last `retention.rounds` rounds, and for every round
 whose delta is kept. For older rounds only sums are kept. The newest `retention.events` events are kept.
@@ -11,7 +12,7 @@ whose delta is kept. For older rounds only sums are kept. The newest `retention.
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import case, delete, func, select
+from sqlalchemy import case, delete, func, select, update
 from sqlalchemy.orm import Session
 
 from coordinator.run.live_run import LiveRun
@@ -64,7 +65,15 @@ def keeps_delta(run: LiveRun, round_: int) -> bool:
 def oldest_kept(run: LiveRun) -> dict[Kind, int]:
     """Return, for each kind of blob, the first round that the retention rule keeps; empty if there is no checkpoint."""
     kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
-    return {"checkpoints": kept[-1], "deltas": first_delta(kept), "contributions": kept[0]} if kept else {}
+    if not kept:
+        return {}
+    newest, oldest = kept[0], kept[-1]
+    return {
+        "checkpoints": oldest,
+        "deltas": first_delta(kept),
+        "contributions": newest,
+        "residuals": newest - 1,
+    }
 
 
 def recorded_bytes(run: LiveRun) -> dict[Kind, int]:
@@ -74,6 +83,7 @@ def recorded_bytes(run: LiveRun) -> dict[Kind, int]:
         "contributions": (ContributionRow, ContributionRow.size),
         "deltas": (FragmentRow, FragmentRow.delta_bytes),
         "checkpoints": (CheckpointFragmentRow, CheckpointFragmentRow.size),
+        "residuals": (FragmentRow, FragmentRow.residual_bytes),
     }
     with run.context.database.read() as session:
         return {
@@ -114,6 +124,12 @@ def forget(run: LiveRun) -> dict[Kind, int]:
                 change.session.execute(
                     delete(table).where(table.run_id == run.id, table.round < newest, table.round.not_in(kept))
                 )
+            change.session.execute(
+                update(FragmentRow)
+                .where(FragmentRow.run_id == run.id, FragmentRow.round < first_rounds["residuals"])
+                .where(FragmentRow.residual_digest.is_not(None))
+                .values(residual_bytes=None, residual_digest=None)
+            )
             summed_before = min(first_rounds["deltas"], run.round - run.spec.retention.rounds)
             _forget_history(run, change.session, summed_before)
     return first_rounds

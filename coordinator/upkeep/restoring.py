@@ -152,6 +152,16 @@ def _deltas(run: LiveRun, session: Session, oldest: int) -> set[str]:
     return {run.names.delta(round_, fragment, digest or b"") for round_, fragment, digest in rows}
 
 
+def _residuals(run: LiveRun, session: Session, oldest: int) -> set[str]:
+    row = FragmentRow
+    rows = session.execute(
+        select(row.round, row.fragment, row.residual_digest).where(
+            row.run_id == run.id, row.round >= oldest, row.residual_digest.is_not(None)
+        )
+    )
+    return {run.names.residual(round_, fragment, digest or b"") for round_, fragment, digest in rows}
+
+
 def _checkpoints(run: LiveRun, session: Session, oldest: int) -> set[str]:
     row = CheckpointFragmentRow
     rows = session.execute(select(row.round, row.fragment, row.digest).where(row.run_id == run.id, row.round >= oldest))
@@ -162,4 +172,5 @@ _NAMES: dict[Kind, Callable[[LiveRun, Session, int], set[str]]] = {
     "contributions": _contributions,
     "deltas": _deltas,
     "checkpoints": _checkpoints,
+    "residuals": _residuals,
 }

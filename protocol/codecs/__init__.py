@@ -2,7 +2,8 @@
 
 To add one, write `protocol/codecs/NAME.py` and add its line to _MODULES; then write its two functions in
 `worker/codecs/torch_codecs.py` and add their line to IN_TORCH. The run spec, the wire format, the planner and the
-generated pages all derive from the table here. FIGURES (for the planner) and `add_weight` are optional in a module.
+generated pages all derive from the table here. FIGURES (for the planner), FOR_DELTAS and `add_weight` are optional in
+a module.
 
 The numpy versions in this package are the reference. Compiled kernels, if installed, replace them for int8 and int4;
 `worker/codecs` produces the same bytes on the worker's device. A codec works on one chunk at a time, so everything
@@ -35,8 +36,9 @@ _MODULES = (
 def _codec(name: str) -> Codec:
     module: ModuleType = import_module(f"{__name__}.{name}")
     functions = (module.size, module.encode, module.decode, module.accumulate, module.check)
+    for_deltas = getattr(module, "FOR_DELTAS", not module.ERROR_FEEDBACK)
     figures, add_weight = getattr(module, "FIGURES", UNKNOWN), getattr(module, "add_weight", None)
-    return Codec(module.NAME, *functions, module.ERROR_FEEDBACK, figures, add_weight)
+    return Codec(module.NAME, *functions, module.ERROR_FEEDBACK, for_deltas, figures, add_weight)
 
 
 REFERENCE: dict[str, Codec] = {codec.name: codec for codec in map(_codec, _MODULES)}
@@ -66,5 +68,4 @@ if TYPE_CHECKING:
     DownloadCodecName = str
 else:
     CodecName = Literal[tuple(CODECS)]
-    # The encoding error of a delta is not carried over, so codecs that depend on error feedback are for uploads only.
-    DownloadCodecName = Literal[tuple(name for name, codec in CODECS.items() if not codec.error_feedback)]
+    DownloadCodecName = Literal[tuple(name for name, codec in CODECS.items() if codec.for_deltas)]

@@ -40,7 +40,8 @@ class Codec:
     decode(data, out)              uint8[size(n)] -> float32[n]
     accumulate(data, weight, acc)  acc += weight · decode(data), rounded as docs/wire-format.md specifies
     check(data, n, limit)          WireError unless all n decoded values are finite and at most `limit` in magnitude
-    error_feedback                 True if the worker carries over the encoding error, as it must below 4 bits
+    error_feedback                 True if the sender carries over the encoding error, as it must below 4 bits
+    for_deltas                     True if it may be the codec of deltas
     figures                        measurements for the planner; UNKNOWN if there are none
     add_weight(data, weight, sum)  sum += weight at each index that was sent; None if every index is always sent
     step(data, θ, u, η, μ)         the outer step by the decoded values, in one pass; None without a kernel for it
@@ -53,6 +54,7 @@ class Codec:
     accumulate: Callable[[U8, np.float32, F32], None]
     check: Callable[[U8, int, float], None]
     error_feedback: bool
+    for_deltas: bool
     figures: Figures
     add_weight: Callable[[U8, np.float32, F32], None] | None
     step: Callable[[U8, F32, F32, float, float], None] | None = None

@@ -7,8 +7,8 @@ Encoded chunk of n elements, b = ceil(n / 256) blocks, h = ceil(n / 4):
 
 A code's lower bit means 97 instead of 29, its upper bit that the value is negative. s = RMS / 64, rounded down to bf16
 and at least 2^-126. 29/64 and 97/64 are the levels 0.4528 and 1.510 of the best quantiser of a Gaussian with four
-levels (Lloyd–Max: Max, "Quantizing for minimum distortion", 1960), and 63/64 is halfway between them. The worker
-carries over the encoding error (error feedback).
+levels (Lloyd–Max: Max, "Quantizing for minimum distortion", 1960), and 63/64 is halfway between them. The sender, a
+worker or the coordinator, carries over the encoding error (error feedback).
 """
 
 import numpy as np
@@ -19,6 +19,7 @@ from protocol.codecs.blocks import I8
 
 NAME = "2bit"
 ERROR_FEEDBACK = True
+FOR_DELTAS = True  # with error feedback by the coordinator; ternary deltas cost 3 % of perplexity: docs/convergence.md
 FIGURES = Figures(zstd=0.957, up=0.0058, down=None, pack=0.30, unpack=0.69, accumulate=1.3)
 BLOCK = 256
 SMALL, LARGE = 29, 97

@@ -1,16 +1,27 @@
 """The mean of contributions where a codec sends only some of the values, and another rule in its place."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import numpy as np
 import pytest
 
-from coordinator.aggregation.fragment import ContributionsLost, aggregate_fragment, blob_of, make_delta
+from coordinator.aggregation.fragment import (
+    ContributionsLost,
+    Delta,
+    ResidualLost,
+    aggregate_fragment,
+    blob_of,
+    make_delta,
+    store_delta,
+)
+from coordinator.aggregation.residual import Residual
 from coordinator.aggregation.rules import AGGREGATORS, aggregate
 from coordinator.aggregation.tasks import Aggregate, Given
-from harness.stores import BytesReader, MemoryBlobs, spoil
+from coordinator.store.blobs import RunNames
+from coordinator.store.payloads import MemoryBudget
+from harness.stores import BytesReader, MemoryBlobs, read, spoil
 from protocol.codecs import CODECS
 from protocol.digest import Buffer, digest
 from protocol.spec.sections import SyncSpec
@@ -136,12 +147,21 @@ class OnceOnly(MemoryBlobs):
         return super().open(name, fresh=fresh)
 
 
-def task_of(codec: str, vectors: Sequence[np.ndarray], blobs: MemoryBlobs, rule: str = "screened") -> Aggregate:
+def task_of(
+    codec: str,
+    vectors: Sequence[np.ndarray],
+    blobs: MemoryBlobs,
+    rule: str = "screened",
+    download: str = "int8",
+    round_: int = 0,
+    residual: bytes | None = None,
+) -> Aggregate:
     """The aggregation of these vectors, whose contributions are put into the store."""
-    sync = SyncSpec.model_validate({"rounds": 2, "upload_codec": codec, "aggregation": rule})
+    settings = {"rounds": 2, "upload_codec": codec, "download_codec": download, "aggregation": rule}
+    sync = SyncSpec.model_validate(settings)
     task = Aggregate(
         run="r",
-        round=0,
+        round=round_,
         fragment=0,
         elements=len(vectors[0]),
         base=bytes(32),
@@ -151,6 +171,7 @@ def task_of(codec: str, vectors: Sequence[np.ndarray], blobs: MemoryBlobs, rule:
         usual=None,
         clipped=1.25,
         least_agreement=0.25,
+        residual=residual,
     )
     for i, values in enumerate(vectors):
         content = payload_bytes(values, f"w{i}", codec)
@@ -172,7 +193,7 @@ def test_one_pass_over_the_contributions_gives_the_bytes_of_two(codec: str, leng
     assert (factors["w2"] == 1) is (length == 1), factors
     once = length == 1 and CODECS[codec].add_weight is None
     assert set(blobs.opened.values()) == {1 if once else 2}
-    assert delta.content == make_delta(task, blobs, factors)
+    assert (delta.content, delta.residual) == make_delta(task, blobs, factors)
 
 
 @pytest.mark.parametrize("rule", ["trimmed", "median"])
@@ -181,7 +202,7 @@ def test_rules_that_compare_values_take_two_passes(rule: str) -> None:
     task = task_of("int8", [random.standard_normal(1000).astype(np.float32) for _ in range(4)], blobs, rule)
     delta = aggregate_fragment(task, blobs, b"secret", lambda: 0.0)
     assert set(blobs.opened.values()) == {2}
-    assert delta.content == make_delta(task, blobs, dict.fromkeys(task.contributions, 1.0))
+    assert (delta.content, None) == make_delta(task, blobs, dict.fromkeys(task.contributions, 1.0))
 
 
 def test_a_contribution_that_was_damaged_in_the_store_is_lost_in_either_pass() -> None:
@@ -191,3 +212,86 @@ def test_a_contribution_that_was_damaged_in_the_store_is_lost_in_either_pass() -
     with pytest.raises(ContributionsLost) as lost:
         aggregate_fragment(task, blobs, b"secret", lambda: 0.0)
     assert lost.value.workers == ["w1"]
+
+
+# --- what deltas leave out ----------------------------------------------------------------------------------------------
+
+N = (1 << 18) + 5000  # two chunks
+
+
+def vectors_of(seed: int) -> list[np.ndarray]:
+    """The same signal in three contributions, each with noise."""
+    random = np.random.default_rng(seed)
+    common = random.standard_normal(N)
+    return [(common + random.standard_normal(N)).astype(np.float32) for _ in range(3)]
+
+
+@pytest.mark.parametrize("rule", ["screened", "median"])
+def test_what_a_delta_leaves_out_is_in_the_ones_after_it(rule: str) -> None:
+    """Deltas of 2 bits add up to the means, but for the last residual; without feedback they are far from it."""
+    residual: bytes | None = None
+    blobs, delivered = MemoryBlobs(), np.zeros(N)
+    means, careless = np.zeros(N), np.zeros(N)
+    for round_ in range(8):
+        vectors = vectors_of(round_)
+        exact = task_of("fp32", vectors, blobs, rule, "fp32", round_)
+        coarse = task_of("fp32", vectors, blobs, rule, "2bit", round_, residual)
+        delta = aggregate_fragment(coarse, blobs, b"secret", lambda: 0.0)
+        residual = stored(coarse, delta, blobs)
+        alone = aggregate_fragment(coarse.model_copy(update={"residual": None}), blobs, b"secret", lambda: 0.0)
+        whole = aggregate_fragment(exact, blobs, b"secret", lambda: 0.0)
+        for total, each in ((means, whole), (delivered, delta), (careless, alone)):
+            total += values_of(each.content)
+    left = float(np.linalg.norm(means - delivered))
+    assert left < 0.5 * float(np.linalg.norm(means - careless))
+    assert residual is not None
+    kept = Residual(N, memoryview(read(blobs, RunNames("r").residual(7, 0, residual))))
+    undelivered = np.zeros(N, np.float32)
+    for index, start in enumerate(range(0, N, 1 << 18)):
+        kept.add(undelivered[start : start + (1 << 18)], index)
+    assert float(np.linalg.norm(means - delivered - undelivered)) < 0.05 * left, "and the last residual has the rest"
+
+
+def stored(task: Aggregate, delta: Delta, blobs: MemoryBlobs) -> bytes:
+    """Put the delta into the store. The digest of what it leaves out."""
+    residual = store_delta(task, delta, blobs, MemoryBudget()).residual
+    assert residual is not None
+    return residual.digest
+
+
+def values_of(content: Buffer) -> np.ndarray:
+    payload = Payload.from_bytes(content)
+    values = np.empty(payload.header.elements, np.float32)
+    payload.decode(values)
+    return values
+
+
+@pytest.mark.parametrize("length", [1.0, 4.0], ids=["all count", "one is shortened"])
+def test_one_pass_leaves_out_what_two_leave_out(length: float) -> None:
+    blobs, vectors = OnceOnly(), vectors_of(0)
+    vectors[2] *= np.float32(length)
+    first = task_of("int8", vectors, blobs, download="2bit")
+    residual = stored(first, aggregate_fragment(first, blobs, b"secret", lambda: 0.0), blobs)
+    task = task_of("int8", vectors, blobs, download="2bit", round_=1, residual=residual)
+    blobs.opened.clear()
+    delta = aggregate_fragment(task, blobs, b"secret", lambda: 0.0)
+    factors = {worker: verdict.factor for worker, verdict in delta.judgement.verdicts.items()}
+    assert blobs.opened[blob_of(task, "w0")] == (1 if length == 1 else 2)
+    assert (delta.content, delta.residual) == make_delta(task, blobs, factors)
+    assert delta.content != make_delta(task.model_copy(update={"residual": None}), blobs, factors)[0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"), [(spoil, "corrupt"), (MemoryBlobs.delete, "missing")], ids=["corrupt", "missing"]
+)
+def test_what_was_left_out_and_is_damaged_is_never_used(
+    damage: Callable[[MemoryBlobs, str], object], said: str
+) -> None:
+    blobs = MemoryBlobs()
+    task = task_of("int8", vectors_of(0), blobs, download="2bit")
+    residual = stored(task, aggregate_fragment(task, blobs, b"secret", lambda: 0.0), blobs)
+    damage(blobs, RunNames("r").residual(0, 0, residual))
+    later = task_of("int8", vectors_of(1), blobs, download="2bit", round_=1, residual=residual)
+    with pytest.raises(ResidualLost) as lost:
+        aggregate_fragment(later, blobs, b"secret", lambda: 0.0)
+    assert lost.value.damage == said

@@ -15,6 +15,7 @@ ABOUT_BLOBS = [
     "spoilt_files",
     "restart",
     "backup",
+    "residuals",
     "retention",
     "bodies",
     "seeding",

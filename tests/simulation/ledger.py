@@ -74,6 +74,7 @@ class Ledger:
     deltas: dict[Key, bytes] = field(default_factory=dict)
     states: dict[Key, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)  # θ and u before the round
     means: dict[Key, np.ndarray] = field(default_factory=dict)  # the delta's values
+    left_out: dict[Key, np.ndarray] = field(default_factory=dict)  # of the delta, by its codec
     digests: dict[Key, bytes] = field(default_factory=dict)
     tokens: dict[str, tuple[str, int]] = field(default_factory=dict)
     # (first unit of the pool, fragment) -> how often each unit of the pool was contributed
@@ -351,17 +352,36 @@ class Ledger:
                 payload_of.chunk(0), np.float32(weights[worker] / total * factors[worker]), mean
             )
         codec = CODECS[header.codec]
+        if codec.error_feedback:
+            mean += self._residual((key[0] - 1, key[1]), where)
         raw = np.empty(codec.size(len(mean)), np.uint8)
         codec.encode(mean, raw)
         demand(raw.tobytes() == payload.chunk(0).tobytes(), "I2", f"{where}: is not the mean in worker-id order")
         delta = np.empty_like(mean)
         payload.decode(delta)
         self.means[key] = delta
+        self.left_out[key] = mean - delta
         theta, momentum = (values.copy() for values in self.states[key])
         beta, rate = np.float32(self.outer.momentum), np.float32(self.outer.learning_rate)
         momentum = momentum * beta + delta
         theta = theta - rate * (momentum * beta + delta)
         self._set_state((key[0] + 1, key[1]), theta, momentum)
+
+    def _residual(self, before: Key, where: str) -> np.ndarray:
+        """What the delta before has left out, as the coordinator has stored it: nearly what this ledger knows."""
+        if before not in self.left_out:
+            return np.zeros(1, np.float32)
+        (row,) = self._all("SELECT residual_digest FROM fragments WHERE round = ? AND fragment = ?", *before)
+        demand(row["residual_digest"] is not None, "I2", f"{where}: what the delta before has left out is lost")
+        content = self.node.read(NAMES.residual(*before, row["residual_digest"]))
+        demand(content is not None, "I2", f"{where}: what the delta before has left out is not there")
+        assert content is not None
+        stored = np.empty_like(self.left_out[before])
+        CODECS["int8"].decode(np.frombuffer(content, np.uint8), stored)
+        error = float(np.abs(stored - self.left_out[before]).max())
+        most = float(np.abs(self.left_out[before]).max()) / 100  # of 127 steps
+        demand(error <= most, "I2", f"{where}: what the delta before has left out is stored wrongly")
+        return stored
 
     def _set_state(self, key: Key, theta: np.ndarray, momentum: np.ndarray) -> None:
         largest = max(np.abs(theta).max(), np.abs(momentum).max())

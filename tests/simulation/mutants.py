@@ -22,7 +22,8 @@ from coordinator import lease
 from coordinator.aggregation import aggregator, queue
 from coordinator.aggregation import fragment as aggregating
 from coordinator.aggregation.fragment import Delta
-from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob
+from coordinator.aggregation.residual import Residual
+from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob, Collected
 from coordinator.lease import Fence, Leader
 from coordinator.rounds import closing, opening
 from coordinator.run import schedule
@@ -424,13 +425,22 @@ def _reads_the_token_before_the_transaction() -> list[Replacement]:
     return [(DatabaseNode, "request", request), (Fence, "check", check)]
 
 
+def _drops_what_deltas_leave_out() -> list[Replacement]:
+    real = aggregating.residual_of
+
+    def residual(collected: Collected, blobs: Blobs) -> Residual | None:
+        return real(collected.model_copy(update={"residual": None}), blobs)
+
+    return [(aggregating, "residual_of", residual)]
+
+
 def _reports_a_delta_before_it_is_stored() -> list[Replacement]:
     def store_delta(task: Aggregate, delta: Delta, blobs: Blobs, memory: MemoryBudget) -> Aggregated:
         found = digest(delta.content)
         name = RunNames(task.run).delta(task.round, task.fragment, found)
         vars(aggregator)["threading"].Thread(target=blobs.put, args=(name, delta.content)).start()
         memory.add_delta(found, delta.content)
-        return Aggregated.of(delta.judgement, delta.invalid, found, Payload.from_bytes(delta.content))
+        return Aggregated.of(delta.judgement, delta.invalid, found, Payload.from_bytes(delta.content), None)
 
     return [(aggregator, "store_delta", store_delta), (delegating, "_wrong_delta", lambda *_: "")]
 
@@ -465,6 +475,7 @@ MUTANTS = [
     Mutant("carries all of late work, as if the mean had none of it", ("I6",), 1, _carries_what_the_mean_has),
     Mutant("drops what was trained while a fragment travelled", ("I6",), 3, _drops_what_was_trained_meanwhile),
     Mutant("drops what the codec leaves out", ("I6",), 0, _drops_what_the_codec_leaves_out),
+    Mutant("drops what deltas leave out", ("I2",), 12, _drops_what_deltas_leave_out),
     Mutant("forgets units that no fragment has named", ("I6",), 3, _forgets_units),
     Mutant("forgets what was trained beyond H in a restart", ("I6",), 84, _forgets_what_was_trained_beyond_h),
     Mutant("carries work without its weight", ("I9",), 11, _carried_work_without_weight),

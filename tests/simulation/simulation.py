@@ -98,6 +98,11 @@ def _data(rng: random.Random) -> str:
     return "" if rng.randrange(4) else "private = true"
 
 
+def _download(rng: random.Random, exact: str) -> str:
+    """In a quarter of the seeds the coordinator has error feedback."""
+    return exact if rng.randrange(4) else "2bit"
+
+
 def _schedule(rng: random.Random, inner_steps: int) -> str:
     """Half of the seeds are classic DiLoCo, unless workers never wait."""
     overlap = rng.randrange(inner_steps)
@@ -162,7 +167,7 @@ class Simulation:
             pace=_pace(random.Random(f"{seed} pace"), inner_steps, most),
             schedule=never_waits or _schedule(random.Random(f"{seed} schedule"), inner_steps),
             upload=upload,
-            download=rng.choice(["fp32", "int4", "int8"]),
+            download=_download(random.Random(f"{seed} download"), rng.choice(["fp32", "int4", "int8"])),
             zstd=rng.choice(["true", "false"]),
             min_workers=self.min_workers,
             lease_s=LEASE_S,

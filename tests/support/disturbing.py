@@ -20,7 +20,7 @@ from tests.support.workers import ForkedWorker
 
 NAMES = ["w0", "w1", "w2"]
 INT8 = 'upload_codec = "int8"\ndownload_codec = "int8"'
-ERROR_FEEDBACK = 'upload_codec = "ternary"\ndownload_codec = "int4"'
+ERROR_FEEDBACK = 'upload_codec = "ternary"\ndownload_codec = "2bit"'
 
 
 class Service(Protocol):

@@ -40,6 +40,7 @@ def fragment_bounds(total: int, fragment_elements: int) -> list[tuple[int, int]]
     return list(itertools.pairwise(cuts))
 
 
+WITH_FEEDBACK = {"2bit", "ternary"}
 MOST = {"int8": 127, "int4": 7}
 
 
@@ -60,11 +61,16 @@ def quantise(x: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
     size = 64 if codec == "ternary" else 256
     for start in range(0, len(x), size):
         block = x[start : start + size].numpy()
-        if codec == "ternary":
+        if codec in WITH_FEEDBACK:
             squares = np.zeros(size, np.float32)
             squares[: len(block)] = block * block
-            scale = to_bf16(np.sqrt(tree_sum(squares) / np.float32(len(block))) * np.float32(1.5), up=False)
+            rms = np.sqrt(tree_sum(squares) / np.float32(len(block)))
+        if codec == "ternary":
+            scale = to_bf16(rms * np.float32(1.5), up=False)
             code = np.sign(block) * (np.abs(block) * np.float32(1.5) >= scale)
+        elif codec == "2bit":
+            scale = to_bf16(rms * np.float32(1 / 64), up=False)
+            code = np.where(np.abs(block) >= scale * np.float32(63), 97, 29) * np.where(block < 0, -1, 1)
         else:
             scale = to_bf16(np.float32(np.abs(block).max()) / np.float32(MOST[codec]), up=True)
             code = np.rint(block * (np.float32(1) / scale))
@@ -98,6 +104,7 @@ def run_reference(spec: RunSpec, workers: int, *, outer: str = "written out") ->
     steps, weight = spec.sync.schedule_steps, np.float32(1 / workers)
 
     unsent = [torch.zeros_like(theta) for _ in models]  # what the codec has left out so far
+    undelivered = torch.zeros_like(theta)  # what the codec of deltas has left out
 
     for round_ in range(spec.sync.rounds):
         deltas = []
@@ -118,13 +125,19 @@ def run_reference(spec: RunSpec, workers: int, *, outer: str = "written out") ->
                 if spec.sync.upload_codec != "fp32":
                     codes, scales = quantise(delta[start:stop], spec.sync.upload_codec)
                     mean[start:stop] = mean[start:stop] + codes * (scales * float(weight))
-                    if spec.sync.upload_codec == "ternary":
+                    if spec.sync.upload_codec in WITH_FEEDBACK:
                         unsent[w][start:stop] = delta[start:stop] - codes * scales
                 else:
                     mean[start:stop] = mean[start:stop] + delta[start:stop] * float(weight)
             if spec.sync.download_codec != "fp32":
+                if spec.sync.download_codec in WITH_FEEDBACK:
+                    mean[start:stop] = mean[start:stop] + undelivered[start:stop]
                 codes, scales = quantise(mean[start:stop], spec.sync.download_codec)
+                left = mean[start:stop] - codes * scales
                 mean[start:stop] = codes * scales
+                if spec.sync.download_codec in WITH_FEEDBACK:  # kept in 8 bits
+                    codes, scales = quantise(left, "int8")
+                    undelivered[start:stop] = codes * scales
         if outer == "torch":
             outer_parameter.grad = mean
             sgd.step()

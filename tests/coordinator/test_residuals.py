@@ -1,0 +1,138 @@
+"""What deltas of 2 bits leave out, the coordinator's error feedback: kept as long as it is needed, over starts, damage,
+rollbacks and backups."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coordinator.sync.deltas import rebuild_delta_if_damaged
+from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member
+from harness.stores import read, rounds, spoil, the
+from protocol.wire import Payload
+from tests.coordinator.crew import crew, events, info, play_round
+from tests.coordinator.test_rolling_back import KEPT, joined_again, roll_back
+from tests.support.backing_up import back_up, restored
+
+SYNC = 'upload_codec = "fp32"\ndownload_codec = "2bit"'
+ROUNDS = 5
+
+
+def two_of(running: InThread, run: str = "r", checkpoints: str = "every_rounds = 2") -> list[Member]:
+    return crew(running, run, ["a", "b"], rounds=ROUNDS, min_workers=2, sync=SYNC, checkpoints=checkpoints)
+
+
+def play(running: InThread, members: list[Member], rounds_: range, run: str = "r") -> None:
+    for round_ in rounds_:
+        play_round(members, round_)
+        running.await_state(run, round_ + 1)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the state after all rounds, undisturbed."""
+    with coordinator_thread(tmp_path_factory.mktemp("undisturbed") / "data") as running:
+        play(running, two_of(running), range(ROUNDS))
+        return str(info(running, "r")["state_digest"])
+
+
+def test_all_that_was_contributed_is_in_the_deltas_but_for_the_last_residual(shared: InThread, run: str) -> None:
+    members = two_of(shared, run)
+    delivered = [np.zeros_like(theta, dtype=np.float64) for theta in members[0].theta]
+    first = [0.0, 0.0]
+    for round_ in range(ROUNDS):
+        play_round(members, round_)
+        for p, total in enumerate(delivered):
+            values = np.empty(len(total), np.float32)
+            Payload.from_bytes(members[0].delta(round_, p).content).decode(values)
+            total += values
+            if round_ == 0:
+                first[p] = float(np.linalg.norm(mean_of(members, 0, p) - total))
+    shared.await_state(run, ROUNDS)
+    for p, total in enumerate(delivered):
+        missing = sum(mean_of(members, round_, p) for round_ in range(ROUNDS)) - total
+        assert float(np.linalg.norm(missing)) < 1.5 * first[p], "one round's error, not the sum of all"
+    assert info(shared, run)["disk_bytes"]["residuals"] > 0
+
+
+def mean_of(members: list[Member], round_: int, fragment: int) -> np.ndarray:
+    found: np.ndarray = np.mean([each.pseudo_gradients(round_)[fragment] for each in members], axis=0)
+    return found
+
+
+@pytest.mark.parametrize("over", [1, 2, 3])
+def test_a_start_changes_nothing(tmp_path: Path, expected: str, over: int) -> None:
+    with coordinator_thread(tmp_path / "data") as running:
+        members = two_of(running)
+        play(running, members, range(over))
+        port = int(running.url.rsplit(":", 1)[1])
+    with coordinator_thread(tmp_path / "data", port) as running:
+        play(running, members, range(over, ROUNDS))
+        assert info(running, "r")["state_digest"] == expected
+
+
+def test_it_is_kept_from_the_newest_checkpoint_on(shared: InThread, run: str) -> None:
+    members, kept = two_of(shared, run, "every_rounds = 2\nkeep = 2"), {}
+    for round_ in range(ROUNDS):
+        play(shared, members, range(round_, round_ + 1), run)
+        kept[round_] = [rounds(shared.live(run), kind) for kind in ("residuals", "deltas")]
+    assert kept[2] == [[1, 2], [0, 1, 2]]
+    assert kept[4] == [[4], [4]]
+
+
+def test_what_is_damaged_is_left_out_and_told_once(shared: InThread, run: str) -> None:
+    members = two_of(shared, run)
+    play(shared, members, range(1), run)
+    live = shared.live(run)
+    spoil(live.blobs, the(live, "residuals", 0, 0))
+    live.blobs.delete(the(live, "residuals", 0, 1))
+    play(shared, members, range(1, ROUNDS), run)
+    told = sorted(event["message"] for event in events(shared, run, "corrupt"))
+    assert told == [
+        "what the delta of round 0, fragment 0, has left out is corrupt on disk; the next delta is made without it",
+        "what the delta of round 0, fragment 1, has left out is missing on disk; the next delta is made without it",
+    ]
+    assert events(shared, run, "fault") == []
+    assert info(shared, run)["divergences"] == 0
+
+
+def test_a_damaged_delta_is_made_again_with_what_was_left_out_before_it(shared: InThread, run: str) -> None:
+    members = two_of(shared, run, "every_rounds = 100")
+    play(shared, members, range(2), run)
+    live = shared.live(run)
+    name = the(live, "deltas", 1, 0)
+    before = read(live.blobs, name)
+    spoil(live.blobs, name)
+    assert rebuild_delta_if_damaged(live, 1, 0)
+    assert read(live.blobs, name) == before
+    spoil(live.blobs, name)
+    spoil(live.blobs, the(live, "residuals", 0, 0))
+    assert not rebuild_delta_if_damaged(live, 1, 0), "its source is damaged as well"
+    assert len(events(shared, run, "corrupt")) == 1
+
+
+@pytest.mark.parametrize("to", [2, 4])
+def test_a_rollback_to_any_checkpoint_goes_on(shared: InThread, run: str, to: int) -> None:
+    members = two_of(shared, run, KEPT)
+    play(shared, members, range(4), run)
+    assert roll_back(shared, run, to).json()["round"] == to
+    assert all(round_ < to for round_ in rounds(shared.live(run), "residuals"))
+    play(shared, joined_again(shared, run, ["a", "b"]), range(to, ROUNDS), run)
+    assert events(shared, run, "corrupt") == events(shared, run, "fault") == []
+    assert info(shared, run)["divergences"] == 0
+
+
+@pytest.mark.in_directory
+@pytest.mark.in_sqlite
+def test_a_backup_has_what_the_newest_deltas_have_left_out(tmp_path: Path, expected: str) -> None:
+    with coordinator_thread(tmp_path / "data") as running:
+        play(running, two_of(running, checkpoints=KEPT), range(3))
+        old_token = running.admin_token
+        back_up(tmp_path / "data", tmp_path / "backups")
+    restored(tmp_path / "backups", tmp_path / "restored")
+    with coordinator_thread(tmp_path / "restored") as running:
+        running.admin_token = old_token
+        play(running, joined_again(running, "r", ["a", "b"]), range(3, ROUNDS))
+        assert info(running, "r")["state_digest"] == expected
+        assert events(running, "r", "corrupt") == []
