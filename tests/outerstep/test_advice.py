@@ -63,8 +63,11 @@ def test_another_end_of_text_than_the_tokenizers_is_noted(tmp_path: Path) -> Non
 def test_few_rounds_are_told_what_they_cost_and_how_to_have_more() -> None:
     text = SOUND.format(rate=1.0, momentum=0.8, rounds=20, h=150, codec="int4")
     (note,) = advice(parse_spec(text))
-    assert "6% above synchronous training" in note
+    assert "5% above synchronous training" in note
     assert "3,000 inner steps in at least 50 rounds, of sync.inner_steps = 60, end about 2% above it" in note
+    assert "extrapolated" not in note
+    (far,) = advice(parse_spec(SOUND.format(rate=1.0, momentum=0.8, rounds=20, h=2000, codec="int4")))
+    assert far.endswith("(extrapolated)")
 
 
 def test_a_run_is_created_with_notes_on_stderr(served: Served) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from outerstep.plan import GAP_ROUNDS
+from outerstep.plan import diloco_gap, is_extrapolated
 from protocol.codecs import CODECS
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import DataSpec
@@ -68,11 +68,13 @@ def _rounds(spec: RunSpec) -> Iterator[str]:
     rounds, h = spec.sync.rounds, spec.sync.schedule_steps
     if rounds >= FEW_ROUNDS or h <= SHORT_ROUND:
         return
+    shorter = max(rounds * h // FEW_ROUNDS, 1)
+    guess = " (extrapolated)" if is_extrapolated(h, rounds) or is_extrapolated(shorter, FEW_ROUNDS) else ""
+    now, then = (math.expm1(diloco_gap(*each)) for each in ((h, rounds), (shorter, FEW_ROUNDS)))
     yield (
-        f"sync.rounds = {rounds}: with so few rounds, DiLoCo's perplexity ends about "
-        f"{math.expm1(GAP_ROUNDS / rounds):.0%} above synchronous training; the same {rounds * h:,} inner steps in at "
-        f"least {FEW_ROUNDS} rounds, of sync.inner_steps = {max(rounds * h // FEW_ROUNDS, 1):,}, end about "
-        f"{math.expm1(GAP_ROUNDS / FEW_ROUNDS):.0%} above it"
+        f"sync.rounds = {rounds}: with so few rounds, DiLoCo's perplexity per byte ends about {now:.0%} above "
+        f"synchronous training; the same {rounds * h:,} inner steps in at least {FEW_ROUNDS} rounds, of "
+        f"sync.inner_steps = {shorter:,}, end about {then:.0%} above it{guess}"
     )
     if rounds < FEW_FOR_MOMENTUM and spec.outer.momentum >= MUCH_MOMENTUM:
         yield (
