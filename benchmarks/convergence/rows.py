@@ -54,7 +54,8 @@ class Row:
         return 1 if self.synchronous else self.workers
 
     def spec(self, steps: int, seed: int) -> str:
-        """Return the run's spec in TOML, for `steps` inner steps of each worker."""
+        """Return the run's spec in TOML, for `steps` inner steps of each worker. Raises ValueError unless they are whole
+        rounds."""
         left_out = SAID if self.defaults else {}
         document = {
             section: {key: value for key, value in keys.items() if key not in left_out.get(section, ())}
@@ -66,7 +67,9 @@ class Row:
             document.setdefault(section, {})[key] = value
         sync = document["sync"]
         sync["inner_steps"] = min(sync["inner_steps"], steps)
-        sync["rounds"] = steps // sync["inner_steps"]
+        sync["rounds"], rest = divmod(steps, sync["inner_steps"])
+        if rest:
+            raise ValueError(f"{steps} steps are no whole rounds of {sync['inner_steps']}")
         document["evaluation"]["every_rounds"] = max(sync["rounds"] // LOOKS, 1)
         document["members"]["min_workers"] = self.processes
         lines = [f'name = "{RUN}"', f"seed = {seed}"]
