@@ -68,7 +68,7 @@ CLAIMED = """\
 
 Their own figures, of larger models and other data, which nobody here has measured, with bytes as they count them. Their
 perplexity is per token of about four bytes, so its percentages are about four times those per byte; compare the loss.
-The triangles at the lower edge of the plot are losses that are not above synchronous training.
+The triangles at the lower edge of the plot are less than 0.3 % above synchronous training, or below it.
 """
 
 SIZED = """\

@@ -54,8 +54,8 @@ class Row:
         return 1 if self.synchronous else self.workers
 
     def spec(self, steps: int, seed: int) -> str:
-        """Return the run's spec in TOML, for `steps` inner steps of each worker. Raises ValueError unless they are whole
-        rounds."""
+        """Return the run's spec in TOML, for `steps` inner steps of each worker. Raises ValueError unless these are
+        whole rounds."""
         left_out = SAID if self.defaults else {}
         document = {
             section: {key: value for key, value in keys.items() if key not in left_out.get(section, ())}
