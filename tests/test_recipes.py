@@ -97,7 +97,7 @@ assert bytes(aggregate([(payload, 1)], "big-endian", zstd=False)[0]) == bytes(fr
 workload = plan.Workload(parameters=1000, up=1e6, down=1e6, step_s=1.0, workers=2, latency_s=0.0, steps=1000)
 assert ("big-endian", "int8") in {(each.upload_codec, each.download_codec) for each in plan.sync_costs(workload)}
 assert write_settings.page().count("`sparse`, `big-endian`") == 1, "as upload codec"
-assert write_settings.page().count("`int4`, `big-endian`") == 1, "as download codec"
+assert write_settings.page().count("`2bit`, `big-endian`") == 1, "as download codec"
 assert "big-endian" in write_commands.page(), "outerstep demo --codec"
 """
 
