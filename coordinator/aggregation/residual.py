@@ -17,7 +17,7 @@ _CODEC = CODECS["int8"]
 
 
 def residual_bytes(elements: int) -> int:
-    """Return the size of the blob of a fragment of so many elements."""
+    """Return the bytes of the blob for a fragment of `elements` values."""
     return sum(_CODEC.size(n) for n in chunk_sizes(elements, CHUNK_ELEMENTS))
 
 

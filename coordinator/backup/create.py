@@ -18,6 +18,7 @@ from pathlib import Path
 
 from sqlalchemy import URL, Connection, create_engine, select
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import InstrumentedAttribute
 
 from coordinator.backup.contents import DamagedBackup, content_of, never_interrupt
 from coordinator.backup.directory import BackupDirectory
@@ -206,30 +207,34 @@ def _deltas(connection: Connection, run_id: int, names: RunNames) -> list[Blob]:
             select(CheckpointRow.round).where(CheckpointRow.run_id == run_id).order_by(CheckpointRow.round.desc())
         )
     )
-    row = FragmentRow
-    rows = connection.execute(
-        select(row.round, row.fragment, row.delta_digest, row.delta_bytes)
-        .where(row.run_id == run_id, row.delta_digest.is_not(None), row.round >= (first_delta(kept) if kept else 0))
-        .order_by(row.round, row.fragment)
-    )
-    return [
-        Blob(name=names.delta(round_, index, digest), digest=digest.hex(), size=size)
-        for round_, index, digest, size in rows
-        if digest is not None
-    ]
+    row, first = FragmentRow, first_delta(kept) if kept else 0
+    return _of_fragments(connection, run_id, first, (row.delta_digest, row.delta_bytes), names.delta)
 
 
 def _residuals(connection: Connection, run_id: int, names: RunNames, run_round: int) -> list[Blob]:
     row = FragmentRow
+    columns = (row.residual_digest, row.residual_bytes)
+    return _of_fragments(connection, run_id, run_round - 1, columns, names.residual)
+
+
+def _of_fragments(
+    connection: Connection,
+    run_id: int,
+    first: int,
+    columns: tuple[InstrumentedAttribute[bytes | None], InstrumentedAttribute[int | None]],
+    name: Callable[[int, int, bytes], str],
+) -> list[Blob]:
+    """Return the blobs of fragments from round `first` on, whose digest and size are in these columns."""
+    row, (digest, size) = FragmentRow, columns
     rows = connection.execute(
-        select(row.round, row.fragment, row.residual_digest, row.residual_bytes)
-        .where(row.run_id == run_id, row.residual_digest.is_not(None), row.round >= run_round - 1)
+        select(row.round, row.fragment, digest, size)
+        .where(row.run_id == run_id, digest.is_not(None), row.round >= first)
         .order_by(row.round, row.fragment)
     )
     return [
-        Blob(name=names.residual(round_, index, digest), digest=digest.hex(), size=size)
-        for round_, index, digest, size in rows
-        if digest is not None
+        Blob(name=name(round_, index, found), digest=found.hex(), size=bytes_)
+        for round_, index, found, bytes_ in rows
+        if found is not None
     ]
 
 

@@ -62,6 +62,13 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
     return rebuilt
 
 
+def left_out_before(run: LiveRun, round_: int, fragment: int) -> bytes | None:
+    """Return the digest of what the delta before that of `round_` has left out; None if there is none."""
+    with run.context.database.read() as session:
+        before = session.get(FragmentRow, (run.id, round_ - 1, fragment))
+    return None if before is None else before.residual_digest
+
+
 def _rebuild(run: LiveRun, given: Mapping[str, Given], row: FragmentRow) -> bool:
     expected = row.delta_digest
     assert expected is not None
@@ -81,9 +88,7 @@ def _rebuild(run: LiveRun, given: Mapping[str, Given], row: FragmentRow) -> bool
         assert isinstance(payload.header, ContributionHeader)
         base = payload.header.base  # the run's state of that round: contributions with another base are rejected
     factors = {worker: row.verdicts[worker]["factor"] for worker in given}
-    with run.context.database.read() as session:
-        before = session.get(FragmentRow, (run.id, row.round - 1, row.fragment))
-    known = {"base": base, "residual": None if before is None else before.residual_digest}
+    known = {"base": base, "residual": left_out_before(run, row.round, row.fragment)}
     try:
         delta, _ = make_delta(collected.model_copy(update=known), run.blobs, factors)
     except ResidualLost:

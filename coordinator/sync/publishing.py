@@ -27,6 +27,7 @@ from coordinator.run.schedule import round_steps, steps_trained
 from coordinator.run.waiters import delta_of
 from coordinator.store.tables import ContributionRow, FragmentRow, RoundRow
 from coordinator.sync import checkpointing, delegating, outer_state, retention
+from coordinator.sync.deltas import left_out_before
 from coordinator.trust.equal_work import report_similar_work
 from coordinator.trust.verdicts import conclude_round, report_verdicts, screening
 from coordinator.units.epochs import check_epochs
@@ -133,8 +134,6 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
     state = delegating.checkpoint_blob(run, opening.number, index) if judged.bounded else None
     with run.lock:
         base, weights, contributed = run.outer.states[index].digest, fragment.weights, dict(fragment.contributed)
-    with run.context.database.read() as session:
-        before = session.get(FragmentRow, (run.id, opening.number - 1, index))
     return Aggregate(
         run=run.name,
         round=opening.number,
@@ -149,7 +148,7 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
         unit_tokens={worker: run.unit_tokens(worker) for worker in contributed},
         **judged._asdict(),
         state=state,
-        residual=None if before is None else before.residual_digest,
+        residual=left_out_before(run, opening.number, index),
     )
 
 

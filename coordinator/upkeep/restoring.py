@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from sqlalchemy import func, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from coordinator.aggregation.tasks import NOT_LATE, Lateness
 from coordinator.run.live_run import LiveRun
@@ -143,23 +143,25 @@ def _contributions(run: LiveRun, session: Session, oldest: int) -> set[str]:
 
 
 def _deltas(run: LiveRun, session: Session, oldest: int) -> set[str]:
-    row = FragmentRow
-    rows = session.execute(
-        select(row.round, row.fragment, row.delta_digest).where(
-            row.run_id == run.id, row.round >= oldest, row.delta_digest.is_not(None)
-        )
-    )
-    return {run.names.delta(round_, fragment, digest or b"") for round_, fragment, digest in rows}
+    return _of_fragments(run, session, oldest, FragmentRow.delta_digest, run.names.delta)
 
 
 def _residuals(run: LiveRun, session: Session, oldest: int) -> set[str]:
+    return _of_fragments(run, session, oldest, FragmentRow.residual_digest, run.names.residual)
+
+
+def _of_fragments(
+    run: LiveRun,
+    session: Session,
+    oldest: int,
+    digest: InstrumentedAttribute[bytes | None],
+    name: Callable[[int, int, bytes], str],
+) -> set[str]:
     row = FragmentRow
     rows = session.execute(
-        select(row.round, row.fragment, row.residual_digest).where(
-            row.run_id == run.id, row.round >= oldest, row.residual_digest.is_not(None)
-        )
+        select(row.round, row.fragment, digest).where(row.run_id == run.id, row.round >= oldest, digest.is_not(None))
     )
-    return {run.names.residual(round_, fragment, digest or b"") for round_, fragment, digest in rows}
+    return {name(round_, fragment, found or b"") for round_, fragment, found in rows}
 
 
 def _checkpoints(run: LiveRun, session: Session, oldest: int) -> set[str]:
