@@ -43,8 +43,8 @@ BY_KIND = (
 HEAD = """\
 # Convergence
 
-How much perplexity DiLoCo costs against synchronous training, and how many bytes it saves: the frontier, larger models,
-skills beyond loss, then single settings, and the limits of all this. `docs/write_convergence.py` generates this page
+How much perplexity DiLoCo costs against synchronous training, and how many bytes it saves: the frontier, skills beyond
+loss, then single settings, and the limits of all this. `docs/write_convergence.py` generates this page
 from results that are committed beside it. Unless it says otherwise, the model is `tiny` (139,584 parameters), trained
 on the source code of Python's standard library by 8 workers of 8 sequences of 64 bytes per step. To measure your own
 run beside its synchronous baseline: [models.md](models.md#compare). [log.md](log.md) has the experiments that led to
@@ -98,8 +98,8 @@ there as slower learning or more forgetting (arXiv 2511.13761).
 LIMITS = """\
 ## Limits
 
-- The largest model here has half a million parameters, and the text is one kind of text. Others found the gap to shrink
-  with size (arXiv 2503.09799, in the table above) or to remain in skills (arXiv 2511.13761).
+- The model is small, and the text is one kind of text. Others found the gap to shrink with size (arXiv 2503.09799, in
+  the table above) or to remain in skills (arXiv 2511.13761).
 - One seed per loop row, three per product row where it says so; differences below 0.5 % say nothing.
 - Learning rates are tuned for synchronous training and used for both.
 - All workers are equally fast and see the same kind of text.
@@ -182,7 +182,8 @@ def page(results: Sequence[Result], explored: Sequence[frontier.Result]) -> str:
         _markdown(("loop", "product", "seed", "loss, loop", "loss, product"), _agreement(results, explored)),
     ]
     parts += [CLAIMED, claims]
-    if sizes := list(_by_size(explored)):
+    sizes = list(_by_size(explored))
+    if len({cells[0] for cells in sizes}) > 1:
         parts += [SIZED, _markdown(SIZE_HEADINGS, sizes)]
     if beyond := list(_beyond(explored)):
         parts += [BEYOND.format(steps=CONTINUED_STEPS), _markdown(BEYOND_HEADINGS, beyond)]
