@@ -6,6 +6,7 @@ Run `python -m docs.write_convergence` in the repository. The plots need matplot
 A test fails while the page is not what this writes.
 """
 
+import itertools
 import math
 import statistics
 import textwrap
@@ -57,10 +58,11 @@ FRONTIER = """\
 How far the perplexity per byte, and the loss, end above synchronous training with the same inner optimizer (Muon),
 seed, tokens and schedule; perplexities depend on what a token is, so the plot has the loss. *Loop* rows
 are by `python -m benchmarks.frontier`, plain torch in one process with the product's codecs; *product* rows, the filled
-points, are real runs, from the tables below. Differences below 0.5 % say nothing: two seeds, or two runs that differ by
-rounding alone, differ as much. *Mean of 8* compares the means of the last eight states, for both: averaging helps
-synchronous training more than DiLoCo, whose outer momentum averages already. Bytes are everything that a worker sends
-and receives, relative to a ring all-reduce of fp32 gradients at every step.
+points, are real runs. Each row is the mean over its *seeds*. Differences below 0.5 % between rows with one seed mean
+nothing: two seeds, or two runs that differ by rounding alone, differ as much. *Mean of 8* compares the means of the
+last eight states, for both: averaging helps synchronous training more than DiLoCo, whose outer momentum averages
+already. Bytes are everything that a worker sends and receives, relative to a ring all-reduce of fp32 gradients at every
+step.
 """
 
 AGREEMENT = """\
@@ -89,10 +91,11 @@ practice.
 BEYOND = """\
 ## Beyond loss, and training on
 
-What the frontier's models can do besides their loss: the share of held-out lines whose last 8 bytes they complete, and
+What the models of the loop can do besides their loss: the share of held-out lines whose last 8 bytes they complete, and
 bits per byte by kind. Then each is trained on alone, in {steps} synchronous steps on other text, C++ headers: the loss
 on that text before and after, *learned*, and on Python afterwards, *kept*. A representation that had drifted would show
-there as slower learning or more forgetting (arXiv 2511.13761).
+there as slower learning or more forgetting (arXiv 2511.13761). DiLoCo's models learn as fast as synchronous ones and
+forget a little more.
 """
 
 LIMITS = """\
@@ -100,7 +103,7 @@ LIMITS = """\
 
 - The model is small, and the text is one kind of text. Others found the gap to shrink with size (arXiv 2503.09799, in
   the table above) or to remain in skills (arXiv 2511.13761).
-- One seed per loop row, three per product row where it says so; differences below 0.5 % say nothing.
+- Rows with one seed are known to about 0.5 %, those with three to about 0.3 %.
 - Learning rates are tuned for synchronous training and used for both.
 - All workers are equally fast and see the same kind of text.
 """
@@ -179,7 +182,7 @@ def page(results: Sequence[Result], explored: Sequence[frontier.Result]) -> str:
     claims = _markdown(("who", "source", "setting", "bytes", "perplexity", "loss"), [each.cells() for each in CLAIMS])
     parts += [
         AGREEMENT,
-        _markdown(("loop", "product", "seed", "loss, loop", "loss, product"), _agreement(results, explored)),
+        _markdown(("loop", "product", "steps", "seed", "loss, loop", "loss, product"), _agreement(results, explored)),
     ]
     parts += [CLAIMED, claims]
     sizes = list(_by_size(explored))
@@ -188,7 +191,8 @@ def page(results: Sequence[Result], explored: Sequence[frontier.Result]) -> str:
     if beyond := list(_beyond(explored)):
         parts += [BEYOND.format(steps=CONTINUED_STEPS), _markdown(BEYOND_HEADINGS, beyond)]
     parts.append(TABLES)
-    cells = {each[0]: each for each in cells_of(results)}
+    usual = [each for each in results if each.steps == STEPS]
+    cells = {each[0]: each for each in cells_of(usual)}
     for title, (names, text) in GROUPS.items():
         rows = [cells[name] for name in names if name in cells]
         if len(rows) < 2:  # nothing to compare yet
@@ -196,7 +200,7 @@ def page(results: Sequence[Result], explored: Sequence[frontier.Result]) -> str:
         parts.append(f"## {title}\n\n{_filled(text)}\n")
         parts.append(_markdown(HEADINGS, rows))
     parts.append(f"## More than loss\n\n{_filled(BY_KIND)}\n")
-    parts.append(_markdown(("row", "lines", *KINDS), _by_kind(results)))
+    parts.append(_markdown(("row", "lines", *KINDS), _by_kind(usual)))
     parts += [f"![held-out loss by {by}]({path.name})\n" for by, path in PLOTS.items()]
     parts.append(LIMITS)
     return "\n".join(parts)
@@ -234,7 +238,8 @@ def moved(result: Result) -> list[float]:
     return [all_of_it * step / last for step, _ in result.curve]
 
 
-FRONTIER_HEADINGS = ("row", "where", "steps", "rounds", "bytes", "perplexity", "mean of 8", "loss")
+FRONTIER_HEADINGS = ("row", "where", "seeds", "steps", "rounds", "bytes", "perplexity", "mean of 8", "loss")
+FRONTIER_STEPS = (STEPS, 4 * STEPS)
 MUON = "synchronous, Muon"  # the product's row that is the base of the frontier
 TARGETS = [(800, 0.01), (2_000, 0.02), (10_000, 0.05)]  # times fewer bytes, and the most perplexity above
 
@@ -247,6 +252,7 @@ class Point:
 
     name: str
     is_product: bool
+    seeds: int
     upload: str
     steps: int
     rounds: int
@@ -258,7 +264,7 @@ class Point:
     def cells(self) -> list[str]:
         averaged = "–" if self.averaged is None else f"{self.averaged:+.1%}"
         where = "product" if self.is_product else "loop"
-        counts = [f"{self.steps:,}", str(self.rounds), f"1/{self.factor:,.0f}"]
+        counts = [str(self.seeds), f"{self.steps:,}", str(self.rounds), f"1/{self.factor:,.0f}"]
         return [self.name, where, *counts, f"{self.above:+.1%}", averaged, f"{self.loss_above:+.1%}"]
 
 
@@ -285,15 +291,15 @@ def _groups(explored: Sequence[frontier.Result]) -> Iterator[tuple[Row, list[fro
 
 def _explored(explored: Sequence[frontier.Result]) -> Iterator[Point]:
     for row, own, base in _groups(explored):
-        if row.synchronous or row.width != USUAL.width:
+        first = own[0]
+        if row.synchronous or row.width != USUAL.width or first.steps not in FRONTIER_STEPS:
             continue
         above = [math.expm1(a.loss - b.loss) for a, b in zip(own, base, strict=True)]
         averaged = [math.expm1(a.mean_loss - b.mean_loss) for a, b in zip(own, base, strict=True)]
         factor = statistics.mean(each.factor or 0.0 for each in own)
         loss_above = [a.loss / b.loss - 1 for a, b in zip(own, base, strict=True)]
         means = statistics.mean(above), statistics.mean(averaged), statistics.mean(loss_above)
-        first = own[0]
-        yield Point(first.row, False, row.upload, first.steps, first.rounds, factor, *means)
+        yield Point(first.row, False, len(own), row.upload, first.steps, first.rounds, factor, *means)
 
 
 # A row of the loop -> the same as a row of the product.
@@ -307,11 +313,12 @@ SAME = {
 
 
 def _agreement(results: Sequence[Result], explored: Sequence[frontier.Result]) -> list[list[str]]:
-    losses = {(each.row, each.seed): each.loss for each in results}
+    losses = {(each.row, each.steps, each.seed): each.loss for each in results}
+    found = [(each, (SAME.get(each.row, ""), each.steps, each.seed)) for each in explored]
     return [
-        [each.row, SAME[each.row], str(each.seed), f"{each.loss:.4f}", f"{losses[SAME[each.row], each.seed]:.4f}"]
-        for each in explored
-        if (SAME.get(each.row), each.seed) in losses and each.steps == STEPS
+        [each.row, key[0], f"{each.steps:,}", str(each.seed), f"{each.loss:.4f}", f"{losses[key]:.4f}"]
+        for each, key in found
+        if key in losses
     ]
 
 
@@ -334,30 +341,34 @@ def _by_size(explored: Sequence[frontier.Result]) -> Iterator[list[str]]:
     yield from (cells for *_, cells in sorted(found))
 
 
-BEYOND_HEADINGS = ("row", "steps", "lines", *KINDS, "C++ before", "learned", "kept")
+BEYOND_HEADINGS = ("row", "seeds", "steps", "lines", *KINDS, "C++ before", "learned", "kept")
 
 
 def _beyond(explored: Sequence[frontier.Result]) -> Iterator[list[str]]:
-    found = [each for _, own, _ in _groups(explored) for each in own if each.beyond is not None and each.seed == 0]
-    for each in sorted(found, key=lambda each: (each.steps, each.factor or 0.0)):
-        assert each.beyond is not None
-        kinds = [f"{each.beyond.by_kind[kind]:.3f}" for kind in KINDS]
-        losses = [f"{loss:.4f}" for loss in (each.beyond.other, each.beyond.learned, each.beyond.kept)]
-        yield [each.row, f"{each.steps:,}", f"{each.beyond.lines:.1%}", *kinds, *losses]
+    groups = sorted(_groups(explored), key=lambda group: (group[0].width, group[1][0].steps, group[1][0].factor or 0.0))
+    for _, own, _ in groups:
+        found = [each.beyond for each in own if each.beyond is not None]
+        if not found:
+            continue
+        kinds = [f"{statistics.mean(each.by_kind[kind] for each in found):.3f}" for kind in KINDS]
+        losses = zip(*((each.other, each.learned, each.kept) for each in found), strict=True)
+        means = [f"{statistics.mean(each):.4f}" for each in losses]
+        lines = statistics.mean(each.lines for each in found)
+        yield [own[0].row, str(len(found)), f"{own[0].steps:,}", f"{lines:.1%}", *kinds, *means]
 
 
 def _of_product(results: Sequence[Result]) -> Iterator[Point]:
-    bases = {each.seed: each for each in results if each.row == MUON}
-    for name, row in ROWS.items():
-        own = [each for each in results if each.row == name and each.seed in bases]
+    bases = {(each.steps, each.seed): each.loss for each in results if each.row == MUON}
+    for (name, row), steps in itertools.product(ROWS.items(), FRONTIER_STEPS):
+        own = [each for each in results if each.row == name and each.steps == steps and (steps, each.seed) in bases]
         if row.synchronous or row.workers != WORKERS or row.keys.get("inner.optimizer") != "muon" or not own:
             continue
         moved = statistics.mean(each.upload_bytes + each.download_bytes for each in own)
-        sync = parse_spec(row.spec(own[0].steps, 0)).sync
-        factor = 2 * allreduce_bytes(WORKERS, PARAMETERS, own[0].steps) / moved
-        above = statistics.mean(math.expm1(each.loss - bases[each.seed].loss) for each in own)
-        loss_above = statistics.mean(each.loss / bases[each.seed].loss - 1 for each in own)
-        yield Point(name, True, sync.upload_codec, own[0].steps, sync.rounds, factor, above, None, loss_above)
+        sync = parse_spec(row.spec(steps, 0)).sync
+        factor = 2 * allreduce_bytes(WORKERS, PARAMETERS, steps) / moved
+        above = statistics.mean(math.expm1(each.loss - bases[steps, each.seed]) for each in own)
+        loss_above = statistics.mean(each.loss / bases[steps, each.seed] - 1 for each in own)
+        yield Point(name, True, len(own), sync.upload_codec, steps, sync.rounds, factor, above, None, loss_above)
 
 
 def _colour(codec: str) -> str:
@@ -445,5 +456,6 @@ def _save(pyplot: Any, figure: Any, path: Path) -> None:
 if __name__ == "__main__":
     found, explored = read(RESULTS), frontier.read(frontier.RESULTS)
     PAGE.write_text(page(found, explored))
-    plot(found)
-    plot_frontier(points(found, explored), statistics.mean(each.loss for each in found if each.row == MUON))
+    usual = [each for each in found if each.steps == STEPS]
+    plot(usual)
+    plot_frontier(points(found, explored), statistics.mean(each.loss for each in usual if each.row == MUON))

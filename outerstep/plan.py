@@ -34,7 +34,9 @@ FP32_BYTES = 4
 NOISE = 0.001  # nats per byte; smaller differences between codecs could not be measured
 # DiLoCo ends about GAP_LEAST + GAP_ROUNDS / rounds + GAP_STEPS · H nats per byte above synchronous training.
 GAP_LEAST, GAP_ROUNDS, GAP_STEPS = 0.003, 0.6, 9e-5
-MEASURED_INNER_STEPS, MEASURED_ROUNDS = (25, 500), (6, 240)
+# Where that was measured: millions of parameters, H, rounds, and the fewest inner steps of a run.
+MEASURED_SIZES = "0.14 to 0.5"
+MEASURED_INNER_STEPS, MEASURED_ROUNDS, LEAST_STEPS = (25, 500), (6, 240), 2400
 
 
 @dataclass(frozen=True)
@@ -189,10 +191,12 @@ def diloco_gap(inner_steps: float, rounds: float) -> float:
 
 
 def is_extrapolated(inner_steps: float, rounds: float) -> bool:
-    """Return True if `diloco_gap` was not measured near this H, or near this number of rounds."""
+    """Return True if `diloco_gap` was not measured near this H and this number of rounds, or if the run is so short
+    that it is known to be too low: a run of 14 rounds of 50 steps loses twice as much."""
     return not (
         MEASURED_INNER_STEPS[0] <= inner_steps <= MEASURED_INNER_STEPS[1]
         and MEASURED_ROUNDS[0] <= rounds <= MEASURED_ROUNDS[1]
+        and inner_steps * rounds >= LEAST_STEPS
     )
 
 
@@ -223,8 +227,9 @@ def _range(each: Setting) -> str:
     """Return what the loss of a setting rests on."""
     if not each.extrapolated:
         return ""
-    return " That loss is extrapolated: measured were 0.14 M parameters, H from {} to {}, and {} to {} rounds.".format(
-        *MEASURED_INNER_STEPS, *MEASURED_ROUNDS
+    return (
+        " That loss is extrapolated: it was measured with {} M parameters, H from {} to {}, {} to {} rounds, and at "
+        "least {:,} inner steps.".format(MEASURED_SIZES, *MEASURED_INNER_STEPS, *MEASURED_ROUNDS, LEAST_STEPS)
     )
 
 

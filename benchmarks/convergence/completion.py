@@ -57,17 +57,17 @@ def _predicted(
     """Return for each byte whether it is the likeliest one, and its loss in nats, given at least half a sequence before
     it; NaN for the first bytes."""
     known, nats = np.zeros(len(text), bool), np.full(len(text), np.nan)
-    half = length // 2
+    half, device = length // 2, next(model.parameters()).device
     starts = np.arange(0, len(text) - length, half)
     for some in np.array_split(starts, max(len(starts) // BATCH, 1)):
         places = some[:, None] + np.arange(length + 1)
-        ids = torch.from_numpy(text[places].astype(np.int64))
+        ids = torch.from_numpy(text[places].astype(np.int64)).to(device)
         logits = logits_of(model, ids[:, :-1]).float()[:, half:]
         targets = ids[:, 1 + half :]
         losses = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         at = places[:, 1 + half :]
-        nats[at] = losses.view(targets.shape).double().numpy()
-        known[at] = (logits.argmax(-1) == targets).numpy()
+        nats[at] = losses.view(targets.shape).double().cpu().numpy()
+        known[at] = (logits.argmax(-1) == targets).cpu().numpy()
     return known, nats
 
 

@@ -1,6 +1,7 @@
 """How much loss each saving of bytes costs: the frontier, by codec, H, number of rounds and outer optimizer.
 
-    python -m benchmarks.frontier [--steps 3000] [--only ROW …] [--seeds 0] [--jobs 1] [--results FILE] [--json]
+    python -m benchmarks.frontier [--steps 3000] [--only ROW …] [--seeds 0] [--jobs 1] [--device cpu]
+        [--results FILE] [--json]
 
 Eight workers train the model `tiny` with Muon on the standard library's sources, as in `benchmarks.convergence`, but in
 one process and in plain torch (model.py, training.py): for exploration. What a page claims is measured again with real

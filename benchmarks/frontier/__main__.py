@@ -26,11 +26,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=ROWS, help="these rows", metavar="ROW")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--jobs", type=int, default=1, help="rows at once, each on one core")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
     arguments = parser.parse_args(argv)
     names = arguments.only or list(ROWS)
-    results = list(results_of(names, arguments.steps, arguments.seeds, arguments.results, arguments.jobs))
+    results = list(
+        results_of(names, arguments.steps, arguments.seeds, arguments.results, arguments.jobs, arguments.device)
+    )
     Console(width=130).print(_table(results))
     if arguments.json:
         print(json.dumps({"benchmark": "frontier", "results": [asdict(each) for each in results]}))

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.utils import vector_to_parameters
 
 from benchmarks.convergence.completion import completion, held_out
 from benchmarks.frontier.training import Training
@@ -37,14 +36,14 @@ class BeyondLoss:
 
 def beyond_loss(of: Training, point: Tensor, batches: int) -> BeyondLoss:
     """Measure the model at `point`, float32[n], and continue from there with `batches` work units in each step."""
-    vector_to_parameters(point.clone(), of.model.parameters())
+    of.set_model(point)
     done = completion(of.model, *held_out(of.spec), of.spec.data.sequence_length)
     by_kind = {kind: round(bits, 4) for kind, bits in done.by_kind.items()}
 
     sync = of.spec.sync.model_copy(update={"inner_steps": CONTINUED_STEPS, "rounds": 1})
     source = of.spec.data.model_copy(update={"source": str(OTHER_TEXT)})
     spec = of.spec.model_copy(update={"sync": sync, "data": source})
-    after = Training(spec, 1)
+    after = Training(spec, 1, of.device)
     after.start_from(point)
     other = after.loss(point)
     after.train_synchronously(CONTINUED_STEPS, batches)

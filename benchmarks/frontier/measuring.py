@@ -66,7 +66,7 @@ def key_of(row: Row, steps: int, seed: int) -> str:
     return digest(json.dumps([differs, steps, seed], sort_keys=True).encode()).hex()[:16]
 
 
-def measure(name: str, steps: int, seed: int) -> Result:
+def measure(name: str, steps: int, seed: int, device: str = "cpu") -> Result:
     """Train one row."""
     torch.set_num_threads(1)
     row, began = ROWS[name], time.monotonic()
@@ -74,12 +74,12 @@ def measure(name: str, steps: int, seed: int) -> Result:
     last: deque[Tensor] = deque(maxlen=AVERAGED)
     up = down = 0
     if row.synchronous:
-        training, rounds = Training(spec, 1), steps // EVERY
+        training, rounds = Training(spec, 1, torch.device(device)), steps // EVERY
         for _ in range(rounds):
             training.train_synchronously(EVERY, WORKERS)
             last.append(training.theta.clone())
     else:
-        training, rounds = Training(spec, WORKERS), len(row.rounds(steps))
+        training, rounds = Training(spec, WORKERS, torch.device(device)), len(row.rounds(steps))
         for index, inner_steps in enumerate(row.rounds(steps)):
             outer = row.outer_at(index / max(rounds - 1, 1))
             sent = training.round(inner_steps, row.upload, row.download, outer, row.decay)
@@ -129,21 +129,21 @@ def _bytes(vector: Tensor, codec: str) -> int:
 def _average(moment: Tensor) -> int:
     """Average moments over the replicas, with bf16 both ways; return the bytes of one way. (With int8, the smallest
     second moments become 0, and the steps that are divided by them too large.)"""
-    flat = moment.flatten(1)
+    flat = moment.flatten(1).cpu()
     sent = torch.stack([round_trip(each.contiguous(), "bf16") for each in flat])
     mean = round_trip(sent.mean(0), "bf16")
-    moment.copy_(mean.expand_as(flat).view_as(moment))
+    moment.copy_(mean.expand_as(flat).view(moment.shape))
     return sum(len(frame) for frame in pack_fragment(mean, "bf16", zstd=True))
 
 
 def results_of(
-    names: Sequence[str], steps: int, seeds: Sequence[int], path: Path | None, jobs: int
+    names: Sequence[str], steps: int, seeds: Sequence[int], path: Path | None, jobs: int, device: str = "cpu"
 ) -> Iterator[Result]:
     """Yield the result of each row and seed: from `path` if it is there, otherwise measured and appended."""
     found = {} if path is None else {each.key: each for each in read(path)}
     wanted = [(name, key_of(ROWS[name], steps, seed), seed) for seed in seeds for name in names]
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        running = [pool.submit(measure, name, steps, seed) for name, key, seed in wanted if key not in found]
+        running = [pool.submit(measure, name, steps, seed, device) for name, key, seed in wanted if key not in found]
         for done in as_completed(running):
             result = done.result()
             print(result, file=sys.stderr, flush=True)

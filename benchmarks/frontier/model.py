@@ -24,8 +24,8 @@ class Replicas:
         self._head_size = int(config.hidden_size) // self._heads
         self.names = [name for name, _ in model.named_parameters()]
         self.shapes = [each.shape for each in model.parameters()]
-        base = float(config.rope_parameters["rope_theta"])
-        self._frequencies = 1 / base ** (torch.arange(0, self._head_size, 2) / self._head_size)
+        base, device = float(config.rope_parameters["rope_theta"]), next(model.parameters()).device
+        self._frequencies = 1 / base ** (torch.arange(0, self._head_size, 2, device=device) / self._head_size)
 
     @property
     def sizes(self) -> list[int]:
@@ -45,9 +45,9 @@ class Replicas:
     def _logits(self, parameters: Parameters, tokens: Tensor) -> Tensor:
         embeddings = parameters["model.embed_tokens.weight"]
         vocabulary = embeddings.shape[1]
-        offsets = vocabulary * torch.arange(self.count)[:, None, None]
+        offsets = vocabulary * torch.arange(self.count, device=tokens.device)[:, None, None]
         states = functional.embedding(tokens + offsets, embeddings.flatten(0, 1))
-        turns = torch.arange(tokens.shape[-1])[:, None] * self._frequencies
+        turns = torch.arange(tokens.shape[-1], device=tokens.device)[:, None] * self._frequencies
         rotation = torch.cat([turns, turns], dim=1)
         cosine, sine = rotation.cos(), rotation.sin()
         for layer in range(self._layers):

@@ -10,7 +10,7 @@ from protocol.spec.model import PRESETS
 
 WORKERS = 8
 USUAL = Outer(1.0, 0.8)
-RATES = {64: 8e-3, 128: 4e-3, 192: 8e-3 / 3}  # width -> learning rate
+RATES = {width: 8e-3 * 64 / width for width in (64, 128, 192)}  # width -> learning rate
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def _named(inner_steps: Sequence[int], uploads: Sequence[str]) -> dict[str, Row]
 
 ROWS: dict[str, Row] = {
     SYNCHRONOUS: Row(synchronous=True),
-    "fp32, H 50": replace(BASE, upload="fp32", download="fp32"),
+    **{f"fp32, H {h}": replace(BASE, inner_steps=h, upload="fp32", download="fp32") for h in (50, 200)},
     **_named((25, 50, 75, 100, 150, 200, 300, 500), ("int4",)),
     **_named((25, 40, 50, 75, 100, 150, 200, 300, 500), ("ternary",)),
     **{
@@ -131,7 +131,7 @@ ROWS: dict[str, Row] = {
         f"2bit both ways, H {first} to {last}": replace(
             BASE, inner_steps=first, last_inner_steps=last, upload="2bit", download="2bit"
         )
-        for first, last in ((15, 45), (20, 50), (35, 105))
+        for first, last in ((15, 45), (20, 50), (35, 105), (175, 525))
     },
     "2bit up, H 50": replace(BASE, upload="2bit"),
     **{

@@ -36,6 +36,7 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         [
             *(*PYTEST, "-m", "not nightly"),
             *("tests/worker/test_step_on_cuda.py", "tests/worker/test_step.py", "tests/worker/test_compact.py"),
+            "tests/gpu/test_frontier.py",
         ],
     ),
     "runs": (240, [*PYTEST, "tests/gpu/test_runs.py", "tests/gpu/test_fp16.py"]),
