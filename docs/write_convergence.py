@@ -1,4 +1,4 @@
-"""Write docs/convergence.md and its plots from docs/convergence.jsonl and docs/frontier.jsonl, which `python -m
+"""Write docs/convergence.md and its plots from docs/{convergence,frontier,bare}.jsonl, which `python -m
 benchmarks.convergence` and `python -m benchmarks.frontier` write.
 
 Run `python -m docs.write_convergence` in the repository. The plots need matplotlib (extra `dev`).
@@ -19,6 +19,7 @@ from benchmarks.convergence.completion import KINDS
 from benchmarks.convergence.results import RESULTS, Result, read
 from benchmarks.convergence.rows import BATCH, GROUPS, LENGTH, ROWS, STEPS, WORKERS
 from benchmarks.convergence.table import HEADINGS, PARAMETERS, cells_of
+from benchmarks.frontier import bare
 from benchmarks.frontier import measuring as frontier
 from benchmarks.frontier.beyond_loss import CONTINUED_STEPS
 from benchmarks.frontier.rows import BASE as USUAL
@@ -56,20 +57,26 @@ FRONTIER = """\
 ## What a saving of bytes costs
 
 How far the perplexity per byte, and the loss, end above synchronous training with the same inner optimizer (Muon),
-seed, tokens and schedule; perplexities depend on what a token is, so the plot has the loss. *Loop* rows
-are by `python -m benchmarks.frontier`, plain torch in one process with the product's codecs; *product* rows, the filled
-points, are real runs. Each row is the mean over its *seeds*. Differences below 0.5 % between rows with one seed mean
-nothing: two seeds, or two runs that differ by rounding alone, differ as much. *Mean of 8* compares the means of the
-last eight states, for both: averaging helps synchronous training more than DiLoCo, whose outer momentum averages
-already. Bytes are everything that a worker sends and receives, relative to a ring all-reduce of fp32 gradients at every
-step.
+seed, tokens and schedule. Bytes are everything that a worker sends and receives, relative to a ring all-reduce of fp32
+gradients at every step. The best setting for each saving:
+"""
+
+EVERY_SETTING = """\
+All settings that were measured, the poor ones too. *Loop* rows are by `python -m benchmarks.frontier`, plain
+torch in one process with the product's codecs; *product* rows, the filled points, are real runs. Each row is the mean
+over its *seeds*. Differences below 0.5 % between rows with one seed mean nothing: two seeds, or two runs that differ by
+rounding alone, differ as much. *Mean of 8* compares the means of the last eight states, for both: averaging helps
+synchronous training more than DiLoCo, whose outer momentum averages already. Perplexities depend on what a token is, so
+the plot has the loss.
 """
 
 AGREEMENT = """\
-### The loop beside the product
+### Three implementations
 
-The same seed, held-out loss in nats per byte. Real runs differ from the loop by rounding and by which worker gets which
-text, which alone makes runs differ by about 0.004.
+The same training, held-out loss in nats per byte: *bare* is `python -m benchmarks.frontier.bare`, a page of torch and
+transformers that shares nothing with our code but the reader of the text; the *loop* of the frontier; and real runs of
+the *product*. They differ in rounding, initial parameters and which worker gets which text, which alone makes runs
+differ by about 0.004.
 """
 
 CLAIMED = """\
@@ -162,7 +169,7 @@ class Claim:
 _SCALING = "8 workers, H 30, AdamW, 20 tokens per parameter"
 CLAIMS = [
     Claim("DiLoCo", "arXiv 2311.08105, table 2", "150 M, 8 workers, H 500, from a trained model", 500, (15.02, 15.30)),
-    Claim("OpenDiLoCo", "arXiv 2407.07852, table 1", "150 M, 8 workers, H 500", 500, (13.73, 13.68)),
+    Claim("OpenDiLoCo", "arXiv 2407.07852, by a summary of it", "150 M, 8 workers, H 500", 500, (13.73, 13.68)),
     Claim.of_losses("DisTrO", "preliminary report, table 3", "1.2 B, 32 GPUs, every step", 857, (2.373, 2.449)),
     *(
         Claim.of_losses("DiLoCo", "arXiv 2503.09799, table 4", f"{size}, {_SCALING}", 30, losses)
@@ -176,14 +183,13 @@ CLAIMS = [
 ]
 
 
-def page(results: Sequence[Result], explored: Sequence[frontier.Result]) -> str:
-    parts = [HEAD, FRONTIER, f"![loss above synchronous training by bytes saved]({FRONTIER_PLOT.name})\n"]
-    parts.append(_markdown(FRONTIER_HEADINGS, [each.cells() for each in points(results, explored)]))
+def page(results: Sequence[Result], explored: Sequence[frontier.Result], checked: Sequence[bare.Result]) -> str:
+    found = points(results, explored)
+    parts = [HEAD, FRONTIER, _markdown(BEST_HEADINGS, list(_best(found))), EVERY_SETTING]
+    parts.append(f"![loss above synchronous training by bytes saved]({FRONTIER_PLOT.name})\n")
+    parts.append(_markdown(FRONTIER_HEADINGS, [each.cells() for each in found]))
     claims = _markdown(("who", "source", "setting", "bytes", "perplexity", "loss"), [each.cells() for each in CLAIMS])
-    parts += [
-        AGREEMENT,
-        _markdown(("loop", "product", "steps", "seed", "loss, loop", "loss, product"), _agreement(results, explored)),
-    ]
+    parts += [AGREEMENT, _markdown(AGREEMENT_HEADINGS, list(_agreement(results, explored, checked)))]
     parts += [CLAIMED, claims]
     sizes = list(_by_size(explored))
     if len({cells[0] for cells in sizes}) > 1:
@@ -274,6 +280,20 @@ def points(results: Sequence[Result], explored: Sequence[frontier.Result]) -> li
     return sorted(found, key=lambda each: each.factor)
 
 
+BEST_HEADINGS = ("times fewer bytes, about", *(f"{steps:,} steps" for steps in FRONTIER_STEPS))
+
+
+def _best(found: Sequence[Point]) -> Iterator[list[str]]:
+    """Yield what each saving of bytes costs at least, in runs of each length."""
+    for factor in (500, 1_000, 2_000, 5_000, 10_000):
+        cells = [f"{factor:,}"]
+        for steps in FRONTIER_STEPS:
+            enough = [each for each in found if each.steps == steps and each.factor >= 0.97 * factor]
+            best = min(enough, key=lambda each: each.above)
+            cells.append(f"{best.above:+.1%}: {best.name}, 1/{best.factor:,.0f}")
+        yield cells
+
+
 def _groups(explored: Sequence[frontier.Result]) -> Iterator[tuple[Row, list[frontier.Result], list[frontier.Result]]]:
     """Yield each row with its results, one per seed, and those of the synchronous row that it is compared with, itself
     if it is that one."""
@@ -312,14 +332,23 @@ SAME = {
 }
 
 
-def _agreement(results: Sequence[Result], explored: Sequence[frontier.Result]) -> list[list[str]]:
-    losses = {(each.row, each.steps, each.seed): each.loss for each in results}
-    found = [(each, (SAME.get(each.row, ""), each.steps, each.seed)) for each in explored]
-    return [
-        [each.row, key[0], f"{each.steps:,}", str(each.seed), f"{each.loss:.4f}", f"{losses[key]:.4f}"]
-        for each, key in found
-        if key in losses
-    ]
+BARE = {"synchronous": None, "fp32, H 50": 50, "fp32, H 200": 200}  # a row of the loop -> H of the bare one
+AGREEMENT_HEADINGS = ("setting", "steps", "seed", "bare", "loop", "product")
+
+
+def _agreement(
+    results: Sequence[Result], explored: Sequence[frontier.Result], checked: Sequence[bare.Result]
+) -> Iterator[list[str]]:
+    """Yield the settings that more than one implementation has trained."""
+    products = {(each.row, each.steps, each.seed): each.loss for each in results}
+    bares = {(each.inner_steps, each.steps, each.seed): each.loss for each in checked}
+    for each in explored:
+        run = each.steps, each.seed
+        of_bare = bares.get((BARE[each.row], *run)) if each.row in BARE else None
+        losses = [of_bare, each.loss, products.get((SAME.get(each.row, ""), *run))]
+        if losses.count(None) < 2:
+            shown = ["–" if loss is None else f"{loss:.4f}" for loss in losses]
+            yield [each.row, f"{each.steps:,}", str(each.seed), *shown]
 
 
 SIZE_HEADINGS = ("parameters", "steps", "tokens per parameter", "rounds", "synchronous", "DiLoCo", "above", "mean of 8")
@@ -455,7 +484,7 @@ def _save(pyplot: Any, figure: Any, path: Path) -> None:
 
 if __name__ == "__main__":
     found, explored = read(RESULTS), frontier.read(frontier.RESULTS)
-    PAGE.write_text(page(found, explored))
+    PAGE.write_text(page(found, explored, bare.read(bare.RESULTS)))
     usual = [each for each in found if each.steps == STEPS]
     plot(usual)
     plot_frontier(points(found, explored), statistics.mean(each.loss for each in usual if each.row == MUON))

@@ -25,6 +25,7 @@ from benchmarks.convergence.rows import (
     WORKERS,
 )
 from benchmarks.convergence.table import HEADINGS, cells_of
+from benchmarks.frontier import bare
 from benchmarks.frontier import measuring as frontier
 from docs import write_convergence
 from protocol.spec.run import parse_spec
@@ -121,6 +122,7 @@ def test_completion_knows_what_it_reads() -> None:
 
 def test_the_page_is_what_was_found() -> None:
     results = read(RESULTS)
-    assert write_convergence.PAGE.read_text() == write_convergence.page(results, frontier.read(frontier.RESULTS))
+    page = write_convergence.page(results, frontier.read(frontier.RESULTS), bare.read(bare.RESULTS))
+    assert write_convergence.PAGE.read_text() == page
     assert all(each.identical for each in results)
     assert WORKERS == 8

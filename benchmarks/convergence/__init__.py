@@ -1,6 +1,7 @@
 """DiLoCo compared with synchronous training: its cost in perplexity, and its saving in bytes.
 
-    python -m benchmarks.convergence [--quick] [--json] [--only ROW …] [--seeds 0 1 2] [--results FILE]
+    python -m benchmarks.convergence [--quick] [--json] [--only ROW …] [--seeds 0 1 2] [--steps 3000]
+        [--results FILE]
 
 Each row is a real run on the standard library's text: a coordinator and its workers, each a process, the model `tiny`,
 3000 inner steps of 8 sequences of 64 bytes per worker. A synchronous row is one worker with the batch of all workers
