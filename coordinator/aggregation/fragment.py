@@ -54,10 +54,10 @@ class ContributionsLost(OuterstepError):
 
 
 class ResidualLost(OuterstepError):
-    """What the last delta has left out is damaged or missing in the store. `damage`: see `fault_in`."""
+    """The last delta's residual is damaged or missing in the store. `damage`: see `fault_in`."""
 
     def __init__(self, damage: str) -> None:
-        super().__init__(f"what the last delta has left out is {damage}")
+        super().__init__(f"the last delta's residual is {damage}")
         self.damage = damage
 
 
@@ -73,7 +73,7 @@ class NoneValid(OuterstepError):
 @dataclass(frozen=True)
 class Delta:
     """A delta that is not stored yet, and how it was judged. `invalid`: the workers whose contribution is no valid
-    payload. `residual`: what it leaves out; None without error feedback."""
+    payload. `residual`: the delta's encoding error; None without error feedback."""
 
     content: memoryview
     residual: memoryview | None
@@ -240,8 +240,8 @@ def _plausible_norm(theta_norm: float) -> float:
 
 @dataclass(frozen=True)
 class _Whole:
-    """The measures of all contributions, by worker, and if each has the factor 1, the frames of their mean and what
-    these leave out."""
+    """The measures of all contributions, by worker. If each has the factor 1, `frames` are those of their mean, and
+    `residual` is its encoding error."""
 
     measures: Mapping[str, Measure]
     frames: Sequence[Buffer]
@@ -334,8 +334,8 @@ def make_delta(
     contents: Mapping[str, memoryview] = NOTHING,
     check: Callable[[], object] = lambda: None,
 ) -> tuple[memoryview, memoryview | None]:
-    """Aggregate the contributions into a delta. Return it, a payload in memory, and what it leaves out, None without
-    error feedback. Raises ContributionsLost and ResidualLost, and like `aggregate_fragment`.
+    """Aggregate the contributions into a delta. Return it, a payload in memory, and its residual (None without error
+    feedback). Raises ContributionsLost and ResidualLost, and like `aggregate_fragment`.
 
     `factors` multiply the weights, by worker. A worker with factor 0 is left out; not all factors may be 0.
 

@@ -1,9 +1,9 @@
-"""Error feedback of deltas: what the download codec leaves out of a mean is added to the next round's mean, so that it
-arrives late and not never (DoubleSqueeze, Tang et al. 2019, arXiv 1905.05957, algorithm 1).
+"""Error feedback of deltas: the residual, a delta's encoding error, is added to the next round's mean, so workers
+receive it one round late (DoubleSqueeze, Tang et al. 2019, arXiv 1905.05957, algorithm 1).
 
-What is left out is itself encoded in 8 bits, an error of an error, and is a blob of the coordinator's: the encoded
-chunks of the fragment, one after the other. Workers need not know it: all apply the same delta, whatever it contains.
-If it is lost, the next delta lacks it, and nothing else happens.
+The coordinator keeps the residual as a blob: the chunks of the fragment one after the other, each encoded in 8 bits.
+Workers do not need it, because all of them apply the same delta. A lost residual is missing from the next delta and has
+no other effect.
 """
 
 import numpy as np
@@ -22,29 +22,29 @@ def residual_bytes(elements: int) -> int:
 
 
 class Residual:
-    """What the delta of one round leaves out of a fragment of `elements` values. `content`: its blob. `before`: that of
-    what the delta before has left out; None if there is none.
+    """The residual of one delta, of a fragment of `elements` values. `content`: its blob. `before`: the blob of the
+    previous delta's residual; None if there is none.
 
-    Chunks may be taken in any order, each once: `add` and then `keep`.
+    Call `add` and then `keep` once for each chunk, in any order.
     """
 
     def __init__(self, elements: int, before: memoryview | None = None) -> None:
         size = residual_bytes(elements)
         if before is not None and len(before) != size:
-            raise ValueError(f"what the last delta has left out is {len(before)} bytes, expected {size}")
+            raise ValueError(f"the last delta's residual is {len(before)} bytes, expected {size}")
         self.content = aligned(size)
         self._before = None if before is None else np.frombuffer(before, np.uint8)
         self._after = np.frombuffer(self.content, np.uint8)
 
     def add(self, chunk: F32, index: int) -> None:
-        """Add to the mean's chunk `index`, in place, what was left out before: chunk ← chunk + e."""
+        """Add the previous residual to chunk `index` of the mean, in place: chunk ← chunk + e."""
         if self._before is not None:
             left = np.empty_like(chunk)
             _CODEC.decode(_part(self._before, index, len(chunk)), left)
             chunk += left
 
     def keep(self, chunk: F32, decoded: F32, index: int) -> None:
-        """Keep what was left out of chunk `index`: e ← chunk − decoded. Overwrites `decoded`."""
+        """Keep the encoding error of chunk `index`: e ← chunk − decoded. Overwrites `decoded`."""
         np.subtract(chunk, decoded, out=decoded)
         _CODEC.encode(decoded, _part(self._after, index, len(chunk)))
 

@@ -2,9 +2,9 @@
 
 AGGREGATORS maps the names in run specs (`sync.aggregation`) to rules. `screening/judging.py` decides beforehand what is
 left out. Memory holds one fp32 chunk (two if the codec sends only some of the values), one worker's encoded chunk and
-the encoded delta, with error feedback also two bytes per value, however many workers contribute. Rules that compare
-values hold one chunk of every worker. The sum is in worker-id order, never in order of arrival, so the bytes do not
-depend on timing.
+the encoded delta, and with error feedback two bytes per value for residuals, however many workers contribute. Rules
+that compare values hold one chunk of every worker. The sum is in worker-id order, never in order of arrival, so the
+bytes do not depend on timing.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def aggregate(
     check: Callable[[], object] = lambda: None,
 ) -> list[Buffer]:
     """Aggregate (payload, tokens) pairs by AGGREGATORS[rule]. Return the result's frames, encoded with `codec_name`.
-    `factors` multiply the weights, each in (0, 1]; None: all 1. `residual`: the error feedback of the result; None:
+    `factors` multiply the weights, each in (0, 1]; None: all 1. `residual`: of the result, for error feedback; None:
     without. `check` is called before each chunk, and may raise to end the work.
 
         share_w = fp32(tokens_w / Σ tokens) ;  weight_w = fp32(tokens_w / Σ tokens · factor_w)

@@ -67,9 +67,9 @@ class Given(_Data):
 
 
 class Collected(_Data):
-    """The contributions to a closed fragment of `elements` values, by worker, and what their mean's bytes depend on.
-    `base`: the digest of the fragment's state. `residual`: that of the blob of what the delta before has left out, with
-    a download codec that has error feedback; None: nothing, or it is lost."""
+    """The contributions to a closed fragment of `elements` values, by worker, and everything else that their mean's
+    bytes depend on. `base`: the digest of the fragment's state. `residual`: the digest of the previous delta's
+    residual; None: there is none, because it is lost or the download codec has no error feedback."""
 
     run: str
     round: int
@@ -132,7 +132,7 @@ class Blob(_Data):
 
 class Aggregated(_Data):
     """The delta, a blob of `size` bytes with frames of `frame_bytes`, and the verdicts. `invalid`: the workers whose
-    contribution is no valid payload. `residual`: what the delta leaves out; None without error feedback."""
+    contribution is no valid payload. `residual`: the delta's encoding error; None without error feedback."""
 
     kind: Literal["aggregated"] = "aggregated"
     digest: bytes

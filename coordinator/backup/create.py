@@ -158,7 +158,7 @@ def required_blobs(copied: Path) -> tuple[list[RunSummary], list[Blob]]:
     """Return the runs of a copied database, and the blobs that a backup of it needs, starting with those that will be
     deleted soonest.
 
-    These are the checkpoints, every delta from the oldest of them on, what the newest deltas have left out, and the
+    These are the checkpoints, every delta from the oldest of them on, the residuals of the newest deltas, and the
     contributions that are in no delta yet.
     Contributions that are in a delta are left out, although the coordinator keeps them until the next checkpoint. They
     are most of all bytes, and only serve to rebuild a damaged delta; in a backup, damage is found by the digest. Raises

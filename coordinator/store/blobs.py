@@ -1,4 +1,4 @@
-"""Blobs: immutable bytes with descriptive names. Contributions, deltas, what deltas leave out, and checkpoints are
+"""Blobs: immutable bytes with descriptive names. Contributions, deltas, their residuals, and checkpoints are
 blobs.
 
 A blob exists only together with a row in the database; blobs without a row are deleted at start. Names are paths:
@@ -6,7 +6,7 @@ A blob exists only together with a row in the database; blobs without a row are 
     runs/{run}/contributions/{round}/{p}.{worker}.{digest}   acknowledged contributions
     runs/{run}/deltas/{round}/{p}.{digest}                   published deltas
     runs/{run}/checkpoints/{round}/{p}.{digest}              checkpoints
-    runs/{run}/residuals/{round}/{p}.{digest}                what deltas have left out (`aggregation/residual.py`)
+    runs/{run}/residuals/{round}/{p}.{digest}                encoding errors of deltas (`aggregation/residual.py`)
     runs/{run}/set-aside/{n}/…                               blobs that a rollback or a restored database has undone
     runs/{run}/removed                                       marks a run that is being removed
 

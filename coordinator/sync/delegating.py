@@ -53,15 +53,15 @@ def _wrong_delta(run: LiveRun, task: Aggregate, found: Aggregated) -> str:
 
 
 def _wrong_residual(run: LiveRun, task: Aggregate, found: Aggregated) -> str:
-    """Return what is wrong with what the delta leaves out; empty if nothing is."""
+    """Return what is wrong with the delta's residual; empty if nothing is."""
     if (found.residual is not None) != CODECS[task.sync.download_codec].error_feedback:
-        return "it has error feedback that its codec has not, or none"
+        return "it has a residual although its codec has no error feedback, or lacks one"
     if found.residual is None:
         return ""
     size = run.blobs.stat(run.names.residual(task.round, task.fragment, found.residual.digest))
     if size == found.residual.size == residual_bytes(task.elements):
         return ""
-    return f"the store has {'nothing' if size is None else f'{size} bytes'} of what the delta leaves out"
+    return f"the store has {'nothing' if size is None else f'{size} bytes'} of the delta's residual"
 
 
 def _beginning(run: LiveRun, name: str, length: int) -> bytes:

@@ -62,8 +62,8 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
     return rebuilt
 
 
-def left_out_before(run: LiveRun, round_: int, fragment: int) -> bytes | None:
-    """Return the digest of what the delta before that of `round_` has left out; None if there is none."""
+def previous_residual(run: LiveRun, round_: int, fragment: int) -> bytes | None:
+    """Return the digest of the residual of the delta before that of `round_`; None if there is none."""
     with run.context.database.read() as session:
         before = session.get(FragmentRow, (run.id, round_ - 1, fragment))
     return None if before is None else before.residual_digest
@@ -88,7 +88,7 @@ def _rebuild(run: LiveRun, given: Mapping[str, Given], row: FragmentRow) -> bool
         assert isinstance(payload.header, ContributionHeader)
         base = payload.header.base  # the run's state of that round: contributions with another base are rejected
     factors = {worker: row.verdicts[worker]["factor"] for worker in given}
-    known = {"base": base, "residual": left_out_before(run, row.round, row.fragment)}
+    known = {"base": base, "residual": previous_residual(run, row.round, row.fragment)}
     try:
         delta, _ = make_delta(collected.model_copy(update=known), run.blobs, factors)
     except ResidualLost:

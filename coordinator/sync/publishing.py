@@ -27,7 +27,7 @@ from coordinator.run.schedule import round_steps, steps_trained
 from coordinator.run.waiters import delta_of
 from coordinator.store.tables import ContributionRow, FragmentRow, RoundRow
 from coordinator.sync import checkpointing, delegating, outer_state, retention
-from coordinator.sync.deltas import left_out_before
+from coordinator.sync.deltas import previous_residual
 from coordinator.trust.equal_work import report_similar_work
 from coordinator.trust.verdicts import conclude_round, report_verdicts, screening
 from coordinator.units.epochs import check_epochs
@@ -148,7 +148,7 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
         unit_tokens={worker: run.unit_tokens(worker) for worker in contributed},
         **judged._asdict(),
         state=state,
-        residual=left_out_before(run, opening.number, index),
+        residual=previous_residual(run, opening.number, index),
     )
 
 
@@ -207,12 +207,12 @@ def _record_delta(
 
 
 def _lose_residual(run: LiveRun, round_: int, index: int, damage: str) -> None:
-    """Go on without what the delta of `round_` has left out, which the disk has lost."""
+    """Continue without the residual of the delta of `round_`, which the disk has lost."""
     with run.change() as change:
         row = change.session.get_one(FragmentRow, (run.id, round_, index))
         digest, row.residual_bytes, row.residual_digest = row.residual_digest, None, None
         message = (
-            f"what the delta of round {round_}, fragment {index}, has left out is {damage} on disk; the next delta is "
+            f"the residual of the delta of round {round_}, fragment {index}, is {damage} on disk; the next delta is "
             "made without it"
         )
         change.record("corrupt", message, round=round_, fragment=index)

@@ -2,8 +2,8 @@
 
 **Blobs.** The newest `checkpoints.keep` checkpoints are kept, and every delta from the oldest of them on, so a worker
 can always get from there to the present. The delta that led to the newest checkpoint is always kept, because workers
-are fetching it. Contributions are deleted once the newest checkpoint covers them, and so is what the deltas before it
-have left out: a run that is rolled back further goes on without it.
+are fetching it. Contributions are deleted once the newest checkpoint covers them, and so are the residuals of deltas
+before it: a run that is rolled back further continues without them.
 
 **Rows.** Each contribution, assignment and report is kept for the last `retention.rounds` rounds, and for every round
 whose delta is kept. For older rounds only sums are kept. The newest `retention.events` events are kept.

@@ -275,7 +275,7 @@ def next_prefix(run: LiveRun) -> str:
 
 def set_aside(run: LiveRun, state: int, prefix: str) -> None:
     """Move the blobs that are newer than the run's state `state` to `prefix`: checkpoints of later states, and the
-    contributions and deltas of its round and of later ones, with what these leave out."""
+    contributions, deltas and residuals of its round and of later ones."""
     first: dict[Kind, int] = {"checkpoints": state + 1, "contributions": state, "deltas": state, "residuals": state}
     newer = [
         name

@@ -2,8 +2,8 @@
 and people delete files.
 
 A checkpoint or delta that is missing or corrupt is rebuilt from its sources if they still exist, and must get the same
-digest. Otherwise an event reports that it is lost, and workers are no longer sent to it. Contributions, and what deltas
-have left out, are verified when they are aggregated.
+digest. Otherwise an event reports that it is lost, and workers are no longer sent to it. Contributions and
+residuals are verified when they are aggregated.
 """
 
 import logging

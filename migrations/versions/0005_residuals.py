@@ -1,4 +1,4 @@
-"""What deltas leave out, for the coordinator's error feedback
+"""Residuals of deltas, for the coordinator's error feedback
 
 Revision ID: 0005
 Revises: 0004

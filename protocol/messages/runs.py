@@ -128,7 +128,7 @@ class DiskBytes(ReplyModel):
     contributions: int
     deltas: int
     checkpoints: int
-    residuals: int = 0  # what deltas have left out, with a download codec that has error feedback
+    residuals: int = 0  # encoding errors of deltas, with a download codec that has error feedback
     state: int
     set_aside: int  # files newer than the database, which was restored from a backup
 

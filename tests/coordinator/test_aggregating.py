@@ -214,7 +214,7 @@ def test_a_contribution_that_was_damaged_in_the_store_is_lost_in_either_pass() -
     assert lost.value.workers == ["w1"]
 
 
-# --- what deltas leave out ----------------------------------------------------------------------------------------------
+# --- residuals of deltas ------------------------------------------------------------------------------------------------
 
 N = (1 << 18) + 5000  # two chunks
 
@@ -253,7 +253,7 @@ def test_what_a_delta_leaves_out_is_in_the_ones_after_it(rule: str) -> None:
 
 
 def stored(task: Aggregate, delta: Delta, blobs: MemoryBlobs) -> bytes:
-    """Put the delta into the store. The digest of what it leaves out."""
+    """Put the delta into the store. The digest of its residual."""
     residual = store_delta(task, delta, blobs, MemoryBudget()).residual
     assert residual is not None
     return residual.digest
@@ -284,9 +284,7 @@ def test_one_pass_leaves_out_what_two_leave_out(length: float) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"), [(spoil, "corrupt"), (MemoryBlobs.delete, "missing")], ids=["corrupt", "missing"]
 )
-def test_what_was_left_out_and_is_damaged_is_never_used(
-    damage: Callable[[MemoryBlobs, str], object], said: str
-) -> None:
+def test_a_damaged_residual_is_never_used(damage: Callable[[MemoryBlobs, str], object], said: str) -> None:
     blobs = MemoryBlobs()
     task = task_of("int8", vectors_of(0), blobs, download="2bit")
     residual = stored(task, aggregate_fragment(task, blobs, b"secret", lambda: 0.0), blobs)

@@ -511,7 +511,7 @@ def of_another_size(task: Any, found: Aggregated) -> Aggregated:
     return found.model_copy(update={"size": found.size + 1})
 
 
-def without_what_is_left_out(task: Any, found: Aggregated) -> Aggregated:
+def without_a_residual(task: Any, found: Aggregated) -> Aggregated:
     return found.model_copy(update={"residual": None})
 
 
@@ -521,7 +521,7 @@ LIES: dict[Callable[[Any, Aggregated], Aggregated], str] = {
     with_another_factor: "its header is not of these contributions",
     without_a_blob: "the store has nothing of that name",
     of_another_size: "bytes of that name",
-    without_what_is_left_out: "it has error feedback that its codec has not, or none",
+    without_a_residual: "it has a residual although its codec has no error feedback, or lacks one",
 }
 
 

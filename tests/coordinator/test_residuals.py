@@ -1,4 +1,4 @@
-"""What deltas of 2 bits leave out, the coordinator's error feedback: kept as long as it is needed, over starts, damage,
+"""Residuals of 2-bit deltas, the coordinator's error feedback: kept as long as they are needed, over starts, damage,
 rollbacks and backups."""
 
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_it_is_kept_from_the_newest_checkpoint_on(shared: InThread, run: str) ->
     assert kept[4] == [[4], [4]]
 
 
-def test_what_is_damaged_is_left_out_and_told_once(shared: InThread, run: str) -> None:
+def test_a_damaged_residual_is_reported_once_and_not_used(shared: InThread, run: str) -> None:
     members = two_of(shared, run)
     play(shared, members, range(1), run)
     live = shared.live(run)
@@ -90,14 +90,14 @@ def test_what_is_damaged_is_left_out_and_told_once(shared: InThread, run: str) -
     play(shared, members, range(1, ROUNDS), run)
     told = sorted(event["message"] for event in events(shared, run, "corrupt"))
     assert told == [
-        "what the delta of round 0, fragment 0, has left out is corrupt on disk; the next delta is made without it",
-        "what the delta of round 0, fragment 1, has left out is missing on disk; the next delta is made without it",
+        "the residual of the delta of round 0, fragment 0, is corrupt on disk; the next delta is made without it",
+        "the residual of the delta of round 0, fragment 1, is missing on disk; the next delta is made without it",
     ]
     assert events(shared, run, "fault") == []
     assert info(shared, run)["divergences"] == 0
 
 
-def test_a_damaged_delta_is_made_again_with_what_was_left_out_before_it(shared: InThread, run: str) -> None:
+def test_a_damaged_delta_is_rebuilt_with_the_residual_before_it(shared: InThread, run: str) -> None:
     members = two_of(shared, run, "every_rounds = 100")
     play(shared, members, range(2), run)
     live = shared.live(run)
@@ -125,7 +125,7 @@ def test_a_rollback_to_any_checkpoint_goes_on(shared: InThread, run: str, to: in
 
 @pytest.mark.in_directory
 @pytest.mark.in_sqlite
-def test_a_backup_has_what_the_newest_deltas_have_left_out(tmp_path: Path, expected: str) -> None:
+def test_a_backup_has_the_residuals_of_the_newest_deltas(tmp_path: Path, expected: str) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         play(running, two_of(running, checkpoints=KEPT), range(3))
         old_token = running.admin_token
