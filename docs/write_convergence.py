@@ -45,12 +45,12 @@ BY_KIND = (
 HEAD = """\
 # Convergence
 
-How much perplexity DiLoCo costs against synchronous training, and how many bytes it saves: the frontier, skills beyond
-loss, then single settings, and the limits of all this. `docs/write_convergence.py` generates this page
-from results that are committed beside it. Unless it says otherwise, the model is `tiny` (139,584 parameters), trained
-on the source code of Python's standard library by 8 workers of 8 sequences of 64 bytes per step. To measure your own
-run beside its synchronous baseline: [models.md](models.md#compare). [log.md](log.md) has the experiments that led to
-the settings here, and those that failed.
+How much perplexity DiLoCo costs compared with synchronous training, and how many bytes it saves: first the frontier,
+then model sizes, skills beyond loss, single settings, and limits. `docs/write_convergence.py` generates this page from
+the results committed beside it. Unless stated otherwise, the model is `tiny` (139,584 parameters), trained on the
+source code of Python's standard library by 8 workers, each with 8 sequences of 64 bytes per step. To compare your own
+run with a synchronous baseline, see [models.md](models.md#compare). [log.md](log.md) describes the experiments behind
+these settings, including those that failed.
 """
 
 FRONTIER = """\
@@ -90,9 +90,9 @@ The triangles at the lower edge of the plot are less than 0.3 % above synchronou
 SIZED = """\
 ## Does it cost larger models less?
 
-Loop rows with int4 both ways and H = 50, beside synchronous training with the same seed; both with Muon, at a learning
-rate of 8e-3 for a width of 64, in inverse proportion to the width. Longer runs have more rounds, as they would in
-practice.
+Rows of the loop with int4 both ways and H = 50, next to synchronous training with the same seed. Both use Muon, with a
+learning rate of 8e-3 at a width of 64 and inversely proportional to the width. Longer runs have more rounds, as they
+would in practice. The text has 12 MB, so larger models read it several times.
 """
 
 BEYOND = """\

@@ -1,9 +1,9 @@
-"""Models compared on the same held-out tokens: runs, exports and directories of transformers. Importing this needs
+"""Compare models on the same held-out tokens: runs, exports and transformers directories. Importing this module needs
 torch and transformers.
 
-Two models' losses depend on the same text, so their difference is known far better than either. Its confidence interval
-is that of a paired bootstrap over documents (Koehn, EMNLP 2004; Efron and Tibshirani 1993, chapter 13): documents are
-drawn with replacement, the same ones for both models.
+Both losses depend on the same text, so their difference is known much more precisely than either. Its confidence
+interval comes from a paired bootstrap over documents (Koehn, EMNLP 2004; Efron and Tibshirani 1993, chapter 13):
+documents are drawn with replacement, the same ones for both models.
 """
 
 import math
@@ -33,9 +33,9 @@ from worker.link.client import Client
 from worker.settings import BoxSettings
 from worker.starting import choose_device
 
-DRAWN = 2000  # samples of documents
+DRAWN = 2000  # bootstrap samples
 LEVEL = 0.95
-FEW = 20  # documents
+FEW = 20  # documents; with fewer, intervals come with a note
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -67,7 +67,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Difference:
-    """By how much a loss is above another on the same documents, nats per token, and its confidence interval."""
+    """The difference of two losses on the same documents, in nats per token, and its confidence interval."""
 
     nats: float
     low: float
@@ -76,9 +76,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Measured:
-    """The losses of each contender, in their order. `unit`: what is drawn with replacement, "documents", or "sequences"
-    if the data do not say where documents begin. `bytes_per_token` is None if it is unknown. `notes` say what a reader
-    should know, a sentence each."""
+    """The losses of the contenders, in order. `unit`: what the bootstrap draws, "documents", or "sequences" if the data
+    set does not record where documents begin. `bytes_per_token`: None if unknown. `notes`: sentences for the reader."""
 
     losses: list[Losses]
     unit: str
@@ -95,9 +94,9 @@ def measure(
     average: int = 1,
     report: Callable[[str], object] = lambda name: None,
 ) -> Measured:
-    """Measure the held-out losses of all contenders on the data of the first one that has some. `average`: the number
-    of last states of a run whose mean is measured. `report` is called with the name of each contender as its turn
-    comes. `http` is needed for runs.
+    """Measure the held-out losses of all contenders on the data of the first one that names any. `average`: how many
+    of a run's last states are averaged before measuring. `report` is called with each contender's name before it is
+    measured. `http` is needed for runs.
 
     Raises NotAllowed, DataError, ModelError, ValueError if this machine lacks the device, and what
     `worker.export.load_checkpoint` raises.
@@ -118,8 +117,8 @@ def measure(
         found.append(losses(loss, batches, device, micro_batches(spec.data)))
     if known is None:
         notes.append(
-            "the data do not say where documents begin, so neighbouring sequences count as independent, and the "
-            "intervals are too narrow"
+            "the data set does not record where documents begin, so neighbouring sequences count as independent, and "
+            "the intervals are too narrow"
         )
     unit = "sequences" if known is None else "documents"
     if (count := len(found[0].targets)) < FEW:
@@ -149,14 +148,13 @@ def _spec_in(directory: Path) -> RunSpec:
 
 
 def _check_ids(each: Contender, source: str, ours: DataSummary) -> str | None:
-    """Return a note if it is unknown what the contender's token ids mean. Raises DataError if they mean something else
-    than those of the data."""
+    """Return a note if the contender's tokenizer is unknown. Raises DataError if it is not the data's tokenizer."""
     if each.run is not None and each.run.data is not None and each.run.spec.data.source != "custom":
         check_tokenizer(f"run {each.run.name}", each.run.data, source, ours)
     if each.directory is None:
         return None
     if not (each.directory / FILE).is_file():
-        unknown = f"{each.directory} has no {FILE}: that its token ids are those of {source!r} is taken on trust"
+        unknown = f"{each.directory} has no {FILE}: it is assumed to use the token ids of {source!r}"
         return None if ours.tokenizer_digest is None else unknown
     own = load_tokenizer(str(each.directory))
     theirs = DataSummary(units=1, tokenizer=own.name, tokenizer_digest=own.digest)
@@ -177,8 +175,8 @@ def _load(each: Contender, http: httpx.Client | None, token: str, box: BoxSettin
 def losses(
     loss: Loss, batches: Iterable[tuple[torch.Tensor, torch.Tensor]], device: torch.device, sizes: MicroBatches
 ) -> Losses:
-    """Return the losses by document, of batches and the number of each target's document, int64[batch, length + 1] and
-    int64[batch, length]. Raises ModelError if one is not finite."""
+    """Return the losses by document. `batches` yields the tokens, int64[batch, length + 1], and the number of each
+    target's document, int64[batch, length]. Raises ModelError if a loss is not finite."""
     loss.model.eval()
     nats, targets = np.zeros(0), np.zeros(0, np.int64)
     for batch, of_targets in batches:
@@ -204,7 +202,7 @@ def _numbered(data: Sequences, max_tokens: int) -> Iterator[torch.Tensor]:
 
 
 def difference(ours: Losses, base: Losses) -> Difference:
-    """Return by how much `ours` is above `base`; both are on the same documents. The same losses give the same
+    """Return how far `ours` is above `base`, which has the same documents. The same losses always give the same
     interval."""
     apart, generator = ours.nats - base.nats, np.random.default_rng(0)
     found = np.empty(DRAWN)
@@ -216,7 +214,7 @@ def difference(ours: Losses, base: Losses) -> Difference:
 
 
 def perplexity_change(nats: float) -> float:
-    """Return by which share a loss that is `nats` higher increases the perplexity."""
+    """Return the relative increase of the perplexity for a loss that is `nats` higher."""
     return math.expm1(nats)
 
 
@@ -224,7 +222,7 @@ _LEFT, _WIDTH, _ROW = 260.0, 420.0, 34.0
 
 
 def plot(names: Sequence[str], differences: Sequence[Difference]) -> str:
-    """Return an SVG of each difference from the first of `names`, in percent of its perplexity."""
+    """Return an SVG with each model's difference from the first of `names`, in percent of its perplexity."""
     bounds = [[100 * perplexity_change(value) for value in (each.low, each.nats, each.high)] for each in differences]
     lowest, highest = min(0.0, *(each[0] for each in bounds)), max(0.0, *(each[2] for each in bounds))
     span = max(highest - lowest, 1e-6)

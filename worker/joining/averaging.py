@@ -1,7 +1,7 @@
-"""The mean of a run's last states: LAWA (arXiv 2209.14981) without a vector in any state, from what is published.
+"""The mean of a run's last states (LAWA, arXiv 2209.14981), computed from published checkpoints and deltas.
 
 The states are rebuilt from a checkpoint and the deltas after it, fragment by fragment, with the outer steps that every
-worker has taken. So they are the run's own states bit for bit, and only the mean is new.
+worker has taken. They equal the run's own states bit for bit, and no worker or coordinator has to store a mean.
 """
 
 import torch
@@ -16,8 +16,8 @@ from worker.state.outer_state import OuterState
 
 
 def base_of(kept: list[CheckpointInfo], last: int, count: int, run: str) -> int:
-    """Return the newest of the checkpoints from which the `count` states up to `last` can be rebuilt. Raises
-    ModelError if there is none."""
+    """Return the newest checkpoint from which the `count` states up to `last` can be rebuilt. Raises ModelError if no
+    kept checkpoint is old enough."""
     first = last - count + 1
     usable = sorted(each.round for each in kept if each.damage is None and each.round <= last)
     if first < 0:
@@ -32,10 +32,10 @@ def base_of(kept: list[CheckpointInfo], last: int, count: int, run: str) -> int:
 
 
 def mean_of_fragment(client: Client, spec: RunSpec, base: CheckpointDetail, p: int, last: int, count: int) -> Tensor:
-    """Return the mean of fragment p over the `count` states up to `last`, of the points that the outer optimizer has
-    reached, float32[n], from checkpoint `base`.
+    """Return the mean of fragment p over the `count` states up to `last`, float32[n], rebuilt from checkpoint `base`. A
+    state here is the point that the outer optimizer has reached (`protocol.outer_step.reached`).
 
-    Raises Resync if what the coordinator has does not fit together, and Problem `gone` for a deleted file.
+    Raises Resync if the coordinator's files do not fit together, and Problem `gone` for a deleted file.
     """
     state = OuterState(base.layout, spec.outer, pin_memory=False, owns=lambda q: q == p)
     n = len(state.theta[p])

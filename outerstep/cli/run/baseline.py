@@ -1,4 +1,4 @@
-"""The synchronous run that shows what a run with several workers costs: one worker that does the work of all."""
+"""The synchronous baseline of a run: a single worker that trains on the batches of all workers."""
 
 import json
 import math
@@ -9,10 +9,10 @@ from outerstep.cli.errors import UsageError
 from protocol.spec.run import RunSpec, parse_spec
 
 SUFFIX = "-baseline"
-# An outer step that only adopts the worker's parameters.
+# With these, the outer step adopts the worker's parameters.
 ADOPTING = {"learning_rate": 1.0, "momentum": 0.0}
 CODECS = {"upload_codec": "fp32", "download_codec": "fp32"}
-# Keys of [sync] that say how several workers share rounds.
+# Keys of [sync] that only matter with several workers.
 OF_SEVERAL = (
     *("overlap", "offsets", "wait", "most_steps", "alpha", "aggregation", "fragment_layers"),
     *("round_s", "nominal_inner_steps", "min_inner_steps", "max_inner_steps"),
@@ -20,9 +20,9 @@ OF_SEVERAL = (
 
 
 def baseline_of(text: str, spec: RunSpec, workers: int) -> str:
-    """Return the spec, TOML, of the synchronous run that `spec`, whose text is `text`, is to be compared with: one
-    worker with the batches of all `workers` in each inner step. So both see the same tokens, at the same learning rate
-    after as many of them, with the same seed. Raises UsageError for a run that has no such baseline."""
+    """Return the synchronous baseline of `spec`, as TOML: a single worker that trains on the batches of all `workers`
+    in each inner step, with the same seed. Both runs see the same number of tokens, and have the same learning rate
+    after each of them. `text`: the TOML that `spec` was parsed from. Raises UsageError for a run without a baseline."""
     if spec.data.private:
         raise UsageError("--baseline: with data.private, no worker has the text of all")
     if spec.privacy is not None:
