@@ -407,7 +407,7 @@ def _colour(codec: str) -> str:
 def plot_frontier(found: Sequence[Point], synchronous: float) -> None:
     """Plot the points, and the targets for this loss of synchronous training."""
     pyplot, ticks = _pyplot(), (0.3, 0.5, 1, 2, 5, 10, 20, 40)
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
+    figure, axes = pyplot.subplots(figsize=(8.4, 4.2))
     for each in found:
         colour, marker = _colour(each.upload), "o" if each.steps <= 3000 else "s"
         fill = colour if each.is_product else "none"
@@ -433,7 +433,7 @@ def plot_frontier(found: Sequence[Point], synchronous: float) -> None:
     axes.set_ylim(lowest, 40)
     axes.set_yticks(ticks, [f"{each:g}" for each in ticks])
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _save(pyplot, figure, FRONTIER_PLOT)
 
 
