@@ -82,8 +82,10 @@ def measure(name: str, steps: int, seed: int, device: str = "cpu") -> Result:
         training, rounds = Training(spec, WORKERS, torch.device(device)), len(row.rounds(steps))
         for index, inner_steps in enumerate(row.rounds(steps)):
             outer = row.outer_at(index / max(rounds - 1, 1))
-            sent = training.round(inner_steps, row.upload, row.download, outer, row.decay)
-            up, down = (total + _bytes(*each) for total, each in zip((up, down), sent, strict=True))
+            first, mean = training.round(
+                inner_steps, row.upload, row.download, outer, decay=row.decay, fragments=row.fragments
+            )
+            up, down = up + _bytes(first, row.upload), down + _bytes(mean, row.download)
             last.append(training.point())
             if row.restart and (index + 1) % row.restart == 0:
                 training.momentum.zero_()

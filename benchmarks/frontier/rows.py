@@ -22,6 +22,7 @@ class Row:
     mean_moments  rounds after which the inner optimizers' moments are averaged over all workers, with bf16 both ways
                   (arXiv 2505.22549); 0: never
     decay         of what the upload codec leaves out, beside the parameters; None: in them, all of it, as the product
+    fragments     of the model, which are synced at different times of a round, as with sync.offsets = "spread"
     width, layers the model's shape; a feed-forward layer is three times as wide, and a head has 16 values
     """
 
@@ -38,6 +39,7 @@ class Row:
     final_fraction: float = 0.1
     optimizer: str = "muon"
     decay: float | None = None
+    fragments: int = 1
     width: int = 64
     layers: int = 2
 
@@ -151,6 +153,7 @@ ROWS: dict[str, Row] = {
     },
     "int4 up, H 50, momentum 0.6 to 0.9": replace(BASE, outer=Outer(1.0, 0.6), last_outer=Outer(1.0, 0.9)),
     "int4 up, H 50, momentum 0.9 to 0.6": replace(BASE, outer=Outer(1.0, 0.9), last_outer=Outer(1.0, 0.6)),
+    "int4 up, H 50, spread": replace(BASE, fragments=3),
     "int4 up, H 50, restart every 10": replace(BASE, restart=10),
     "int4 up, H 50, restart every 20": replace(BASE, restart=20),
     "int4 up, H 50, moments averaged every 10": replace(BASE, mean_moments=10),

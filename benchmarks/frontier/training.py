@@ -151,33 +151,56 @@ class Training:
         self._undelivered = torch.zeros_like(self.theta)
 
     def round(
-        self, inner_steps: int, upload: str, download: str, outer: Outer, decay: float | None = None
-    ) -> tuple[tuple[Tensor, str], tuple[Tensor, str]]:
-        """Train one round of H = `inner_steps`. Return what the first replica sends and what all receive, float32[n],
-        each with its codec. `decay`: of what the upload codec leaves out, which is then beside the parameters and not
-        in them (SparseLoCo, arXiv 2508.15706)."""
-        self._set_local(self.theta - self._unsent if decay is None else self.theta.expand_as(self._unsent))
-        self.train(inner_steps)
-        deltas = self.theta - self._replicas.flat(self._local).cpu()
+        self,
+        inner_steps: int,
+        upload: str,
+        download: str,
+        outer: Outer,
+        *,
+        decay: float | None = None,
+        fragments: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """Train one round of H = `inner_steps`. Return what the first replica encodes with the codec `upload`, and what
+        is encoded with `download` for all, float32[n] each.
+
+        decay      of what the upload codec leaves out, which is then beside the parameters and not in them (SparseLoCo,
+                   arXiv 2508.15706)
+        fragments  parts of the model that are synced one after the other, each H / fragments inner steps after the one
+                   before (Streaming DiLoCo, arXiv 2501.18512)
+        """
+        self.outer = outer
+        deltas, means = torch.empty_like(self.theta), torch.empty_like(self.theta)
+        n = len(self.theta)
+        for p in range(fragments):
+            self.train(inner_steps * (p + 1) // fragments - inner_steps * p // fragments)
+            own = slice(n * p // fragments, n * (p + 1) // fragments)
+            deltas[own], means[own] = self._sync(own, upload, download, decay)
+        return deltas, means
+
+    def _sync(self, own: slice, upload: str, download: str, decay: float | None) -> tuple[Tensor, Tensor]:
+        """Sync the values `own` of the model; return what the first replica and what the coordinator encodes."""
+        local, theta = self._replicas.flat(self._local).cpu(), self.theta[own]
+        deltas = theta - local[:, own]
         if decay is not None:
-            deltas += decay * self._unsent
+            deltas += decay * self._unsent[:, own]
         sent = torch.stack([round_trip(each, upload) for each in deltas])
         if upload in FEEDBACK:
-            self._unsent = deltas - sent
+            self._unsent[:, own] = deltas - sent
         senders = (sent != 0).sum(0).clamp(min=1) if upload == "sparse" else self.workers
-        merged = sent.sum(0) / senders
+        mean = sent.sum(0) / senders
         if download in FEEDBACK:
-            merged += self._undelivered
-        delta = round_trip(merged, download)
+            mean += self._undelivered[own]
+        delta = round_trip(mean, download)
         if download in FEEDBACK:
-            self._undelivered = round_trip(merged - delta, "int8")
-        self.outer = outer
+            self._undelivered[own] = round_trip(mean - delta, "int8")
         outer_step(
-            *(each.numpy() for each in (self.theta, self.momentum, delta)),
-            learning_rate=outer.learning_rate,
-            beta=outer.momentum,
+            *(each.numpy() for each in (theta, self.momentum[own], delta)),
+            learning_rate=self.outer.learning_rate,
+            beta=self.outer.momentum,
         )
-        return (deltas[0], upload), (merged, download)
+        local[:, own] = theta if decay is not None else theta - self._unsent[:, own]
+        self._set_local(local)
+        return deltas[0], mean
 
     def train(self, inner_steps: int) -> None:
         """Take inner steps without a sync."""
