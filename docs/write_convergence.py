@@ -64,10 +64,10 @@ gradients at every step. The best setting for each saving:
 EVERY_SETTING = """\
 All settings that were measured, the poor ones too. *Loop* rows are by `python -m benchmarks.frontier`, plain
 torch in one process with the product's codecs; *product* rows, the filled points, are real runs. Each row is the mean
-over its *seeds*. Differences below 0.5 % between rows with one seed mean nothing: two seeds, or two runs that differ by
-rounding alone, differ as much. *Mean of 8* compares the means of the last eight states, for both: averaging helps
-synchronous training more than DiLoCo, whose outer momentum averages already. Perplexities depend on what a token is, so
-the plot has the loss.
+over its *seeds*. Two runs that differ only in rounding can differ by 0.5 %, as can two seeds, so differences below 1 %
+between rows with one seed mean little. *Mean of 8* compares the means of the last eight states, for both: averaging
+helps synchronous training more than DiLoCo, whose outer momentum averages already. Perplexities depend on what a token
+is, so the plot has the loss.
 """
 
 AGREEMENT = """\
@@ -110,7 +110,7 @@ LIMITS = """\
 
 - The model is small, and the text is one kind of text. Others found the gap to shrink with size (arXiv 2503.09799, in
   the table above) or to remain in skills (arXiv 2511.13761).
-- Rows with one seed are known to about 0.5 %, those with three to about 0.3 %.
+- Rows with one seed are known to about 0.6 % of perplexity, those with three to about 0.3 %.
 - Learning rates are tuned for synchronous training and used for both.
 - All workers are equally fast and see the same kind of text.
 """
