@@ -20,12 +20,15 @@ from benchmarks import gpu, inner_steps, loop, prepare
 from benchmarks.control_plane import measure
 from benchmarks.convergence import rows as convergence
 from benchmarks.floor import core_seconds
+from benchmarks.frontier import bare
 from benchmarks.frontier import rows as frontier
 from benchmarks.frontier.model import Replicas
+from benchmarks.frontier.training import Training
 from benchmarks.unequal import loop as unequal
 from harness.coordinator import coordinator_process
 from protocol.spec.run import parse_spec
 from protocol.wire import CHUNK_ELEMENTS
+from worker.data.open_training_set import TextData
 from worker.inner.loss import mean_loss
 from worker.models.building import build_model
 
@@ -308,6 +311,25 @@ def test_stacked_replicas_have_the_losses_and_gradients_of_the_model() -> None:
             assert ours is not None
             assert torch.allclose(ours[index], gradient, rtol=1e-3, atol=1e-6), name
     assert torch.equal(replicas.flat(stacked), vectors)
+
+
+@pytest.mark.parametrize("h", [None, 2], ids=["synchronous", "DiLoCo"])
+def test_the_bare_loop_trains_as_the_frontier_s(h: int | None) -> None:
+    torch.set_num_threads(1)
+    steps, workers = 4, frontier.WORKERS
+    spec = parse_spec(convergence.Row(keys={"inner.optimizer": "muon", "sync.inner_steps": steps}).spec(steps, 3))
+    model, training = bare.initial_model(3), Training(spec, 1 if h is None else workers)
+    start = parameters_to_vector(model.parameters()).detach().clone()
+    assert torch.equal(start, training.theta)
+    if h is None:
+        bare.train_synchronously(model, TextData(spec), steps)
+        training.train_synchronously(steps, workers)
+    else:
+        bare.train_by_diloco(model, TextData(spec), steps, h)
+        for _ in range(steps // h):
+            training.round(h, "fp32", "fp32", frontier.USUAL)
+    ours, theirs = parameters_to_vector(model.parameters()) - start, training.point() - start
+    assert torch.linalg.norm(ours - theirs) < 0.05 * torch.linalg.norm(theirs)  # Muon computes in bf16
 
 
 def test_the_rounds_of_a_row_of_the_frontier_have_all_steps() -> None:

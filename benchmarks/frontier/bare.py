@@ -83,7 +83,7 @@ def _height(step: int, steps: int) -> float:
 def initial_model(seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=260,
+        vocab_size=256,
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
