@@ -35,7 +35,7 @@ NOISE = 0.001  # nats per byte; smaller differences between codecs could not be 
 # DiLoCo ends about GAP_LEAST + GAP_ROUNDS / rounds + GAP_STEPS · H nats per byte above synchronous training.
 GAP_LEAST, GAP_ROUNDS, GAP_STEPS = 0.003, 0.6, 9e-5
 # Where that was measured: millions of parameters, H, rounds, and the fewest inner steps of a run.
-MEASURED_SIZES = "0.14 to 0.5"
+MEASURED_SIZES = "0.14 to 1.5"
 MEASURED_INNER_STEPS, MEASURED_ROUNDS, LEAST_STEPS = (25, 500), (6, 240), 2400
 
 

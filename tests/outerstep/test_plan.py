@@ -183,7 +183,7 @@ def test_a_recommendation_that_is_extrapolated_says_so():
     slow = replace(WORKLOAD, up=1e6, steps=200_000)
     best, reason = plan.recommend(plan.settings(slow), 0.9)
     assert best.inner_steps > plan.MEASURED_INNER_STEPS[1]
-    assert "extrapolated: it was measured with 0.14 to 0.5 M parameters, H from 25 to 500" in reason
+    assert "extrapolated: it was measured with 0.14 to 1.5 M parameters, H from 25 to 500" in reason
     near, reason = plan.recommend(plan.settings(replace(WORKLOAD, up=1e9, steps=5000)), 0.5)
     assert not near.extrapolated
     assert "extrapolated" not in reason
