@@ -102,8 +102,9 @@ What the models of the loop can do besides their loss: the share of held-out lin
 bits per byte by kind. Then each is trained on alone, in {steps} synchronous steps on other text, C++ headers: the loss
 on that text before and after, *learned*, and on Python afterwards, *kept*. A representation that had drifted would show
 there as slower learning or more forgetting (arXiv 2511.13761). DiLoCo's models learn as fast as synchronous ones and
-forget more of the old text: a little with 0.14 M parameters, clearly with 1.5 M. They complete fewer lines than their loss suggests: they are worst in comments, where sentences
-such as licences repeat, and which synchronous training memorises better.
+forget more of the old text: a little with 0.14 M parameters, clearly with 1.5 M. They complete fewer lines than their
+loss suggests: they are worst in comments, where sentences such as licences repeat, and which synchronous training
+memorises better.
 """
 
 LIMITS = """\
