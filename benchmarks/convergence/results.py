@@ -3,9 +3,13 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.convergence.rows import Row
 from protocol.digest import digest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 RESULTS = Path(__file__).parents[2] / "docs" / "convergence.jsonl"
 
@@ -46,10 +50,15 @@ def spec_digest(row: Row, *, steps: int, seed: int) -> str:
 
 def read(path: Path) -> list[Result]:
     """Return the results in `path`; none if it does not exist."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [Result(**json.loads(line)) for line in lines]
+    return [Result(**fields) for fields in read_fields(path)]
 
 
-def append(path: Path, result: Result) -> None:
+def read_fields(path: Path) -> list[dict[str, Any]]:
+    """Return the fields of each result in a file of JSON lines, of any benchmark; none if it does not exist."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append(path: Path, result: "DataclassInstance") -> None:
+    """Append a result of any benchmark to a file of JSON lines."""
     with path.open("a") as file:
         file.write(json.dumps(asdict(result)) + "\n")

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.convergence.results import append, read_fields
 from benchmarks.convergence.rows import Row
 from protocol.spec.run import parse_spec
 from worker.data.open_training_set import TextData
@@ -118,7 +119,7 @@ def train_by_diloco(model: LlamaForCausalLM, data: TextData, steps: int, inner_s
                 worker.step(step, data.unit(WORKERS * step + rank))
         with torch.no_grad():
             for own, *locals_ in zip(model.parameters(), *(each.model.parameters() for each in workers), strict=True):
-                own.grad = own - torch.stack(list(locals_)).mean(0)
+                own.grad = own - torch.stack(locals_).mean(0)
         outer.step()
     with torch.no_grad():
         for each in model.parameters():
@@ -145,8 +146,7 @@ def measure(inner_steps: int | None, steps: int, seed: int) -> Result:
 
 def read(path: Path) -> list[Result]:
     """Return the results in `path`; none if it does not exist."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [Result(**json.loads(line)) for line in lines]
+    return [Result(**fields) for fields in read_fields(path)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -160,12 +160,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args(argv)
-    if arguments.inner_steps and arguments.steps % arguments.inner_steps:
+    if (h := arguments.inner_steps) is not None and (h < 1 or arguments.steps % h):
         parser.error(f"{arguments.steps} steps are no whole rounds of {arguments.inner_steps}")
-    line = json.dumps(asdict(measure(arguments.inner_steps, arguments.steps, arguments.seed)))
-    with arguments.results.open("a") as file:
-        file.write(line + "\n")
-    print(line)
+    result = measure(arguments.inner_steps, arguments.steps, arguments.seed)
+    append(arguments.results, result)
+    print(json.dumps(asdict(result)))
     return 0
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import benchmarks.convergence.rows as product
+from benchmarks.convergence.results import append, read_fields
 from benchmarks.frontier.beyond_loss import BeyondLoss, beyond_loss
 from benchmarks.frontier.rows import BASE, ROWS, WORKERS, Row
 from benchmarks.frontier.training import Training
@@ -52,8 +53,7 @@ class Result:
 
 def read(path: Path) -> list[Result]:
     """Return the results in `path`; none if it does not exist."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [_result(**json.loads(line)) for line in lines]
+    return [_result(**fields) for fields in read_fields(path)]
 
 
 def _result(beyond: dict[str, Any] | None = None, **fields: Any) -> Result:
@@ -150,8 +150,7 @@ def results_of(
             result = done.result()
             print(result, file=sys.stderr, flush=True)
             if path is not None:
-                with path.open("a") as file:
-                    file.write(json.dumps(asdict(result)) + "\n")
+                append(path, result)
             found[result.key] = result
     for name, key, _ in wanted:
         yield replace(found[key], row=name)
