@@ -1,5 +1,5 @@
 """Write docs/convergence.md and its plots from docs/{convergence,frontier,bare}.jsonl, which `python -m
-benchmarks.convergence` and `python -m benchmarks.frontier` write.
+benchmarks.convergence`, `python -m benchmarks.frontier` and `python -m benchmarks.frontier.bare` write.
 
 Run `python -m docs.write_convergence` in the repository. The plots need matplotlib (extra `dev`).
 

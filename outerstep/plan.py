@@ -184,8 +184,8 @@ def setting(workload: Workload, each: SyncCost, inner_steps: int) -> Setting:
 def diloco_gap(inner_steps: float, rounds: float) -> float:
     """Return how far DiLoCo's loss ends above synchronous training's with the same tokens, in nats per byte.
 
-    Measured with 0.14 M parameters and 8 workers, within a factor of two (docs/performance.md). More rounds let the
-    outer optimizer converge; in each round the workers drift apart for H steps. Larger models may differ.
+    Measured with up to 1.5 M parameters and 8 workers, within a factor of two (docs/performance.md). More rounds let
+    the outer optimizer converge; in each round the workers drift apart for H steps. Larger models may differ.
     """
     return GAP_LEAST + GAP_ROUNDS / rounds + GAP_STEPS * inner_steps
 

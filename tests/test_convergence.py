@@ -2,8 +2,10 @@
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ from benchmarks.convergence.rows import (
 from benchmarks.convergence.table import HEADINGS, cells_of
 from benchmarks.frontier import bare
 from benchmarks.frontier import measuring as frontier
+from benchmarks.frontier.__main__ import main as frontier_main
 from docs import write_convergence
 from protocol.spec.run import parse_spec
 from worker.models.building import build_model
@@ -101,6 +104,35 @@ def test_a_row_that_changed_is_run_again() -> None:
     row = ROWS["DiLoCo"]
     assert len({spec_digest(row, steps=STEPS, seed=0), spec_digest(row, steps=STEPS, seed=1)}) == 2
     assert spec_digest(row, steps=STEPS, seed=0) != spec_digest(ROWS["H 20"], steps=STEPS, seed=0)
+
+
+def test_without_communication_a_run_of_any_length_is_one_round() -> None:
+    for steps in (QUICK_STEPS, STEPS, 4 * STEPS):
+        assert parse_spec(ROWS["no communication"].spec(steps, 0)).sync.rounds == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "said"),
+    [
+        (main, ["--quick", "--steps", "500"], "--quick has 200 inner steps: leave out --steps"),
+        (main, ["--steps", "0"], "--steps 0: it must be at least 1"),
+        (main, ["--only", "DiLoCo", "H 500", "--steps", "1200"], "H 500: 1200 steps are no whole rounds"),
+        (bare.main, ["--inner-steps", "0"], "3000 steps are no whole rounds of 0"),
+        (bare.main, ["--inner-steps", "70"], "3000 steps are no whole rounds of 70"),
+        pytest.param(
+            *(frontier_main, ["--device", "cuda"], "finds no GPU here"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is(
+    command: Callable[[Sequence[str]], int], arguments: list[str], said: str, tmp_path: Path, capsys: Any
+) -> None:
+    results = tmp_path / "results.jsonl"
+    with pytest.raises(SystemExit):
+        command([*arguments, "--results", str(results)])
+    assert said in capsys.readouterr().err
+    assert not results.exists()
 
 
 def test_completion_knows_what_it_reads() -> None:

@@ -36,12 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON line after the table")
     parser.add_argument("--only", nargs="+", choices=ROWS, help="these rows", metavar="ROW")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help="inner steps of each worker, whole rounds of each row")
+    parser.add_argument(
+        "--steps", type=int, help=f"inner steps of each worker, whole rounds of each row; default {STEPS}"
+    )
     parser.add_argument("--results", type=Path, default=None, help="default docs/convergence.jsonl; none with --quick")
     arguments = parser.parse_args(argv)
-    steps = QUICK_STEPS if arguments.quick else arguments.steps
+    if arguments.quick and arguments.steps is not None:
+        parser.error(f"--quick has {QUICK_STEPS} inner steps: leave out --steps")
+    steps = QUICK_STEPS if arguments.quick else STEPS if arguments.steps is None else arguments.steps
     path = arguments.results or (None if arguments.quick else RESULTS)
     names = arguments.only or (QUICK if arguments.quick else list(ROWS))
+    if steps < 1:
+        parser.error(f"--steps {steps}: it must be at least 1")
+    for name in names:
+        try:
+            ROWS[name].spec(steps, 0)
+        except ValueError as error:
+            parser.error(f"{name}: {error}")
     results = list(_results(names, arguments.seeds, steps, path))
     Console(width=140).print(table(results))
     if arguments.json:

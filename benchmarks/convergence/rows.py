@@ -9,6 +9,7 @@ from outerstep.demo.spec import RUN
 
 WORKERS, BATCH, LENGTH = 8, 8, 64
 STEPS = 3000
+ONE_ROUND = 1 << 20  # inner steps: more than a run has, so `Row.spec` makes it one round
 LOOKS = 12  # number of held-out measurements
 
 SPEC: dict[str, dict[str, Any]] = {
@@ -91,7 +92,7 @@ MUON = {"inner.optimizer": "muon"}
 ROWS: dict[str, Row] = {
     **{name: Row(1, True, keys={"inner.learning_rate": rate}) for rate, name in ONE_WORKER.items()},
     **{name: Row(WORKERS, True, keys={"inner.learning_rate": rate}) for rate, name in SYNCHRONOUS.items()},
-    "no communication": Row(keys={"sync.inner_steps": STEPS, "outer.momentum": 0.0, **_codecs("fp32", "fp32")}),
+    "no communication": Row(keys={"sync.inner_steps": ONE_ROUND, "outer.momentum": 0.0, **_codecs("fp32", "fp32")}),
     "DiLoCo": Row(),
     "the defaults": Row(defaults=True),
     "DiLoCo, fp32": Row(keys=_codecs("fp32", "fp32")),
