@@ -56,7 +56,7 @@ rounds = {rounds}
 upload_codec = "{upload}"
 download_codec = "{download}"
 zstd = {zstd}
-fragment_elements = 256
+fragment_elements = 512
 {schedule}
 [members]
 min_workers = {min_workers}

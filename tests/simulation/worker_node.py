@@ -23,7 +23,7 @@ from worker.diloco import DiLoCo
 from worker.errors import Stopped
 from worker.link.client import TIMEOUT, Client
 
-ELEMENTS = 256  # of a fragment, so units below this number can be told apart
+ELEMENTS = 512  # of a fragment, so units below this number can be told apart
 
 
 class Toy(nn.Module):
