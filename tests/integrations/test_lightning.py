@@ -81,7 +81,8 @@ trainer = Trainer(accelerator="cpu", accumulate_grad_batches=2, callbacks=[Watch
 generator = torch.Generator().manual_seed(0) if how["seeded"] else None
 trainer.fit(model, torch.utils.data.DataLoader(Rows(), batch_size=2, shuffle=how["shuffle"], generator=generator))
 vector = torch.cat([each.detach().reshape(-1) for each in trainable_parameters(model).values()])
-print(json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()}))
+said = json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()})
+sys.stdout.write(f"\\n{said}\\n")  # in one write: torchrun's processes share a pipe, and print makes two
 """
 
 
