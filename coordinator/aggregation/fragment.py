@@ -224,6 +224,7 @@ def _judged(
         rule=task.sync.aggregation,
         clipped=task.clipped,
         least_agreement=task.least_agreement,
+        usual_spread=task.usual_spread,
     )
     left_out = {worker: Verdict(0.0, reason) for worker, reason in invalid.items()}
     verdicts = dict(sorted({**judgement.verdicts, **left_out}.items()))

@@ -86,6 +86,7 @@ class Aggregate(Collected):
 
     unit_tokens      by worker: the weight of one of its work units, in tokens
     usual            the median reference of the fragment's last rounds; None in its first one
+    usual_spread     as `judge` has it
     clipped          as `judge` has it
     least_agreement  as `judge` has it
     bounded          whether the norms of a first round by one or two workers are also bounded by that of θ
@@ -95,6 +96,7 @@ class Aggregate(Collected):
     kind: Literal["aggregate"] = "aggregate"
     unit_tokens: dict[str, int]
     usual: float | None
+    usual_spread: float | None = None
     clipped: float
     least_agreement: float
     bounded: bool = False

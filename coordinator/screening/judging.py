@@ -11,9 +11,10 @@ depends on what a contributor reports.
 - **Direction.** A worker's *agreement* is the median of its cosines with each other contribution, so a minority that
   colludes cannot raise its own. If all workers train on the same data, their agreements are similar; a contribution
   with less than LEAST_AGREEMENT of the usual agreement is left out, the worst one first. That includes noise, and a
-  gradient with every second sign flipped: both have an agreement of about 0. If data differs by worker, only
-  contributions that clearly oppose the others are left out. Late work has the means of its missed rounds subtracted, so
-  it may oppose each worker in those means by that worker's share. A majority always stays.
+  gradient with every second sign flipped: both have an agreement of about 0. Where honest agreements differ by that
+  much, only contributions that clearly oppose the others are left out. So it is if data differs by worker. Late work
+  has the means of its missed rounds subtracted, so it may oppose each worker in those means by that worker's share. A
+  majority always stays.
 - **Copies.** If several contributions are the same except for rounding, one of them counts.
 
 If every contribution would be left out, all are shortened instead, because a round always has a delta. If two workers
@@ -43,8 +44,11 @@ LAZY = 0.1
 REACH, REACH_OF_TWO = 20.0, 5.0  # bounds of the reference, as a factor of the usual one; REACH_OF_TWO: up to 2 workers
 CHANCE = 4.0  # standard deviations of a cosine between sketches that count as chance
 LEAST_AGREEMENT = 0.25  # share of the usual agreement, for workers that train on the same data
-SPREAD = 0.1  # by how much honest agreements differ in one fragment, even if the usual one is as small
+SPREAD = 0.1  # by how much an honest agreement may fall short of the usual one, as long as the usual spread is unknown
+MEASURED = 4  # contributions that show a spread: of three, two always agree equally
+OUTLIER = 20.0  # spreads by which an honest agreement may fall short; 14 times the usual spread was measured
 OPPOSED = 0.25  # share of the usual agreement, negated, for workers whose data differs
+OPPOSED_IN_NOISE = 0.75  # the same, where a fragment's honest agreements differ by as much as the usual one
 CLOSE = 0.9  # share of the usual distance between two directions; honest pairs measured 0.88 to 1.1
 FEW = 64  # non-zero values; sketches with fewer may be equal by chance
 MEMORY = 0.8  # weight of the earlier score in SimilarityHistory, per fragment; the rest is the newest distance
@@ -96,6 +100,15 @@ class Judgement:
     close: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
+def spread(agreements: Sequence[float]) -> float | None:
+    """Return how much the agreements of one fragment's contributions differ: the median distance from their median,
+    which a minority cannot move far. None for fewer than MEASURED."""
+    if len(agreements) < MEASURED:
+        return None
+    usual = _upper_median(agreements)
+    return _upper_median([abs(each - usual) for each in agreements])
+
+
 # The rules of aggregation (`sync.aggregation`) under which norms and directions change a factor. Others only report.
 NORMS, DIRECTIONS = frozenset({"screened", "clipped"}), frozenset({"screened"})
 
@@ -108,6 +121,7 @@ def judge(
     rule: str = "screened",
     clipped: float = CLIPPED,
     least_agreement: float = LEAST_AGREEMENT,
+    usual_spread: float | None = None,
 ) -> Judgement:
     """Judge the contributions to one fragment.
 
@@ -115,11 +129,18 @@ def judge(
     plausible        a norm that no honest first round of one or two workers exceeds
     clipped          the longest honest contribution with the run's codec and data, as a multiple of the reference
     least_agreement  share of the usual agreement: LEAST_AGREEMENT if all workers train on the same data, 0 if not
+    usual_spread     the median `spread` of the fragment's last rounds; None if it is unknown
     """
     copies = _copies(evidence) if rule in DIRECTIONS else {}
     if copies:
         own = {worker: each for worker, each in evidence.items() if worker not in copies}
-        judgement = judge(own, usual, plausible, rule=rule, clipped=clipped, least_agreement=least_agreement)
+        judgement = judge(
+            *(own, usual, plausible),
+            rule=rule,
+            clipped=clipped,
+            least_agreement=least_agreement,
+            usual_spread=usual_spread,
+        )
         verdicts = judgement.verdicts | copies
         return replace(judgement, verdicts={worker: verdicts[worker] for worker in evidence})
     reference = _reference([each.measure.norm for each in evidence.values()], usual, plausible)
@@ -136,7 +157,9 @@ def judge(
         verdicts = {worker: replace(each, factor=1.0, reason="") for worker, each in verdicts.items()}
     elif all(each.factor == 0 for each in verdicts.values()):
         verdicts = {worker: _shortened(each, evidence[worker], reference) for worker, each in verdicts.items()}
-    judged, close = _by_direction(evidence, verdicts, work, least_agreement, leave_out=rule in DIRECTIONS)
+    judged, close = _by_direction(
+        *(evidence, verdicts, work, least_agreement, usual_spread), leave_out=rule in DIRECTIONS
+    )
     return Judgement(reference, judged, close)
 
 
@@ -205,6 +228,7 @@ def _by_direction(
     verdicts: Mapping[str, Verdict],
     work: float,
     least_agreement: float,
+    usual_spread: float | None,
     *,
     leave_out: bool,
 ) -> tuple[dict[str, Verdict], dict[tuple[str, str], float]]:
@@ -227,8 +251,12 @@ def _by_direction(
             worker: replace(judged[worker], cosine=cosine) for worker, cosine in zip(staying, agreements, strict=True)
         }
         usual = [max(_upper_median([agreements[j] for j in others] or [0.0]), 0.0) for others in peers]
+        spread_now = OUTLIER * (spread(agreements) or 0.0)
+        reach = max(spread_now, SPREAD if usual_spread is None else OUTLIER * usual_spread)
         bounds = [
-            _least_agreement(evidence[worker], judged[worker].ratio or 1.0, typical, work, chance, least_agreement)
+            _least_agreement(
+                evidence[worker], judged[worker].ratio or 1.0, typical, work, chance, reach, least_agreement
+            )
             if len(others) > 1
             else -math.inf
             for worker, typical, others in zip(staying, usual, peers, strict=True)
@@ -267,12 +295,17 @@ def _close(workers: list[str], cosines: F64, chance: float) -> dict[tuple[str, s
     }
 
 
-def _least_agreement(each: Evidence, ratio: float, usual: float, work: float, chance: float, least: float) -> float:
-    """Return the agreement below which a contribution is left out. `least`: as a share of the usual one.
+def _least_agreement(
+    each: Evidence, ratio: float, usual: float, work: float, chance: float, reach: float, least: float
+) -> float:
+    """Return the agreement below which a contribution is left out. `reach`: how far honest agreements may fall short of
+    the usual one in this fragment. `least`: as a share of the usual one.
 
-    The bound is also SPREAD below the usual agreement, or where opposition begins. Late in training, when rates are
-    small, noise is most of every pseudo-gradient: in one fragment, honest agreements of 0.02, 0.10, 0.18 and 0.18 were
-    measured. A contribution that is only noise adds no more of it then than an honest one.
+    The bound is also `reach` below the usual agreement, or where opposition begins. Late in training, when rates are
+    small, noise is most of every pseudo-gradient. Where noise is spread over all parameters, honest agreements are
+    nearly equal, and what is only noise stands out: 0.07 to 0.12 were measured with a spread of 0.002. Where few rows
+    have most of the noise, as in embeddings, they are not: 0.18 was usual, with a spread of 0.015, and one of 0.08 and
+    one of -0.02 were honest. A contribution that is only noise adds no more of it there than an honest one.
 
     Less is required of three kinds of work. Little work has a noisier direction. In partly late work only the part of
     its own round agrees, so the requirement falls in proportion to the extra length. Entirely late work has the mean of
@@ -288,7 +321,7 @@ def _least_agreement(each: Evidence, ratio: float, usual: float, work: float, ch
     share = math.sqrt(min(1.0, each.work / work)) if work > 0 else 1.0
     late = max(1.0, ratio) if each.late else 1.0
     bound = least * share * usual / late - max(chance - usual / 2, 0.0)
-    return min(bound, max(usual - SPREAD, -chance))
+    return min(bound, max(usual - reach, -max(chance, OPPOSED_IN_NOISE * usual)))
 
 
 def _products(evidence: Mapping[str, Evidence], workers: list[str]) -> F64:
@@ -310,7 +343,7 @@ def _agreements(cosines: F64, peers: Sequence[Sequence[int]]) -> list[float]:
     return [_upper_median(row[own].tolist()) for row, own in zip(cosines, others, strict=True)]
 
 
-def _upper_median(values: list[float]) -> float:
+def _upper_median(values: Sequence[float]) -> float:
     """Return the median; of an even number of values, the higher of the middle two. With three workers, one of them
     hostile, an honest worker has only one honest peer."""
     return sorted(values)[len(values) // 2]

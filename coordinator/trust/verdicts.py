@@ -15,7 +15,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from sqlalchemy import select
@@ -28,6 +28,7 @@ from coordinator.screening.judging import (
     CLIPPED_WITH_FEEDBACK,
     LEAST_AGREEMENT,
     Judgement,
+    spread,
 )
 from coordinator.screening.measuring import Measure
 from coordinator.store.tables import FragmentRow
@@ -73,6 +74,7 @@ class Screening(NamedTuple):
     """How the contributions to a fragment are judged; `Aggregate` describes the fields."""
 
     usual: float | None
+    usual_spread: float | None
     clipped: float
     least_agreement: float
     bounded: bool
@@ -80,11 +82,11 @@ class Screening(NamedTuple):
 
 def screening(run: LiveRun, round_: int, fragment: int) -> Screening:
     """Return how the contributions to a fragment are judged, according to the run's record."""
-    usual = _median_reference(run, round_, fragment)
+    usual, usual_spread = _usual(run, round_, fragment)
     privacy = run.spec.privacy
     noisy = privacy is not None and privacy.noise > 0  # noise outweighs the update, in a random direction
     least_agreement = LEAST_AGREEMENT if run.shares_data else 0.0
-    return Screening(usual, clip_limit(run), least_agreement, bounded=usual is None and not noisy)
+    return Screening(usual, usual_spread, clip_limit(run), least_agreement, bounded=usual is None and not noisy)
 
 
 def clip_limit(run: LiveRun) -> float:
@@ -94,17 +96,24 @@ def clip_limit(run: LiveRun) -> float:
     return CLIPPED_WITH_FEEDBACK if CODECS[run.spec.sync.upload_codec].error_feedback else CLIPPED
 
 
-def _median_reference(run: LiveRun, round_: int, fragment: int) -> float | None:
-    """Return the median reference norm of the fragment's last EARLIER_ROUNDS rounds; None if there are none."""
+def _usual(run: LiveRun, round_: int, fragment: int) -> tuple[float | None, float | None]:
+    """Return the medians of the fragment's last EARLIER_ROUNDS rounds: of the reference norm, and of the spread of
+    agreements; None if there are none."""
     earlier = (
-        select(FragmentRow.reference)
+        select(FragmentRow.reference, FragmentRow.verdicts)
         .where(FragmentRow.run_id == run.id, FragmentRow.fragment == fragment)
         .where(FragmentRow.round < round_, FragmentRow.round >= round_ - EARLIER_ROUNDS)
         .where(FragmentRow.reference.is_not(None))
     )
     with run.context.database.read() as session:
-        references = [each for each in session.scalars(earlier) if each is not None]
-    return statistics.median(references) if references else None
+        rows = session.execute(earlier).all()
+    references = [reference for reference, _ in rows if reference is not None]
+    spreads = [found for _, verdicts in rows if (found := spread(_agreements(verdicts))) is not None]
+    return (statistics.median(references) if references else None, statistics.median(spreads) if spreads else None)
+
+
+def _agreements(verdicts: Mapping[str, Any]) -> list[float]:
+    return [each["cosine"] for each in verdicts.values() if each["cosine"] is not None]
 
 
 def report_verdicts(change: Change, round_: int, fragment: int, judgement: Judgement) -> None:

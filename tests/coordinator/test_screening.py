@@ -1,6 +1,7 @@
 """What a contribution may count: norms and directions, of honest workers who differ and of others."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,12 +15,15 @@ from coordinator.screening.judging import (
     CLIPPED_OF_OTHER_DATA,
     CLIPPED_UNEQUAL,
     CLIPPED_WITH_FEEDBACK,
+    LEAST_AGREEMENT,
     LEFT_OUT,
     REACH,
+    SPREAD,
     Evidence,
     Judgement,
     Verdict,
     judge,
+    spread,
 )
 from coordinator.screening.measuring import SKETCHED, Measure, Signs, Sketcher, measure_payload, unit
 from protocol.codecs import CODECS
@@ -58,12 +62,13 @@ def judged(
     usual: float | None = None,
     plausible: float = math.inf,
     rule: str = "screened",
+    usual_spread: float | None = None,
 ) -> Judgement:
     evidence = {
         f"w{index}": Evidence(sketched(each), 1 / len(vectors), work[index] if work else 1.0)
         for index, each in enumerate(vectors)
     }
-    return judge(evidence, usual, plausible, rule=rule)
+    return judge(evidence, usual, plausible, rule=rule, usual_spread=usual_spread)
 
 
 def factors(judgement: Judgement) -> list[float]:
@@ -351,6 +356,47 @@ def test_where_all_agree_little_nobody_is_left_out_for_agreeing_less(seed: int) 
     assert [each.factor for each in verdicts.values()] == [1.0] * 4
     vectors[0] = -vectors[1]
     assert judged(vectors).verdicts["w0"].factor == 0, "what opposes the others is left out"
+
+
+def with_a_noisy_row(count: int, cosine: float, rng: np.random.Generator) -> list[F32]:
+    """Return honest vectors with half of their noise in one row of 24 values, as those of an embedding have it."""
+    vectors = honest(count, cosine, seed=int(rng.integers(1 << 32)))
+    for vector in vectors:
+        vector[:24] += (math.sqrt(0.5 / 24) * rng.standard_normal(24)).astype(np.float32)
+    return vectors
+
+
+@pytest.mark.parametrize("workers", [4, 8])
+def test_where_honest_agreements_differ_nobody_is_left_out_for_that(workers: int) -> None:
+    """Late in training, one of eight honest workers was left out in every tenth round of a fragment with an embedding."""
+    rng = np.random.default_rng(workers)
+    spreads, strays = list[float](), 0
+    for _ in range(64):
+        vectors = with_a_noisy_row(workers, 0.15, rng)
+        judgement = judged(vectors, usual_spread=statistics.median(spreads[-16:]) if spreads else None)
+        assert factors(judgement) == [1.0] * workers
+        agreements = sorted(each.cosine or 0.0 for each in judgement.verdicts.values())
+        usual = agreements[workers // 2]
+        strays += agreements[0] < min(LEAST_AGREEMENT * usual, usual - SPREAD)
+        spreads.append(spread(agreements) or 0.0)
+    assert strays >= 3, "which would be left out if the spread were not known"
+    vectors[0] = -vectors[0]
+    assert factors(judged(vectors, usual_spread=statistics.median(spreads))) == [0.0] + [1.0] * (workers - 1)
+
+
+@pytest.mark.covers("security:partly-flipped-gradient")
+def test_noise_is_left_out_where_honest_agreements_are_small_and_equal() -> None:
+    vectors = honest(8, 0.08)
+    vectors[2] = honest(1, 0.0, seed=9)[0]
+    assert factors(judged(vectors)) == [1.0] * 8, "it is not known that they are always equal"
+    assert factors(judged(vectors, usual_spread=0.003)) == [1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_a_minority_cannot_widen_the_spread() -> None:
+    own = [0.15, 0.152, 0.149, 0.151, 0.15]
+    assert spread(own) == pytest.approx(0.001)
+    assert spread([*own, -1.0, 0.9, 0.9]) == pytest.approx(0.002)
+    assert spread(own[:3]) is None
 
 
 def test_less_agreement_is_asked_of_less_work_and_none_of_workers_with_data_of_their_own() -> None:
