@@ -47,6 +47,7 @@ LEAST_AGREEMENT = 0.25  # share of the usual agreement, for workers that train o
 SPREAD = 0.1  # by how much an honest agreement may fall short of the usual one, as long as the usual spread is unknown
 MEASURED = 4  # contributions that show a spread: of three, two always agree equally
 OUTLIER = 20.0  # spreads by which an honest agreement may fall short; 14 times the usual spread was measured
+FARTHEST = 0.25  # by how much it may fall short at most; 0.21 was measured
 OPPOSED = 0.25  # share of the usual agreement, negated, for workers whose data differs
 OPPOSED_IN_NOISE = 0.75  # the same, where a fragment's honest agreements differ by as much as the usual one
 CLOSE = 0.9  # share of the usual distance between two directions; honest pairs measured 0.88 to 1.1
@@ -252,7 +253,7 @@ def _by_direction(
         }
         usual = [max(_upper_median([agreements[j] for j in others] or [0.0]), 0.0) for others in peers]
         spread_now = OUTLIER * (spread(agreements) or 0.0)
-        reach = max(spread_now, SPREAD if usual_spread is None else OUTLIER * usual_spread)
+        reach = min(max(spread_now, SPREAD if usual_spread is None else OUTLIER * usual_spread), FARTHEST)
         bounds = [
             _least_agreement(
                 evidence[worker], judged[worker].ratio or 1.0, typical, work, chance, reach, least_agreement
