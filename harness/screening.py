@@ -41,7 +41,7 @@ class Screening:
             clipped=CLIPPED_WITH_FEEDBACK if CODECS[self._spec.sync.upload_codec].error_feedback else CLIPPED,
             usual_spread=statistics.median(spreads[-EARLIER_ROUNDS:]) if spreads else None,
         )
-        found = spread([each.cosine for each in judgement.verdicts.values() if each.cosine is not None])
+        found = spread(each.cosine for each in judgement.verdicts.values())
         if found is not None:
             spreads.append(found)
         if judgement.reference is not None:

@@ -25,7 +25,7 @@ oppose each other, the coordinator cannot decide which one is right.
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -101,9 +101,10 @@ class Judgement:
     close: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
-def spread(agreements: Sequence[float]) -> float | None:
+def spread(cosines: Iterable[float | None]) -> float | None:
     """Return how much the agreements of one fragment's contributions differ: the median distance from their median,
-    which a minority cannot move far. None for fewer than MEASURED."""
+    which a minority cannot move far. None for fewer than MEASURED. `cosines`: as verdicts have them."""
+    agreements = [each for each in cosines if each is not None]
     if len(agreements) < MEASURED:
         return None
     usual = _upper_median(agreements)

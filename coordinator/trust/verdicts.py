@@ -15,7 +15,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from sqlalchemy import select
@@ -108,12 +108,9 @@ def _usual(run: LiveRun, round_: int, fragment: int) -> tuple[float | None, floa
     with run.context.database.read() as session:
         rows = session.execute(earlier).all()
     references = [reference for reference, _ in rows if reference is not None]
-    spreads = [found for _, verdicts in rows if (found := spread(_agreements(verdicts))) is not None]
+    found = [spread(each["cosine"] for each in verdicts.values()) for _, verdicts in rows]
+    spreads = [each for each in found if each is not None]
     return (statistics.median(references) if references else None, statistics.median(spreads) if spreads else None)
-
-
-def _agreements(verdicts: Mapping[str, Any]) -> list[float]:
-    return [each["cosine"] for each in verdicts.values() if each["cosine"] is not None]
 
 
 def report_verdicts(change: Change, round_: int, fragment: int, judgement: Judgement) -> None:
