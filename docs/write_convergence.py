@@ -64,10 +64,11 @@ gradients at every step. The best setting for each saving, of those with three s
 EVERY_SETTING = """\
 All settings that were measured, the poor ones too. *Loop* rows are by `python -m benchmarks.frontier`, plain
 torch in one process with the product's codecs; *product* rows, the filled points, are real runs. Each row is the mean
-over its *seeds*. Two runs that differ only in rounding can differ by 0.5 %, as can two seeds, so differences below 1 %
-between rows with one seed mean little. *Mean of 8* compares the means of the last eight states, for both: averaging
-helps synchronous training more than DiLoCo, whose outer momentum averages already. Perplexities depend on what a token
-is, so the plot has the loss.
+over its *seeds*, each compared with the synchronous run of the same seed; *by seed* has the lowest and the highest. Two
+runs that differ only in rounding can differ by 0.5 %, as can two seeds, so differences below 1 % between rows with one
+seed mean little. *Mean of 8* compares the means of the last eight states, for both: averaging helps synchronous
+training more than DiLoCo, whose outer momentum averages already. Perplexities depend on what a token is, so the plot
+has the loss.
 """
 
 AGREEMENT = """\
@@ -246,7 +247,7 @@ def moved(result: Result) -> list[float]:
     return [all_of_it * step / last for step, _ in result.curve]
 
 
-FRONTIER_HEADINGS = ("row", "where", "seeds", "steps", "rounds", "bytes", "perplexity", "mean of 8", "loss")
+FRONTIER_HEADINGS = ("row", "where", "seeds", "steps", "rounds", "bytes", "perplexity", "by seed", "mean of 8", "loss")
 FRONTIER_STEPS = (STEPS, 4 * STEPS)
 MUON = "synchronous, Muon"  # the product's row that is the base of the frontier
 TARGETS = [(800, 0.01), (2_000, 0.02), (10_000, 0.05)]  # times fewer bytes, and the most perplexity above
@@ -254,26 +255,34 @@ TARGETS = [(800, 0.01), (2_000, 0.02), (10_000, 0.05)]  # times fewer bytes, and
 
 @dataclass(frozen=True)
 class Point:
-    """One setting on the frontier: `factor` times fewer bytes than all-reduce, and the shares by which the perplexity
-    and the loss are above those of synchronous training; `averaged`: the perplexity of the means of the last states,
-    None if unknown."""
+    """One setting on the frontier: `factor` times fewer bytes than all-reduce, and the shares by which the perplexity,
+    seed by seed, and the loss are above those of synchronous training; `averaged`: the perplexity of the means of the
+    last states, None if unknown."""
 
     name: str
     is_product: bool
-    seeds: int
     upload: str
     steps: int
     rounds: int
     factor: float
-    above: float
+    each_above: tuple[float, ...]
     averaged: float | None
     loss_above: float
+
+    @property
+    def seeds(self) -> int:
+        return len(self.each_above)
+
+    @property
+    def above(self) -> float:
+        return statistics.mean(self.each_above)
 
     def cells(self) -> list[str]:
         averaged = "–" if self.averaged is None else f"{self.averaged:+.1%}"
         where = "product" if self.is_product else "loop"
         counts = [str(self.seeds), f"{self.steps:,}", str(self.rounds), f"1/{self.factor:,.0f}"]
-        return [self.name, where, *counts, f"{self.above:+.1%}", averaged, f"{self.loss_above:+.1%}"]
+        of_seeds = f"{min(self.each_above):+.1%} to {max(self.each_above):+.1%}" if self.seeds > 1 else "–"
+        return [self.name, where, *counts, f"{self.above:+.1%}", of_seeds, averaged, f"{self.loss_above:+.1%}"]
 
 
 def points(results: Sequence[Result], explored: Sequence[frontier.Result]) -> list[Point]:
@@ -317,12 +326,12 @@ def _explored(explored: Sequence[frontier.Result]) -> Iterator[Point]:
         first = own[0]
         if row.synchronous or row.width != USUAL.width or first.steps not in FRONTIER_STEPS:
             continue
-        above = [math.expm1(a.loss - b.loss) for a, b in zip(own, base, strict=True)]
+        above = tuple(math.expm1(a.loss - b.loss) for a, b in zip(own, base, strict=True))
         averaged = [math.expm1(a.mean_loss - b.mean_loss) for a, b in zip(own, base, strict=True)]
         factor = statistics.mean(each.factor or 0.0 for each in own)
         loss_above = [a.loss / b.loss - 1 for a, b in zip(own, base, strict=True)]
-        means = statistics.mean(above), statistics.mean(averaged), statistics.mean(loss_above)
-        yield Point(first.row, False, len(own), row.upload, first.steps, first.rounds, factor, *means)
+        means = statistics.mean(averaged), statistics.mean(loss_above)
+        yield Point(first.row, False, row.upload, first.steps, first.rounds, factor, above, *means)
 
 
 # A row of the loop -> the same as a row of the product.
@@ -398,9 +407,9 @@ def _of_product(results: Sequence[Result]) -> Iterator[Point]:
         moved = statistics.mean(each.upload_bytes + each.download_bytes for each in own)
         sync = parse_spec(row.spec(steps, 0)).sync
         factor = 2 * allreduce_bytes(WORKERS, PARAMETERS, steps) / moved
-        above = statistics.mean(math.expm1(each.loss - bases[steps, each.seed]) for each in own)
+        above = tuple(math.expm1(each.loss - bases[steps, each.seed]) for each in own)
         loss_above = statistics.mean(each.loss / bases[steps, each.seed] - 1 for each in own)
-        yield Point(name, True, len(own), sync.upload_codec, steps, sync.rounds, factor, above, None, loss_above)
+        yield Point(name, True, sync.upload_codec, steps, sync.rounds, factor, above, None, loss_above)
 
 
 def _colour(codec: str) -> str:
