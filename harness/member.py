@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from protocol.codecs import CODECS
 from protocol.digest import Buffer, StateHash, content_digest, digest
+from protocol.errors import PROBLEM_PREFIX
 from protocol.fragments import TensorSpec
 from protocol.messages import Assignment, DataSummary, JoinReply, JoinRequest, UploadGrant
 from protocol.outer_step import outer_step
@@ -197,10 +198,13 @@ class Member:
         path = f"/v1/runs/{self.run}/rounds/{round_}/fragments/{fragment}/delta"
         return self.http.get(path, headers={"Prefer": f"wait={wait_s}"})
 
-    def step(self, round_: int) -> None:
-        """Download the deltas of `round_` and take the outer step."""
+    def step(self, round_: int, asks: int = 4) -> None:
+        """Download the deltas of `round_` and take the outer step. An unpublished delta is asked for again, as workers
+        do: `asks` times, for 2 minutes, which only turns a hang into a failure."""
         for p in range(len(self.theta)):
-            reply = self.delta(round_, p)
+            replies = (self.delta(round_, p) for _ in range(asks))
+            reply = next((each for each in replies if not is_unpublished(each)), None)
+            assert reply is not None, f"fragment {p} of round {round_} was not published within {asks} long polls"
             self.apply(p, Payload.from_bytes(reply.raise_for_status().content))
 
     def apply(self, fragment: int, delta: Payload) -> None:
@@ -222,6 +226,11 @@ class Member:
         for p, values in enumerate(self.pseudo_gradients(round_)):
             self.contribute(assignment, p, values).raise_for_status()
         return assignment
+
+
+def is_unpublished(reply: httpx.Response) -> bool:
+    """Return whether the reply says that the delta is not published yet."""
+    return reply.is_error and reply.json()["type"] == PROBLEM_PREFIX + "not-published"
 
 
 def hash_of(name: str, round_: int) -> int:
