@@ -303,11 +303,12 @@ def _least_agreement(
     """Return the agreement below which a contribution is left out. `reach`: how far honest agreements may fall short of
     the usual one in this fragment. `least`: as a share of the usual one.
 
-    The bound is also `reach` below the usual agreement, or where opposition begins. Late in training, when rates are
-    small, noise is most of every pseudo-gradient. Where noise is spread over all parameters, honest agreements are
-    nearly equal, and what is only noise stands out: 0.07 to 0.12 were measured with a spread of 0.002. Where few rows
-    have most of the noise, as in embeddings, they are not: 0.18 was usual, with a spread of 0.015, and one of 0.08 and
-    one of -0.02 were honest. A contribution that is only noise adds no more of it there than an honest one.
+    The bound is also `reach` below the usual agreement or, if that is below 0, where opposition begins. Late in
+    training, when rates are small, noise is most of every pseudo-gradient. Where noise is spread over all parameters,
+    honest agreements are nearly equal, and what is only noise stands out: 0.07 to 0.12 were measured with a spread of
+    0.002. Where few rows have most of the noise, as in embeddings, they are not: 0.18 to 0.22 were usual, with a spread
+    of 0.015, and some of 0.08, -0.02 and -0.05 were honest. A contribution that is only noise adds no more of it there
+    than an honest one.
 
     Less is required of three kinds of work. Little work has a noisier direction. In partly late work only the part of
     its own round agrees, so the requirement falls in proportion to the extra length. Entirely late work has the mean of
@@ -323,7 +324,8 @@ def _least_agreement(
     share = math.sqrt(min(1.0, each.work / work)) if work > 0 else 1.0
     late = max(1.0, ratio) if each.late else 1.0
     bound = least * share * usual / late - max(chance - usual / 2, 0.0)
-    return min(bound, max(usual - reach, -max(chance, OPPOSED_IN_NOISE * usual)))
+    expected = usual - reach  # below 0 what is only noise cannot be told from honest work, nor anything in between
+    return min(bound, expected if expected >= 0 else -max(chance, OPPOSED_IN_NOISE * usual))
 
 
 def _products(evidence: Mapping[str, Evidence], workers: list[str]) -> F64:

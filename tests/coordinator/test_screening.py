@@ -384,6 +384,18 @@ def test_where_honest_agreements_differ_nobody_is_left_out_for_that(workers: int
     assert factors(judged(vectors, usual_spread=statistics.median(spreads))) == [0.0] + [1.0] * (workers - 1)
 
 
+def test_nobody_is_left_out_for_less_than_opposition_where_noise_cannot_be_told_from_honest_work() -> None:
+    """One of eight honest workers had -0.045 where 0.217 was usual, more than `FARTHEST` below it."""
+    vectors, (shared,), (own,) = honest(8, 0.217), honest(1, 1.0), honest(1, 0.0, seed=9)
+    vectors[0] = 0.99 * own - np.float32(0.045 / math.sqrt(0.217)) * shared
+    verdicts = judged(vectors, usual_spread=0.015).verdicts
+    assert verdicts["w0"].cosine == pytest.approx(-0.045, abs=0.01)
+    assert [each.factor for each in verdicts.values()] == [1.0] * 8
+    assert judged(vectors, usual_spread=0.005).verdicts["w0"].factor == 0, "where it is known to be an outlier"
+    vectors[0] = 0.9 * own - np.float32(0.2 / math.sqrt(0.217)) * shared
+    assert judged(vectors, usual_spread=0.015).verdicts["w0"].factor == 0, "which opposes them"
+
+
 @pytest.mark.covers("security:partly-flipped-gradient")
 def test_noise_is_left_out_where_honest_agreements_are_small_and_equal() -> None:
     vectors = honest(8, 0.08)
