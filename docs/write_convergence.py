@@ -188,7 +188,13 @@ CLAIMS = [
 
 def page(results: Sequence[Result], explored: Sequence[frontier.Result], checked: Sequence[bare.Result]) -> str:
     found = points(results, explored)
-    parts = [HEAD, FRONTIER, _markdown(BEST_HEADINGS, list(_best(found))), EVERY_SETTING]
+    parts = [
+        HEAD,
+        FRONTIER,
+        _markdown(BEST_HEADINGS, list(_best(found))),
+        _filled(_targets(found)) + "\n",
+        EVERY_SETTING,
+    ]
     parts.append(f"![loss above synchronous training by bytes saved]({FRONTIER_PLOT.name})\n")
     parts.append(_markdown(FRONTIER_HEADINGS, [each.cells() for each in found]))
     claims = _markdown(("who", "source", "setting", "bytes", "perplexity", "loss"), [each.cells() for each in CLAIMS])
@@ -291,6 +297,8 @@ def points(results: Sequence[Result], explored: Sequence[frontier.Result]) -> li
     return sorted(found, key=lambda each: each.factor)
 
 
+ABOUT = 0.97  # of a factor: 1,960 times fewer bytes are about 2,000 times fewer
+SURE = 3  # seeds: the best of many rows with one seed is luck
 BEST_HEADINGS = ("times fewer bytes, about", *(f"{steps:,} steps" for steps in FRONTIER_STEPS))
 
 
@@ -299,11 +307,28 @@ def _best(found: Sequence[Point]) -> Iterator[list[str]]:
     for factor in (500, 1_000, 2_000, 5_000, 10_000):
         cells = [f"{factor:,}"]
         for steps in FRONTIER_STEPS:
-            enough = [each for each in found if each.steps == steps and each.factor >= 0.97 * factor]
-            surest = [each for each in enough if each.seeds >= 3] or enough  # the best of many single seeds is luck
+            enough = [each for each in found if each.steps == steps and each.factor >= ABOUT * factor]
+            surest = [each for each in enough if each.seeds >= SURE] or enough
             best = min(surest, key=lambda each: each.above)
             cells.append(f"{best.above:+.1%}: {best.name}, 1/{best.factor:,.0f}")
         yield cells
+
+
+def _targets(found: Sequence[Point]) -> str:
+    """Return what was aimed at, and which rows reach it."""
+    parts = []
+    for factor, above in TARGETS:
+        reached = [
+            each for each in found if each.seeds >= SURE and each.factor >= ABOUT * factor and each.above <= above
+        ]
+        best = min(reached, key=lambda each: each.above, default=None)
+        aim = f"{above:+.0%} at about {factor:,}"
+        if best is None:
+            parts.append(f"{aim}: no row.")
+            continue
+        averaged = "" if best.averaged is None else f", or {best.averaged:+.1%} by the mean of 8"
+        parts.append(f"{aim}: {best.name}, with {best.above:+.1%} over {best.steps:,} steps{averaged}.")
+    return " ".join(["Our targets are the crosses in the plot; these rows of three seeds reach them.", *parts])
 
 
 def _groups(explored: Sequence[frontier.Result]) -> Iterator[tuple[Row, list[frontier.Result], list[frontier.Result]]]:
