@@ -77,7 +77,7 @@ AGREEMENT = """\
 The same training, held-out loss in nats per byte: *bare* is `python -m benchmarks.frontier.bare`, a page of torch and
 transformers that shares nothing with our code but the reader of the text; the *loop* of the frontier; and real runs of
 the *product*. They start from the same parameters, and differ in rounding and in which worker gets which text. That
-alone makes runs differ by about 0.004.
+alone makes runs differ by up to 0.005.
 """
 
 CLAIMED = """\
