@@ -47,7 +47,7 @@ LEAST_AGREEMENT = 0.25  # share of the usual agreement, for workers that train o
 SPREAD = 0.1  # by how much an honest agreement may fall short of the usual one, as long as the usual spread is unknown
 MEASURED = 4  # contributions that show a spread: of three, two always agree equally
 OUTLIER = 20.0  # spreads by which an honest agreement may fall short; 14 times the usual spread was measured
-FARTHEST = 0.25  # by how much it may fall short at most; 0.21 was measured
+FARTHEST = 0.25  # by how much it may fall short at most, if the bound is not below 0; 0.21 was measured
 OPPOSED = 0.25  # share of the usual agreement, negated, for workers whose data differs
 OPPOSED_IN_NOISE = 0.75  # the same, where a fragment's honest agreements differ by as much as the usual one
 CLOSE = 0.9  # share of the usual distance between two directions; honest pairs measured 0.88 to 1.1
@@ -324,7 +324,7 @@ def _least_agreement(
     share = math.sqrt(min(1.0, each.work / work)) if work > 0 else 1.0
     late = max(1.0, ratio) if each.late else 1.0
     bound = least * share * usual / late - max(chance - usual / 2, 0.0)
-    expected = usual - reach  # below 0 what is only noise cannot be told from honest work, nor anything in between
+    expected = usual - reach  # if it is below 0, honest work may agree less than noise does
     return min(bound, expected if expected >= 0 else -max(chance, OPPOSED_IN_NOISE * usual))
 
 
