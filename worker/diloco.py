@@ -131,7 +131,7 @@ class DiLoCo:
         client: Client,
         run: RunDetail,
         name: str,
-        state_dir: Path | None = None,
+        state_dir: Path | str | None = None,
         data: DataSummary | None = None,
         evaluate: Callable[[], EvaluationReport] | None = None,
         initial: Callable[[], None] | None = None,

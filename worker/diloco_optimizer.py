@@ -216,7 +216,7 @@ def _compare(
             raise ValueError(_differs(name, given, spec, key, wanted))
     if outer_optimizer is None:
         return
-    made = outer_optimizer([nn.Parameter(torch.zeros(1))])
+    made = outer_optimizer([nn.Parameter(torch.zeros(1, device="cpu"))])
     has = made.defaults
     is_nesterov = isinstance(made, SGD) and has["nesterov"] and not (has["weight_decay"] or has["maximize"])
     if not is_nesterov or any(has[name] != wanted for name, wanted in outer.items()):

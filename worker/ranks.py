@@ -133,7 +133,7 @@ class Ranks:
         step."""
         if self.size == 1:
             return list(flags)
-        combined = torch.tensor(flags, dtype=torch.uint8)
+        combined = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         with _raising_rank_lost():
             dist.all_reduce(combined, dist.ReduceOp.MAX, group=self._group)
         return [bool(each) for each in combined]

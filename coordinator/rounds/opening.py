@@ -77,7 +77,9 @@ def why_not_open(run: LiveRun) -> str | None:
         )
     ready, least = len(_candidates(run)), run.spec.members.min_workers
     if ready < least:
-        return _with_silence(run, f"round {run.round} waits for workers: {ready} of at least {least} are ready")
+        waiting = f"round {run.round} waits for workers: {ready} of at least {least} are ready"
+        refused = "".join(f"; {worker} cannot join: {why}" for worker, why in list(run.members.refused.items())[-1:])
+        return _with_silence(run, waiting) + refused
     return None
 
 

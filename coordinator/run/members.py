@@ -8,6 +8,7 @@ from coordinator.run.decide import OverdueHeartbeat
 from protocol.messages import Metrics
 
 MISSED = 3  # no round waits for a worker that has missed this many in a row
+MOST_REFUSED = 16  # workers whose refusals are recorded
 SILENT = 0.5  # a heartbeat is overdue after this share of a lease; workers send three per lease
 SEEDER_S = 1800.0  # to upload one fragment of state 0: half a gigabyte at 2 Mbit/s
 OTHERS_ASK_S = 120.0  # every waiting member asks again within this time, because a long poll lasts 60 s
@@ -33,6 +34,7 @@ class Members:
 
     seeder      the worker that uploads state 0; None until one has asked for an assignment
     evaluators  the workers that evaluate the final state
+    refused     why workers could not join, since this process started: their model or data differ
 
     A worker is *proven* once it has contributed to the run. A round waits for the proven workers that have not missed
     MISSED rounds in a row, and counts its quorum over them, with one vote per token. It waits for a newcomer only once,
@@ -44,6 +46,7 @@ class Members:
         self.lease_s = lease_s
         self.seeder: str | None = None
         self.evaluators: set[str] = set()
+        self.refused: dict[str, str] = {}
         self._leases: dict[str, Lease] = {}
         self._by_token_hash: dict[bytes, str] = {}
         self._owners: dict[str, str] = {}
@@ -73,10 +76,18 @@ class Members:
         if proven:
             self._proven.add(worker)
         self.record_owner(worker, token)
+        self.refused.pop(worker, None)
         with self._lock:
             self._end(worker)
             self._leases[worker] = Lease(token_hash, now, metrics or Metrics(), token)
             self._by_token_hash[token_hash] = worker
+
+    def refuse(self, worker: str, reason: str) -> bool:
+        """Record why the worker cannot join. Return False if that is known, or too many workers are refused."""
+        if self.refused.get(worker) == reason or (worker not in self.refused and len(self.refused) >= MOST_REFUSED):
+            return False
+        self.refused[worker] = reason
+        return True
 
     def record_owner(self, worker: str, token: str | None) -> None:
         """Record the token that the worker joined with, even if it no longer holds a lease."""

@@ -29,6 +29,7 @@ from protocol.messages import (
 from protocol.spec.run import PRIVATE_WORKERS, RunSpec
 from protocol.spec.sections import check_pin
 
+_REFUSED = ("model-mismatch", "data-mismatch", "pin-mismatch")
 DRAINING_S = 5.0  # a worker that cannot join a draining run retries after this time
 
 
@@ -45,8 +46,26 @@ def join(
 
     `is_good` returns whether the token with that id is still good: it may have been revoked since authentication.
     Raises Problem: run-ended, run-draining, banned, worker-name-taken, worker-name-owned, forbidden, unauthorized,
-    model-mismatch, data-mismatch, pin-mismatch.
+    model-mismatch, data-mismatch, pin-mismatch. The last three are also reported as an event, because the run may wait
+    for this worker.
     """
+    try:
+        return _join(run, worker, request, by, actor, is_good)
+    except Problem as problem:
+        if problem.slug in _REFUSED and run.members.refuse(worker, problem.detail):
+            with run.change() as change:
+                change.record("refused", f"{worker} cannot join: {problem.detail}", worker=worker)
+        raise
+
+
+def _join(
+    run: LiveRun,
+    worker: str,
+    request: JoinRequest,
+    by: Identity,
+    actor: Actor,
+    is_good: Callable[[str], bool],
+) -> JoinReply:
     with run.change() as change:
         if by.token is not None and not is_good(by.token):
             raise Problem("unauthorized", "the token was revoked, or has expired")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Self
+from weakref import WeakSet
 
 import numpy as np
 
@@ -25,14 +26,35 @@ _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
 # --- locks --------------------------------------------------------------------------------------------------------
 
 
+_LOCKED: WeakSet[IO[Any]] = WeakSet()  # the files that this process has locked, if they are still open
+
+
 def try_lock(file: IO[Any] | int) -> bool:
     """Lock an open file or directory until it is closed or the process ends. Return False if another process holds the
-    lock."""
+    lock.
+
+    A forked child, such as a DataLoader's, does not hold the lock of a file, but does hold that of a descriptor.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    if not isinstance(file, int):
+        _LOCKED.add(file)
     return True
+
+
+def _drop_locks_of_parent() -> None:
+    """Let go of the parent's locks after a fork: a child that outlives a killed parent would still hold them."""
+    for file in _LOCKED:
+        if not file.closed:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the file keeps a descriptor, which it will close
+            os.dup2(nowhere, file.fileno(), inheritable=False)
+            os.close(nowhere)
+    _LOCKED.clear()
+
+
+os.register_at_fork(after_in_child=_drop_locks_of_parent)
 
 
 def open_locked(path: Path, refusal: str) -> IO[str]:

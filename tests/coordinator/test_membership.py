@@ -95,6 +95,19 @@ def test_another_model_is_refused_and_the_tensor_named(shared: InThread, run: st
     assert [worker["name"] for worker in info(shared, run, "/workers")["items"]] == ["w"]
 
 
+def test_those_that_wait_for_a_worker_learn_why_it_cannot_join(shared: InThread, run: str) -> None:
+    """Another vocabulary on the second box: the first one waited for ever and gave no reason."""
+    (first,) = crew(shared, run, ["w"], min_workers=2)
+    other = Member(shared.client(), run, "v", tensors=[TENSORS[0], TensorSpec(name="b", shape=[78])])
+    for _ in range(3):  # it may be restarted again and again
+        detail = problem(other.ask_to_join(), "model-mismatch")["detail"]
+    assert first.assignment(0).reason.endswith(f"1 of at least 2 are ready; v cannot join: {detail}")
+    (event,) = events(shared, run, "refused")
+    assert (event["data"]["worker"], event["message"]) == ("v", f"v cannot join: {detail}")
+    recovered(enlist(shared, run, "v"))
+    assert "cannot join" not in first.assignment(0).reason
+
+
 @pytest.mark.parametrize("data", [None, DATA.model_copy(update={"digest": "cd" * 32})], ids=["none", "other files"])
 def test_another_training_set_is_refused_and_both_are_named(
     shared: InThread, run: str, data: DataSummary | None

@@ -185,3 +185,29 @@ def test_a_restarted_script_keeps_the_settings_that_it_changed(
         work(12, lr=2e-3, betas=(0.8, 0.9))
         assert "lr = 0.002, before: 0.001; betas = (0.8, 0.9), before: (0.9, 0.999)" in caplog.text
     assert used == [(1e-3, 0, (0.9, 0.999)), (0.5e-3, 0, (0.9, 0.999)), (2e-3, 0, (0.8, 0.9))]
+
+
+@pytest.mark.parametrize("peak", [1e-3, 2e-3])
+def test_a_rate_that_a_scheduler_sets_is_no_changed_setting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, peak: float
+) -> None:
+    """transformers' Trainer restores optimizer and scheduler from a checkpoint before it joins: the rate was 0.0 when
+    the first process joined, and is another one when the second does. A changed peak is reported."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator, caplog.at_level(logging.WARNING, "worker"):
+        run = Toy(coordinator, toy.spec(rounds=3), tmp_path)
+        checkpoint: list[dict[str, Any]] = []
+        for until, base in ((4, 1e-3), (8, peak)):
+            model = toy.make_model()
+            optimizer = Adam(model.parameters(), lr=base)
+            scheduler = schedulers.LambdaLR(optimizer, lambda step: step / 12)
+            if checkpoint and base == 1e-3:
+                optimizer.load_state_dict(checkpoint[0])
+                scheduler.load_state_dict(checkpoint[1])
+            with run.connect(model, optimizer, scheduler=scheduler, state_dir=tmp_path / "a") as diloco:
+                for unit in diloco.units():
+                    if diloco.global_step == until:
+                        break
+                    toy.step(diloco, model, optimizer, unit)
+                checkpoint = [optimizer.state_dict(), scheduler.state_dict()]
+    assert ("settings of Adam have changed" in caplog.text) == (peak != 1e-3)
+    assert ("initial_lr = 0.002, before: 0.001" in caplog.text) == (peak != 1e-3)

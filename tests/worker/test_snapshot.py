@@ -1,6 +1,7 @@
 """The state directory and the snapshot in it."""
 
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -261,3 +262,30 @@ def test_the_member_token_is_private(files: StateDir) -> None:
     files.save_member_tokens(MemberTokens("secret", "next"))
     assert files.member_tokens() == MemberTokens("secret", "next")
     assert stat.S_IMODE((files.path / "member.json").stat().st_mode) == 0o600
+
+
+def test_a_child_that_outlives_a_killed_worker_does_not_keep_it_from_continuing(tmp_path: Path) -> None:
+    """Processes of a DataLoader notice only after seconds that the script was killed, and they were forked with its lock."""
+    program = """
+import os, sys
+from worker.state.state_dir import StateDir
+with StateDir(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        print("forked", flush=True)
+        sys.stdin.read()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    worker = subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with worker:  # closes the child's standard input at its end
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "forked\n"
+        with pytest.raises(StateDirBusy, match="end it"), StateDir(tmp_path):
+            pass
+        worker.kill()
+        assert worker.wait() == -signal.SIGKILL
+        with StateDir(tmp_path):
+            pass

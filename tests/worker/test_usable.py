@@ -76,6 +76,34 @@ def test_a_notebook_cell_that_runs_again_is_told_what_is_still_open(tmp_path: Pa
             assert again.has_joined
 
 
+def test_a_double_precision_model_is_refused_before_the_run_is_joined(tmp_path: Path) -> None:
+    """It failed at the first sync."""
+    model = toy.make_model().double()
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(), tmp_path)
+        with pytest.raises(ModelError, match=r"parameter 0\.weight is torch\.float64.*model\.float\(\)"):
+            run.connect(model, sgd(model))
+        assert run.info().live_workers == 0
+
+
+@pytest.mark.parametrize("upload", ["int8", "2bit"])
+def test_a_script_may_set_a_default_device(tmp_path: Path, upload: str) -> None:
+    """Memory that the worker allocates stays in host memory. The meta device shows any that does not. `state_dir` is a
+    string, as scripts have it."""
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=2, upload=upload), tmp_path)
+        for until in (toy.STEPS, 2 * toy.STEPS):  # the second process continues from the first one's snapshot
+            model = toy.make_model()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=toy.LR)
+            with torch.device("meta"), run.connect(model, optimizer, state_dir=str(tmp_path / "a")) as diloco:
+                for unit in diloco.units():
+                    if diloco.global_step == until:
+                        break
+                    with torch.device("cpu"):
+                        toy.step(diloco, model, optimizer, unit)
+        assert run.final().state == "finished"
+
+
 def test_of_a_wrapper_what_it_wraps_is_taken() -> None:
     model = toy.make_model()
     optimizer = sgd(model)

@@ -29,7 +29,7 @@ def _with_kernels(name: str) -> TorchCodec:
     def encode(x: Tensor) -> Tensor:
         if x.device.type != "cpu":
             return IN_TORCH[name].encode(x)
-        out = torch.empty((*x.shape[:-1], CODECS[name].size(x.shape[-1])), dtype=torch.uint8)
+        out = torch.empty((*x.shape[:-1], CODECS[name].size(x.shape[-1])), dtype=torch.uint8, device="cpu")
         if x.dim() == 1:
             CODECS[name].encode(x.numpy(), out.numpy())
         else:
@@ -69,7 +69,7 @@ def _in_host_memory(encoded: Tensor) -> Tensor:
     """Return `encoded`, or a copy if it is on a GPU: page-locked, as the device writes there several times as fast."""
     if encoded.device.type != "cuda":
         return encoded.cpu()
-    return torch.empty(encoded.shape, dtype=encoded.dtype, pin_memory=True).copy_(encoded)
+    return torch.empty(encoded.shape, dtype=encoded.dtype, device="cpu", pin_memory=True).copy_(encoded)
 
 
 def pack_fragment(vector: Tensor, codec: str, *, zstd: bool) -> list[Buffer]:

@@ -154,7 +154,7 @@ class Compact(Optimizer):
     def _step(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for name, signed in self._moments.items():
                 state.update(self._empty(name, parameter, signed=signed))
         count = state["step"]

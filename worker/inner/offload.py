@@ -28,7 +28,7 @@ def page_locked(elements: int, dtype: torch.dtype, device: torch.device) -> Tens
     would be rounded up to a power of 2. The tensor shares its pages with nothing else, and they are unlocked before
     they are freed: CUDA does not copy memory that is only partly locked ("invalid argument")."""
     if device.type != "cuda" or not elements:
-        return torch.zeros(elements, dtype=dtype)
+        return torch.zeros(elements, dtype=dtype, device="cpu")
     needed = elements * dtype.itemsize
     locked = -(-needed // PAGESIZE) * PAGESIZE
     memory = np.zeros(locked + PAGESIZE, np.uint8)

@@ -41,7 +41,7 @@ def mean_of_fragment(client: Client, spec: RunSpec, base: CheckpointDetail, p: i
     n = len(state.theta[p])
     state.load(p, client.checkpoint_fragment(base.round, base.fragments[p], wire.max_payload_bytes("fp32", 2 * n)))
     limit_bytes = wire.max_payload_bytes(spec.sync.download_codec, n)
-    total = torch.zeros(n, dtype=torch.float64)
+    total = torch.zeros(n, dtype=torch.float64, device="cpu")
     for number in range(base.round, last + 1):
         if number > last - count:
             total += state.reached(p)

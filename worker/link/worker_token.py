@@ -20,7 +20,7 @@ from worker.state.state_dir import WORKER_TOKEN, StateDir, WorkerToken
 log = logging.getLogger(__name__)
 
 
-def with_worker_token(client: Client, worker: str, directory: Path | None, ranks: Ranks) -> Client:
+def with_worker_token(client: Client, worker: str, directory: Path | str | None, ranks: Ranks) -> Client:
     """Return the client with the worker token of `worker`. A join token is exchanged unless that happened before; any
     other token stays. All ranks call this, and the first one asks.
 
@@ -35,7 +35,7 @@ def with_worker_token(client: Client, worker: str, directory: Path | None, ranks
     return client.with_token(ranks.on_first(lambda: _worker_token(client, worker, directory)))
 
 
-def token_to_read_with(token: str, run: str, worker: str, directory: Path) -> str:
+def token_to_read_with(token: str, run: str, worker: str, directory: Path | str) -> str:
     """Return the worker token if `token` is a join token that was exchanged before, else `token`."""
     if not token.startswith(JOIN_PREFIX):
         return token
@@ -46,7 +46,7 @@ def token_to_read_with(token: str, run: str, worker: str, directory: Path) -> st
     return token if own is None or not own.exchanged else own.token
 
 
-def _worker_token(client: Client, worker: str, directory: Path) -> str:
+def _worker_token(client: Client, worker: str, directory: Path | str) -> str:
     try:
         with StateDir(directory) as files:
             own = _saved(files, client.run, worker)

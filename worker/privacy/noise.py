@@ -28,7 +28,7 @@ def with_noise(values: Tensor, deviation: float, key: bytes) -> Tensor:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a noise key has {KEY_BYTES} bytes, not {len(key)}")
     stream = blake3(_CONTEXT, key=key)
-    out = torch.empty(len(values), dtype=torch.float32)
+    out = torch.empty(len(values), dtype=torch.float32, device="cpu")
     result, given = out.numpy(), values.detach().numpy()
     for start in range(0, len(result), _AT_ONCE):
         part = given[start : start + _AT_ONCE].astype(np.float64)

@@ -25,7 +25,7 @@ _PART, _PART_ON_DEVICE = 1 << 20, 1 << 24  # elements
 def host_copy(tensor: Tensor) -> Tensor:
     """Return a contiguous copy of `tensor` as it is now, in host memory. A copy from a GPU is page-locked: the device
     writes into that directly, several times as fast."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
     return copy.copy_(tensor.detach())
 
 
@@ -93,7 +93,7 @@ class Fragments:
             self._ranks.send_receive(
                 {owner: torch.cat([self._read(each).float() for each in mine])} if mine else {}, {}
             )
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         own = given.pop(owner, [])
         if not given:
             return torch.cat([self._read(each).float() for each in own])
@@ -178,7 +178,7 @@ class Fragments:
         GPU, which writes into that directly.
         """
         on_gpu = self.device.type == "cuda"
-        delta = torch.empty(len(theta), dtype=torch.float32, pin_memory=on_gpu) if out is None else out
+        delta = torch.empty(len(theta), dtype=torch.float32, device="cpu", pin_memory=on_gpu) if out is None else out
         with self._side_stream.beside(self.mark() if after is None else after):
             for piece in chain.from_iterable(map(self._parts, self._pieces(p))):
                 start = self._start(piece, theta, carry).float()

@@ -67,7 +67,7 @@ def keep_changed_settings(optimizer: Optimizer, before: list[dict[str, Any]], no
         if "initial_lr" not in values:  # from a scheduler that is not used any more
             group.pop("initial_lr", None)
         for key, value in values.items():
-            if key not in was or was[key] == value:
+            if key not in was or was[key] == value or _is_scheduled(key, was, values):
                 continue
             if isinstance(group[key], Tensor):
                 group[key].fill_(value)
@@ -81,6 +81,16 @@ def keep_changed_settings(optimizer: Optimizer, before: list[dict[str, Any]], no
             type(optimizer).__name__,
             "; ".join(differences),
         )
+
+
+# What a scheduler sets, and its own setting for that.
+_SCHEDULED_BY = {"lr": "initial_lr", "momentum": "base_momentum", "betas": "base_momentum"}
+
+
+def _is_scheduled(key: str, before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return True if a scheduler with unchanged settings sets `key`: its value depends on when it was read."""
+    scheduler = _SCHEDULED_BY.get(key)
+    return scheduler in now and now[scheduler] == before.get(scheduler)
 
 
 def load_local_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -125,7 +135,7 @@ def _stretch(parts: list[tuple[Stretch, Any]], wanted: Stretch, key: str) -> Any
     if any(value.numel() != stop - start for (start, stop), value in parts):
         raise ValueError(f"its {key!r} is not one value for each element of a parameter")
     start, stop = wanted
-    out = torch.empty(stop - start, dtype=first.dtype)
+    out = torch.empty(stop - start, dtype=first.dtype, device="cpu")
     for (has, until), value in parts:
         low, high = max(start, has), min(stop, until)
         if low < high:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
+import torch
 from blake3 import blake3
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from worker.errors import ModelError
 _FINE = "supported: fully_shard, DistributedDataParallel, torch.compile"
 
 
+_AVERAGED = (torch.float32, torch.bfloat16, torch.float16)
 _PART = 1 << 20  # elements that are hashed at a time
 
 
@@ -103,8 +105,11 @@ def tensor_specs(model: nn.Module) -> list[TensorSpec]:
     for name, parameter in parameters.items():
         if getattr(parameter, "_is_flat_param", False):
             raise ModelError(f"parameter {name} is flattened (a FlatParameter), which has no shape of its own; {_FINE}")
-        if not parameter.is_floating_point():
-            raise ModelError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be averaged")
+        if parameter.dtype not in _AVERAGED:
+            raise ModelError(
+                f"parameter {name} is {parameter.dtype}. Parameters are averaged in float32, so trained ones must be "
+                "float32, bfloat16 or float16: call model.float() before the optimizer is made"
+            )
     return [TensorSpec(name=name, shape=list(parameter.shape)) for name, parameter in parameters.items()]
 
 

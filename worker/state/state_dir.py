@@ -43,25 +43,25 @@ class WorkerToken:
     exchanged: bool
 
 
-def rank_directory(directory: Path, rank: int) -> Path:
+def rank_directory(directory: Path | str, rank: int) -> Path:
     """Return the directory of process `rank`, for a worker with files in `directory`."""
-    return directory / f"rank-{rank}" if rank else directory
+    return Path(directory, f"rank-{rank}") if rank else Path(directory)
 
 
 class StateDir:
     """A directory used by one process at a time. Use as a context manager; raises StateDirBusy and OSError."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
 
     def __enter__(self) -> Self:
         if not self.path.is_dir():
             for each in (self.path.parent, self.path):  # another process of this worker may make it as well
                 each.mkdir(parents=True, mode=0o700, exist_ok=True)
             files.fsync(self.path.parent)
-        self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock = os.fdopen(os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600), "w")
         if not files.try_lock(self._lock):
-            os.close(self._lock)
+            self._lock.close()
             if self.path.resolve() in _HELD:
                 raise StateDirBusy(
                     f"this process already uses {self.path}: an earlier DiLoCo, made by a notebook cell that ran "
@@ -69,8 +69,9 @@ class StateDir:
                     "or restart the process"
                 )
             raise StateDirBusy(
-                f"another process uses {self.path}: one worker per state directory; give this one another name "
-                "(--name), or another directory (--state; in a script, state_dir)"
+                f"another process uses {self.path}. If it is an earlier process of this worker, end it (`fuser "
+                f"{self.path / LOCK}` shows its number) and start again, and the worker continues from its snapshot. A "
+                "second worker needs another name (--name) or directory (--state; in a script, state_dir)"
             )
         _HELD.add(self.path.resolve())
         return self
@@ -79,7 +80,7 @@ class StateDir:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _HELD.discard(self.path.resolve())
-        os.close(self._lock)  # releases the lock
+        self._lock.close()  # releases the lock
 
     def replace(self, name: str, write: Callable[[Writer], object]) -> None:
         """Replace file `name` by what `write` writes (see `files.replace_file`)."""

@@ -8,6 +8,7 @@ const BAD = new Set([
   "late",
   "banned",
   "evicted",
+  "refused",
   "quarantined",
   "diverged",
   "screened",
