@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_model
-from torch import nn
+from safetensors.torch import save_file, save_model
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from protocol.messages import RunDetail
@@ -62,8 +62,9 @@ def export(
     A transformers model becomes a directory that `AutoModelForCausalLM.from_pretrained` loads. Adapters are written as
     peft does it, or with `merge` merged into the model they belong to. A model from the user's own function becomes
     model.safetensors and the run's spec.toml, and so do the trained parameters alone if the spec does not describe the
-    model. The run's tokenizer is written too, or a warning if this machine does not have it. Raises FileExistsError,
-    ModelError if there is nothing to merge, and what `load_checkpoint` raises.
+    model; a script's peft adapters become adapter_model.safetensors. The run's tokenizer is written too, or a warning
+    if this machine does not have it. Raises FileExistsError, ModelError if there is nothing to merge, and what
+    `load_checkpoint` raises.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} exists and is not an empty directory; choose another")
@@ -92,12 +93,31 @@ def export(
     elif isinstance(model, PreTrainedModel):
         _cache(model)
         model.save_pretrained(directory)
+    elif (adapters := _named_as_by_peft(model)) is not None:
+        save_file(adapters, directory / "adapter_model.safetensors")
+        log.warning(
+            "the export has the adapters of a script, and the run does not know their configuration: copy the "
+            "adapter_config.json that the script's model.save_pretrained() writes to %s before peft loads it",
+            directory,
+        )
     else:
         save_model(model, str(directory / "model.safetensors"))
     (directory / "spec.toml").write_text(client.spec_text())
     for file in directory.glob("*.safetensors"):  # safetensors makes them readable by their owner only
         file.chmod((directory / "spec.toml").stat().st_mode)
     return model
+
+
+def _named_as_by_peft(model: nn.Module) -> dict[str, Tensor] | None:
+    """Return the tensors by the names that peft loads, without that of the adapter; None if they are not all of a model
+    that peft has wrapped, with its default name for the adapter."""
+    tensors = model.state_dict()
+    if not all(name.startswith("base_model.model.") and ".default" in name for name in tensors):
+        return None
+    return {
+        name.replace(".modules_to_save.default", "").replace(".default", ""): tensor.contiguous()
+        for name, tensor in tensors.items()
+    }
 
 
 def tokenizer_of(run: RunDetail) -> Tokenizer | None:

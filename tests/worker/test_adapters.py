@@ -1,5 +1,6 @@
 """Low-rank adapters: what is trained and sent, what is compared, and the exports."""
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from protocol.messages import Scope
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.trained import save_trained
 from tests.worker.runs import create, join, shown, state, work
+from worker.diloco import DiLoCo
 from worker.errors import ModelError
 from worker.export import export
 from worker.link.client import Client, open_http
@@ -168,3 +170,45 @@ def test_without_peft_that_is_said_before_a_weight_is_fetched(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ModelError, match=r"model.lora needs peft, .* pip install 'outerstep\[peft\]'"):
         build_model(spec(tmp_path / "not fetched yet"), CPU)
+
+
+def test_peft_loads_the_adapters_of_a_script(
+    coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The spec says nothing about the model. The export had names such as lora_A.default.weight, which peft ignores."""
+    save_trained(tmp_path / "trained")
+    coordinator.create_run(
+        'name = "script"\n[data]\nsource = "custom"\n[sync]\nrounds = 1\ninner_steps = 2\nfragment_elements = 4096\n'
+    )
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(base, config)
+    optimizer = torch.optim.SGD([each for each in adapted.parameters() if each.requires_grad], lr=1.0)
+    token = coordinator.token(Scope.WORKER)
+    with DiLoCo.connect(adapted, optimizer, run="script", url=coordinator.url, token=token, state_dir=None) as diloco:
+        while not diloco.finished:
+            logits_of(adapted, TOKENS).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with open_http(coordinator.url) as http:
+        client = Client(http, "script", coordinator.token(Scope.VIEWER))
+        export(client, tmp_path / "adapters")
+    assert "copy the adapter_config.json" in caplog.text
+    config.save_pretrained(tmp_path / "adapters")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32)
+    untrained = logits_of(again, TOKENS)
+    loaded = peft.PeftModel.from_pretrained(again, tmp_path / "adapters")
+    assert not torch.equal(logits_of(loaded, TOKENS), untrained)
+    torch.testing.assert_close(logits_of(loaded, TOKENS), logits_of(adapted, TOKENS))
+
+
+@pytest.mark.nightly
+def test_bitsandbytes_does_not_warn_of_a_kernel_that_nothing_uses() -> None:
+    pytest.importorskip("bitsandbytes")
+    done = subprocess.run(
+        [sys.executable, "-c", "import worker.models.building, bitsandbytes"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert "gemm_4bit" not in done.stderr

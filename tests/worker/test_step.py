@@ -105,6 +105,8 @@ def test_what_cannot_be_smaller_is_told() -> None:
         step_of(Small(fits=3), 4).gradient(batch())
     with pytest.raises(BoxError, match="not even one sequence fits.*--activation-checkpointing"):
         step_of(Small(fits=0), None).gradient(batch())
+    with pytest.raises(BoxError, match=r"not even one sequence fits.*Try --device cpu\."), torch.no_grad():
+        MicroBatches(None, 4).over(batch(), lambda parts: [Small(fits=0)(part) for part in parts])
 
 
 def test_an_optimizer_whose_state_does_not_fit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,10 +55,9 @@ class MicroBatches:
                 "worker has a single process."
             ) from error
         if tried == 1:
-            raise BoxError(
-                f"not even one sequence fits into memory: {cause}. Try --activation-checkpointing, --precision bf16 or "
-                "--parameters bf16."
-            ) from error
+            trains = torch.is_grad_enabled()
+            remedy = "--activation-checkpointing, --precision bf16 or --parameters bf16" if trains else "--device cpu"
+            raise BoxError(f"not even one sequence fits into memory: {cause}. Try {remedy}.") from error
         self.size = (tried + 1) // 2
         log.warning("micro-batches of %d sequences do not fit into memory; using %d from now on", tried, self.size)
 

@@ -42,6 +42,9 @@ _SEEDING = threading.RLock()  # a factory may build a model of ours and change i
 
 log = logging.getLogger(__name__)
 
+# At each import of bitsandbytes, also by peft, it warns that it could not fetch a kernel, which nothing here uses.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
 
 def build_model(
     spec: RunSpec,
