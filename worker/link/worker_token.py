@@ -61,7 +61,9 @@ def _worker_token(client: Client, worker: str, directory: Path | str) -> str:
         raise BoxError(
             f"{directory} cannot keep this worker's token: {error.strerror}; give another --state"
         ) from error
-    log.info("exchanged the join token for this worker's own token, %s, kept in %s", info.id, Path(directory, WORKER_TOKEN))
+    log.info(
+        "exchanged the join token for this worker's own token, %s, kept in %s", info.id, Path(directory, WORKER_TOKEN)
+    )
     return own.token
 
 
