@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from coordinator.store.tables import ContributionRow
 from coordinator.workers.leases import end_lease
+from harness.coordinator import SettableClock
 from protocol.errors import SpecError
 from protocol.messages import RoundDetail, WorkerState
 from protocol.spec.run import parse_spec
@@ -26,6 +27,7 @@ from tests.worker.test_streaming import Ones, epoch
 from tests.worker.toy import Killed, MortalClient, Toy, at_once, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
+from worker.rounds.exchange import Exchange
 from worker.rounds.in_flight import InFlight
 
 H = 6
@@ -170,13 +172,15 @@ def lose(run: Toy, name: str) -> None:
 
 @pytest.mark.parametrize("lost", [False, True], ids=["within its lease", "for longer than its lease"])
 def test_a_worker_that_is_cut_off_for_longer_contributes_all_of_it_at_once(tmp_path: Path, lost: bool) -> None:
-    """The round closes without it. What it was late with, and what it trained meanwhile, is in its next contribution."""
-    back, own = threading.Event(), list[int]()
+    """Round 0 closes without it. What it was late with, and what it trained meanwhile, is in its next contribution."""
+    back, own, clock = threading.Event(), list[int](), SettableClock()
 
     def on_step(diloco: DiLoCo, values: torch.Tensor) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):
             other.start()
         if (diloco.round, diloco.inner_step) == (0, 2 * H):
+            wait_until(lambda: "b" in contributors(run, 0))
+            clock.advance(10)
             wait_until(lambda: run.info().round == 1)
             if lost:
                 lose(run, "a")
@@ -187,9 +191,8 @@ def test_a_worker_that_is_cut_off_for_longer_contributes_all_of_it_at_once(tmp_p
         if diloco.round and diloco.inner_step == H - 1:
             wait_until(lambda: "a" in contributors(run, diloco.round))
 
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        members = "round_max_s = 0.5"
-        run = Toy(coordinator, spec(rounds=4, min_workers=1, members=members), tmp_path)
+    with coordinator_thread(tmp_path / "coordinator", clock=clock) as coordinator:
+        run = Toy(coordinator, spec(rounds=4, min_workers=1, members="round_max_s = 10"), tmp_path)
         other = threading.Thread(target=lambda: own.extend(ones(run, after_it, name="b")))
         units = ones(run, on_step, partial(Cut, back=back))
         other.join(PATIENCE_S)
@@ -223,7 +226,7 @@ def test_units_of_a_lost_worker_are_kept_for_it_until_it_cannot_be_training_on_t
 
     held = list[int]()
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(rounds=10, members="round_max_s = 0.2"), tmp_path)
+        run = Toy(coordinator, spec(rounds=10), tmp_path)
         other = threading.Thread(target=ones, args=(run, work_alone), kwargs={"name": "b"})
         other.start()
         with pytest.raises(Killed):
@@ -232,9 +235,20 @@ def test_units_of_a_lost_worker_are_kept_for_it_until_it_cannot_be_training_on_t
         assert (held[0] > 4 * H) == (after < 6), "b has 4 H itself"
 
 
-def test_a_box_that_is_slower_than_the_rounds_contributes_whenever_it_has_done_its_inner_steps(tmp_path: Path) -> None:
-    """Each of its inner steps takes a round of the others. What it has done goes into the round that is open then."""
-    slow_steps, rounds = list[int](), 14
+def test_a_box_that_is_slower_than_the_rounds_contributes_whenever_it_has_done_its_inner_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its inner steps takes a round of the others. What it has done goes into the round that is open then: into
+    rounds 6 and 12, and into the last round, in which the others wait for it. It begins with H + 1 inner steps."""
+    slow_steps, rounds, flights = list[int](), 14, list[InFlight]()
+
+    class OfSlow(InFlight):
+        def __init__(self, exchange: Exchange, *arguments: Any) -> None:
+            super().__init__(exchange, *arguments)
+            if exchange.membership.worker == "slow":
+                flights.append(self)
+
+    monkeypatch.setattr("worker.rounds.round.InFlight", OfSlow)
 
     def slow(diloco: DiLoCo, values: torch.Tensor) -> None:
         if slow_steps and len(slow_steps) % H == 0 and diloco.round < rounds - 1:  # it has sent what it had done before
@@ -242,10 +256,14 @@ def test_a_box_that_is_slower_than_the_rounds_contributes_whenever_it_has_done_i
         seen = run.info().round
         slow_steps.append(seen)
         wait_until(lambda: run.info().round > seen or seen >= rounds - 1)
+        if len(slow_steps) % H == 0:  # it does no step beyond
+            wait_until(lambda: flights[-1].landed)
 
     def fast(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if diloco.round and diloco.inner_step == 1:
+        if diloco.inner_step == 1:
             wait_until(lambda: len(slow_steps) > diloco.round or not other.is_alive())
+        if (diloco.round, diloco.inner_step) == (rounds - 1, 2):
+            wait_until(lambda: "slow" in contributors(run, rounds - 1) or not other.is_alive())
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         members = "grace_factor = 0\ngrace_min_s = 0"  # two of three are a quorum
@@ -255,12 +273,12 @@ def test_a_box_that_is_slower_than_the_rounds_contributes_whenever_it_has_done_i
         at_once({name: partial(ones, run, fast, name=name) for name in ("fast", "also-fast")})
         other.join(PATIENCE_S)
         told, tokens = run.told("slow"), run.info().spec.unit_tokens
-        done = len(slow_steps) // H
-        assert told.contributions >= done - 1 >= 1
+        assert (told.contributions, len(slow_steps)) == (3, 4 * H + 1)
         with run.coordinator.live("toy").context.database.read() as session:
-            rows = select(ContributionRow.tokens).where(ContributionRow.worker == "slow", ContributionRow.round > 0)
-            assert set(session.scalars(rows)) == {tokens}, "six units that are six rounds old weigh as much as one"
-        assert told.tokens >= (done - 1) * H * tokens, "all but the last ones count"
+            rows = select(ContributionRow.round, ContributionRow.tokens).where(ContributionRow.worker == "slow")
+            weights = {(round_, weight // tokens) for round_, weight in session.execute(rows)}
+        assert weights == {(6, 1), (12, 1), (13, 2 * H)}, "units that are six rounds old weigh a sixth, but in the last"
+        assert told.tokens == len(slow_steps) * tokens, "all of them count"
         assert told.state_digest == run.final().state_digest
 
 
