@@ -9,6 +9,8 @@ from typing import Any
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from harness.patience import PATIENCE_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
 
@@ -18,7 +20,7 @@ def chromium() -> Iterator[Browser]:
     # Root cannot use the sandbox, and /dev/shm is small in a container. Only our own page is opened.
     arguments = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=arguments, timeout=1000 * PATIENCE_S)
         try:
             yield browser
         finally:
@@ -41,6 +43,7 @@ class Tab:
 def tab(browser: Browser, **options: Any) -> Iterator[Tab]:
     """Open a tab. `options` are Playwright's: viewport, color_scheme and so on."""
     context = browser.new_context(**options)
+    context.set_default_timeout(1000 * PATIENCE_S)
     opened = Tab(context.new_page())
     opened.page.on("request", lambda request: opened.asked.append(request.url))
     opened.page.on("pageerror", lambda error: opened.complaints.append(str(error)))

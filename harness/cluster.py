@@ -21,11 +21,12 @@ import httpx
 from sqlalchemy import make_url
 
 from harness.coordinator import InProcess, Running
+from harness.patience import PATIENCE_S
+from harness.ports import free_port
 from harness.postgres import PostgreSQL, postgresql
 from harness.seaweedfs import SeaweedFS, seaweedfs
 from harness.tunnel import Tunnel, accept_each, tunnel
 
-READY_S = 60.0
 BUFFER = 1 << 16
 CHECK_S = 0.5
 
@@ -153,8 +154,7 @@ class Node(Process):
     """A coordinator."""
 
     def __init__(self, name: str, folder: Path, command: list[str], *others: Any) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self._ahead = folder / f"{name}.ahead"
         self.set_clock(0)
         super().__init__(name, folder, [*command, "--port", str(self.port)], *others)
@@ -165,7 +165,7 @@ class Node(Process):
 
     def await_ready(self) -> str:
         """Wait until it is ready. Return its status: "ready" if it leads, otherwise "standby"."""
-        deadline = time.monotonic() + READY_S
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             assert self.process is not None
             if self.process.poll() is not None:
@@ -234,7 +234,7 @@ class Cluster:
 
     def leader(self) -> Node:
         """Wait until a coordinator leads, and return it."""
-        deadline = time.monotonic() + READY_S
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             for node in self.nodes:
                 with suppress(httpx.TransportError):

@@ -29,6 +29,8 @@ from coordinator.store.blobs import OpenStore
 from coordinator.store.database import Database
 from harness import stores
 from harness.aggregator import aggregator_thread
+from harness.patience import PATIENCE_S
+from harness.ports import free_port
 from protocol.messages import Scope, TokenRequest
 
 MANY_NAMES = 10_000
@@ -50,7 +52,7 @@ class Running:
         """Return an HTTP client of this coordinator, with the admin token unless `token` is given."""
         headers = {"Authorization": f"Bearer {token or self.admin_token}"}
         # Without TLS, reading certificates would waste 30 ms. Proxies in the environment are ignored.
-        return httpx.Client(base_url=self.url, headers=headers, timeout=30, verify=False, trust_env=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, verify=False, trust_env=False)
 
     def create_run(self, spec: str) -> None:
         with self.client() as client:
@@ -103,11 +105,11 @@ class InThread(Running):
         what it does not keep."""
         live = self.live(run)
         with live.lock:
-            in_time = [live.outer.await_round(p, round_, timeout_s=30) for p in range(len(live.outer.states))]
+            in_time = [live.outer.await_round(p, round_, timeout_s=PATIENCE_S) for p in range(len(live.outer.states))]
             reached = all(in_time) and all(each.round == round_ for each in live.outer.states)
         if not reached:
             raise TimeoutError(f"the coordinator did not reach state {round_}: {live.outer.states}")
-        give_up_at = time.monotonic() + 30
+        give_up_at = time.monotonic() + PATIENCE_S
         while live.outer.any_job_running:
             if time.monotonic() > give_up_at:
                 raise TimeoutError(f"the jobs of the run {run} do not finish")
@@ -152,6 +154,7 @@ def coordinator_thread(
     if stores.database == "postgresql":
         url = stores.database_of(data_dir).render_as_string(hide_password=False)
         settings.setdefault("database", url)
+    port = port or free_port()
     complete = Settings(data_dir=data_dir, port=0 if stores.standby else port, **settings)
     if complete.database is None and not (data_dir / sqlite.FILE).exists():
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -194,7 +197,7 @@ def _served(
         # The socket is bound; this waits until the server answers, and leads or knows the leader.
         while server.shared is not None and not server.settled and thread.is_alive():
             time.sleep(0.005)
-        httpx.get(f"{url}/readyz", timeout=30, verify=False).raise_for_status()
+        httpx.get(f"{url}/readyz", timeout=PATIENCE_S, verify=False).raise_for_status()
         yield url, server, runner.get_loop()
     finally:
         server.should_exit = True
@@ -262,7 +265,7 @@ class CoordinatorProcess:
         blobs: str | None = None,
         prefix: Sequence[str] = (),
     ) -> None:
-        self.port = 0
+        self.port = free_port()
         self.process: subprocess.Popen[str] | None = None
         self._data_dir = data_dir
         self._log = None if quiet else data_dir.parent / f"{data_dir.name}.log"

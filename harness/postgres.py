@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -13,10 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.patience import PATIENCE_S
+from harness.ports import free_port
+
 if TYPE_CHECKING:
     import psycopg
 
-START_S = 60.0
 USER, PASSWORD = "outerstep", "outerstep-test"
 # Tests kill the server's processes, never the machine, so its files need no fsync.
 OPTIONS = {
@@ -45,8 +46,7 @@ class PostgreSQL:
             if not _others_may_enter(programs):
                 programs = _copied(programs, folder)
         self._postgres, self._folder, self._log = programs / "postgres", folder / "database", folder / "log"
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         settings = {"listen_addresses": "127.0.0.1", "port": str(self.port), **OPTIONS, **options}
         self._command = [str(self._postgres), "-D", str(self._folder)]
         self._command += [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
@@ -107,7 +107,7 @@ class PostgreSQL:
                 self._command, stdout=out, stderr=subprocess.STDOUT, cwd="/", **self._account
             )
         assert self.process is not None
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 self.admin().close()

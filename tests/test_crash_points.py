@@ -18,6 +18,7 @@ import torch
 
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import Member, spec_toml
+from harness.ports import free_port
 from protocol.digest import model_digest
 from protocol.messages import Action, LeaveRequest
 from protocol.spec.run import parse_spec
@@ -27,7 +28,7 @@ from tests.support.crash_points import forked
 from tests.support.crashing import run_coordinator, run_worker
 from tests.support.reference import fragment_bounds, run_reference
 from tests.support.text import write_text
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -61,7 +62,7 @@ class Victim:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.deaths = 0
-        self.port = 0
+        self.port = free_port()
         folder.mkdir(exist_ok=True)
 
     def start(self) -> None:
@@ -76,7 +77,7 @@ class Victim:
 
     def revive(self) -> None:
         """Nobody answers: it must be dead, by SIGKILL; start it again."""
-        self.process.join(30)
+        self.process.join(PATIENCE_S)
         assert self.process.exitcode == -signal.SIGKILL, (self.folder / "log").read_text()
         self.deaths += 1
         self.start()
@@ -91,7 +92,7 @@ class Victim:
 
     def client(self) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self.token}"}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60, transport=Enduring(self))
+        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE_S, transport=Enduring(self))
 
 
 class Enduring(httpx.BaseTransport):
@@ -326,7 +327,7 @@ def begin(
 
 
 def end(process: ForkServerProcess, folder: Path, exit_code: int) -> None:
-    process.join(60)
+    process.join(PATIENCE_S)
     assert process.exitcode == exit_code, (folder / "log").read_text()
 
 

@@ -25,14 +25,14 @@ from coordinator.settings import Settings
 from harness.cluster import cluster
 from harness.coordinator import Certificate, InThread, coordinator_thread, make_certificate
 from harness.member import Member, spec_toml
+from harness.ports import free_port
 from harness.seaweedfs import SeaweedFS
 from outerstep.common.connections import KEEP_WINDOWS, KEPT_OPEN_S
 from protocol.fragments import TensorSpec
 from protocol.messages import Scope
-from tests.support.ports import free_port
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.support.workers import ForkedWorker
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +138,7 @@ def through(name: str, running: InThread, folder: Path, *, http2: bool = False) 
 
 def client_of(url: str, trusted: Path, *, http2: bool) -> httpx.Client:
     context = ssl.create_default_context(cafile=str(trusted))
-    return httpx.Client(base_url=url, verify=context, trust_env=False, timeout=90, http2=http2)
+    return httpx.Client(base_url=url, verify=context, trust_env=False, timeout=PATIENCE_S, http2=http2)
 
 
 def answers(client: httpx.Client) -> bool:

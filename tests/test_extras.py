@@ -14,6 +14,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from tests.support.distributions import BASE, EXTRAS, ROOT, closure
+from tests.support.waiting import PATIENCE_S
 
 # Wrapping the finders rather than refusing imports: what is hidden is absent for importlib.util.find_spec as well.
 RUN_WITHOUT = """
@@ -81,7 +82,7 @@ def test_a_coordinator_starts_without_the_workers_libraries(tmp_path: Path) -> N
         with httpx.Client(base_url=url, trust_env=False) as client:
             assert client.get("/readyz").status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) in (0, -signal.SIGTERM)  # uvicorn shuts down, then lets the signal have its way
+        assert process.wait(PATIENCE_S) in (0, -signal.SIGTERM)  # uvicorn shuts down, then lets the signal have its way
 
 
 @pytest.mark.system
@@ -99,7 +100,7 @@ def test_a_worker_starts_without_the_coordinators_libraries(tmp_path: Path) -> N
         else:
             pytest.fail("".join(lines))
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) in (0, 75)
+        assert process.wait(PATIENCE_S) in (0, 75)
 
 
 @pytest.mark.system
@@ -107,6 +108,6 @@ def test_a_worker_starts_without_the_coordinators_libraries(tmp_path: Path) -> N
 def test_the_missing_extra_is_named(installed: str, asked: str) -> None:
     arguments = ["worker", "http://127.0.0.1:9", "--run", "r", "--token", "t"] if asked == "worker" else ["coordinator"]
     with outerstep(installed, *arguments) as process:
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 2
         assert f"pip install 'outerstep[{asked}]'" in errors

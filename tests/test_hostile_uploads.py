@@ -25,6 +25,7 @@ from protocol.digest import content_digest, digest
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from protocol.messages import Assignment, Scope
 from protocol.wire import CHUNK_ELEMENTS, PREFIX, StateHeader, pack_header
+from tests.support.waiting import PATIENCE_S
 
 
 @dataclass
@@ -226,7 +227,7 @@ def test_a_body_without_length_or_with_too_great_a_length_is_refused_unread(targ
     path = target.member.contribution_path(0, 0)
     headers = {"Content-Digest": content_digest(digest(b""))}
     refused(target.member.http.put(path, content=iter([b"x"]), headers=headers), "length-required")
-    connection = http.client.HTTPConnection(target.running.url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(target.running.url.removeprefix("http://"), timeout=PATIENCE_S)
     connection.putrequest("PUT", path)
     for name, value in {**target.member.http.headers, **headers, "Content-Length": str(1 << 40)}.items():
         connection.putheader(name, value)

@@ -16,10 +16,10 @@ import yaml
 
 from coordinator.metrics.families import FAMILIES, PREFIX
 from harness.coordinator import InThread, coordinator_thread
+from harness.ports import free_port
 from protocol.messages import Scope
 from tests.coordinator.crew import measure_everything
-from tests.support.ports import free_port
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ROOT = Path(__file__).parents[1]
 SAMPLES = ROOT / "deploy" / "prometheus"
@@ -118,7 +118,7 @@ def prometheus(folder: Path, running: InThread) -> Iterator[httpx.Client]:
     options = [f"--storage.tsdb.path={folder / 'series'}", f"--web.listen-address={address}", "--log.level=warn"]
     process = subprocess.Popen(["prometheus", f"--config.file={folder / 'prometheus.yml'}", *options])
     try:
-        with httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=PATIENCE_S) as client:
             wait_until(lambda: process.poll() is not None or is_ready(client))
             assert process.poll() is None, "prometheus has ended"
             yield client

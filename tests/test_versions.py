@@ -26,6 +26,7 @@ from protocol.wire import MAGIC, PREFIX, VERSION
 from tests.support.http_server import Handler, serving
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
+from tests.support.waiting import PATIENCE_S
 from tests.support.workers import WorkerProcess
 
 LATER = ("9.9.0", PROTOCOL_VERSION + 1)
@@ -60,11 +61,11 @@ def running(tmp_path: Path):
 def outerstep(python: Path, *arguments: str, token: str = "t") -> "subprocess.CompletedProcess[str]":
     command = [str(python), "-m", "outerstep", *arguments]
     environment = {"OUTERSTEP_TOKEN": token, "PATH": "/usr/bin:/bin"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
 
 def raw(running: InThread, request: bytes) -> HTTPResponse:
-    with socket.create_connection(("127.0.0.1", running.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as connection:
         connection.sendall(request)
         answer = HTTPResponse(connection)
         answer.begin()
@@ -229,7 +230,9 @@ def forwarder(running: InThread, alter: Callable[[str, dict[str, Any]], None]) -
             headers = {
                 name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")
             }
-            answer = httpx.request(self.command, running.url + self.path, content=body, headers=headers, timeout=60)
+            answer = httpx.request(
+                self.command, running.url + self.path, content=body, headers=headers, timeout=PATIENCE_S
+            )
             content = answer.content
             if answer.headers.get("content-type") == "application/json":
                 document = answer.json()

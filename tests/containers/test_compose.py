@@ -16,11 +16,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from harness.ports import free_port
 from protocol.messages import Scope
 from tests.containers.bases import CADDY, POSTGRESQL, PROMETHEUS, SEAWEEDFS, ensure
 from tests.containers.conftest import Images
 from tests.containers.engine import ENVIRONMENT, ROOT, Engine, Missing
-from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]

@@ -6,12 +6,12 @@ from typing import Any
 import httpx
 import pytest
 
+from harness.ports import free_port
 from outerstep.common.exit_codes import Exit
 from protocol.messages import Scope
 from tests.containers.bases import SLIM
 from tests.containers.conftest import COORDINATOR, WORKER, Images, Network
 from tests.containers.engine import Engine
-from tests.support.ports import free_port
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]  # the first test makes base images and builds both

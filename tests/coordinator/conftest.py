@@ -1,21 +1,25 @@
 """One coordinator per file of tests, with a clock that tests move; every test has a run of its own in it."""
 
 import itertools
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from coordinator.notifications import alerts
+from coordinator.service import Coordinator
 from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory
 from harness import stores
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member
+from harness.patience import PATIENCE_S
 from tests.coordinator.crew import crew, play_round
 
 if TYPE_CHECKING:
@@ -31,6 +35,44 @@ def _room_on_the_disk() -> Iterator[None]:
         half_full = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(total=10**12, free=5 * 10**11))
         patch.setattr(alerts, "shutil", half_full)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nobody_is_too_slow() -> Iterator[None]:
+    """Leases in a shared database expire, and coordinators, aggregators and stores count as gone, only where a test says
+    so: not because the machine is busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("lease.LEASE_S", "leadership.election.LEASE_S", "aggregation.queue.LEASE_S"):
+            patch.setattr(f"coordinator.{name}", 2 * PATIENCE_S)
+        for name in ("election.FRESH_S", "election.STORE_S"):
+            patch.setattr(f"coordinator.leadership.{name}", PATIENCE_S)
+        for name in ("aggregation.delegation.FRESH_S", "aggregation.delegation.SILENT_S", "peers.SILENT_S"):
+            patch.setattr(f"coordinator.{name}", PATIENCE_S)
+        patch.setattr("coordinator.store.postgresql.IDLE_S", int(PATIENCE_S))  # a transaction that is not going on
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_tick_at_a_time() -> Iterator[None]:
+    """A test's tick begins after the coordinator's own one has ended: so all that is due has been done when it
+    returns."""
+    tick, locks, choosing = Coordinator.tick, WeakKeyDictionary[Coordinator, threading.Lock](), threading.Lock()
+
+    def tick_alone(coordinator: Coordinator) -> None:
+        with choosing:
+            ticking = locks.setdefault(coordinator, threading.Lock())
+        with ticking:
+            tick(coordinator)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Coordinator, "tick", tick_alone)
+        yield
+
+
+@pytest.fixture
+def endless_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long poll that is not answered hangs, and does not look a minute later as if it had been."""
+    monkeypatch.setattr("coordinator.http.long_polls.MAX_WAIT_S", 10 * PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from protocol import __version__
 from protocol.errors import OuterstepError
 from protocol.spec.sections import OuterSpec, SyncSpec
 from tests.coordinator.crew import crew, events, info, play_round
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 NAMES = ["a", "b", "c"]
 
@@ -133,7 +133,10 @@ def test_of_many_that_take_at_once_each_gets_another_task(url: URL, connection: 
     assert sorted(taken) == numbers
 
 
-def test_a_state_is_stepped_by_the_aggregator_that_has_it_unless_that_one_is_busy(connection: Connection) -> None:
+def test_a_state_is_stepped_by_the_aggregator_that_has_it_unless_that_one_is_busy(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue, "PATIENCE_S", PATIENCE_S)
     queue.add(connection, [(step(), "x")])
     assert queue.take(connection, "y") is None
     connection.execute(text("UPDATE tasks SET created_at = created_at - :s"), {"s": queue.PATIENCE_S})
@@ -172,11 +175,11 @@ def test_aggregators_are_listed_while_they_report(connection: Connection) -> Non
         ("y", __version__),
     ]
     queue.retire(connection, "x")
-    connection.execute(text("UPDATE aggregators SET seen_at = seen_at - 3"))
+    connection.execute(text("UPDATE aggregators SET seen_at = 0"))
     queue.report(connection, "y", "elsewhere")
     (one,) = queue.aggregators(connection)
     assert (one.id, one.host) == ("y", "elsewhere")
-    assert one.silent_s < 1
+    assert one.silent_s < PATIENCE_S
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -295,7 +298,9 @@ def test_aggregators_that_do_nothing_are_findings(site: Site) -> None:
         for name in ("old", "silent"):
             queue.report(connection, name, f"box-{name}")
         connection.execute(text("UPDATE aggregators SET version = '0.0.9' WHERE id = 'old'"))
-        connection.execute(text("UPDATE aggregators SET seen_at = seen_at - 20 WHERE id = 'silent'"))
+        connection.execute(
+            text("UPDATE aggregators SET seen_at = seen_at - :s WHERE id = 'silent'"), {"s": PATIENCE_S + 1}
+        )
     wait_until(lambda: len(site.delegation.aggregators) == 2)
     found = site.running.client().get("/v1/status").json()["findings"]
     assert [each["about"] for each in found] == ["aggregator", "aggregator"]
@@ -417,7 +422,7 @@ def test_a_task_without_progress_is_left_to_another_aggregator(url: URL, tmp_pat
         queue.add(connection, [(step(), None)])
         thread = threading.Thread(target=aggregator.step)
         thread.start()
-        assert hangs.wait(30)
+        assert hangs.wait(PATIENCE_S)
         expire(connection)
         aggregator.renew()
         assert queue.take(connection, "y") is None, "it may be slow"
@@ -438,7 +443,7 @@ def test_an_aggregator_that_has_lost_its_lease_ends_its_work(site: Site, expecte
     class Slow(Recorded):
         def open(self, name: str, *, fresh: bool = False) -> Any:
             begun.set()
-            assert go_on.wait(30)
+            assert go_on.wait(PATIENCE_S)
             return super().open(name, fresh=fresh)
 
     blobs = Slow(site.blobs)
@@ -447,7 +452,7 @@ def test_an_aggregator_that_has_lost_its_lease_ends_its_work(site: Site, expecte
         site.await_tasks(2)
         thread = threading.Thread(target=stalled.step)
         thread.start()
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE_S)
         site.expire()
         with site.aggregator("x"):
             step_all(members, 0)

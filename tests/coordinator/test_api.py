@@ -24,6 +24,7 @@ from protocol.errors import PROBLEM_PREFIX, PROBLEMS
 from protocol.messages import Scope, WorkerChange
 from protocol.spec.run import MAX_SPEC_BYTES
 from tests.coordinator.crew import crew, info, play_round, problem
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +231,7 @@ def test_a_message_over_the_limit_of_its_address_is_refused(
 def ask_and_wait(running: InThread, method: str, path: str, *headers: str) -> tuple[http.client.HTTPResponse, Any]:
     """The answer, and its document, to a request of which the headers alone are sent. Then the line must be cut."""
     address = httpx.URL(running.url)
-    with socket.create_connection((address.host, address.port), timeout=20) as line:
+    with socket.create_connection((address.host, address.port), timeout=PATIENCE_S) as line:
         line.sendall("\r\n".join([f"{method} {path} HTTP/1.1", f"Host: {address.host}", *headers, "", ""]).encode())
         answer = http.client.HTTPResponse(line)
         answer.begin()
@@ -322,7 +323,7 @@ def test_an_upload_must_say_its_length_and_digest_and_stay_within_what_a_fragmen
     assert "Content-Digest" in problem(member.http.put(path, content=b"xx"), "invalid-message")["detail"]
     problem(member.http.put(path, content=b"xx", headers={"Content-Digest": "blake3=:AAAA:"}), "invalid-message")
     problem(member.http.put(path, content=b"xx", headers={"Content-Digest": "sha-256=:AAAA:"}), "invalid-message")
-    connection = http.client.HTTPConnection(member.http.base_url.host, member.http.base_url.port, timeout=20)
+    connection = http.client.HTTPConnection(member.http.base_url.host, member.http.base_url.port, timeout=PATIENCE_S)
     connection.putrequest("PUT", path)
     connection.putheader("Authorization", member.http.headers["authorization"])
     connection.putheader("Content-Length", str(1 << 40))

@@ -14,6 +14,7 @@ from coordinator.http.bodies import MinimumRate, chunks
 from coordinator.settings import Settings
 from harness.coordinator import InThread
 from protocol.errors import Problem
+from tests.support.waiting import PATIENCE_S
 
 
 def test_the_network_may_be_interrupted_for_most_of_a_window() -> None:
@@ -45,7 +46,7 @@ def test_a_message_that_stops_coming_is_given_up(
 ) -> None:
     """Joins that were sent by half held memory for as long as their connections lasted."""
     monkeypatch.setattr(shared.coordinator.settings, "upload_idle_s", 0.1)
-    with socket.create_connection(("127.0.0.1", shared.port), timeout=60) as line:
+    with socket.create_connection(("127.0.0.1", shared.port), timeout=PATIENCE_S) as line:
         head = [f"{method} {path} HTTP/1.1", "Host: c", f"Authorization: Bearer {shared.admin_token}"]
         line.sendall("\r\n".join([*head, "Content-Type: application/json", "Content-Length: 9", "", '{"a"']).encode())
         assert line.recv(1 << 16).startswith(b"HTTP/1.1 408 ")

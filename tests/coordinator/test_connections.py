@@ -22,7 +22,7 @@ from coordinator.http.connections import MAX_PIPELINED, Connection
 from coordinator.settings import Settings
 from harness.coordinator import InThread, coordinator_thread, make_certificate
 from outerstep.common.connections import ssl_context
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl for certificates")
 HALF = b"GET /healthz HTTP/1.1\r\nHost"
@@ -32,7 +32,9 @@ GET = b"GET /healthz HTTP/1.1\r\nHost: c\r\n"
 @contextmanager
 def line(running: InThread, address: str = "127.0.0.1") -> Iterator[socket.socket]:
     """A connection from one of the addresses of this machine."""
-    with socket.create_connection(("127.0.0.1", running.port), timeout=60, source_address=(address, 0)) as connection:
+    with socket.create_connection(
+        ("127.0.0.1", running.port), timeout=PATIENCE_S, source_address=(address, 0)
+    ) as connection:
         yield connection
 
 

@@ -22,7 +22,7 @@ from harness.coordinator import CoordinatorProcess, InThread, SettableClock
 from harness.stores import read, the
 from protocol.messages import Action, Assignment
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, play_round, problem
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 @contextmanager
@@ -73,13 +73,13 @@ def test_who_reads_holds_up_nobody_who_trains(shared: InThread, run: str, monkey
 
     def read_slowly(*arguments: Any) -> Any:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE_S)
         return plain(*arguments)
 
     with ThreadPoolExecutor(50) as others:
         monkeypatch.setattr(retention, "latest_of", read_slowly)
         asking = [others.submit(info, shared, run, "/rounds?limit=1000") for _ in range(50)]
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE_S)
         play_round([member], 1)
         assert not any(each.done() for each in asking)
         go_on.set()

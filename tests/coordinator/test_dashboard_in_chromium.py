@@ -26,7 +26,7 @@ from outerstep.plan import allreduce_bytes
 from protocol.messages import Cause, DataSummary, Scope
 from tests.coordinator.crew import crew, events, info, play_round
 from tests.support.browser import needs_chromium
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = [needs_chromium, pytest.mark.system]
 
@@ -35,7 +35,7 @@ PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile":
 HOSTILE = "<img src=x onerror=alert(1)><b>box</b>"
 SECONDS = {"train": 4.0, "gather": 0.1, "sync": 1.0, "upload": 0.6, "wait": 0.5, "evaluate": 0.2}
 
-expect.set_options(timeout=30_000)  # which only turns a hang into a failure
+expect.set_options(timeout=1000 * PATIENCE_S)
 
 
 @pytest.fixture(scope="module")

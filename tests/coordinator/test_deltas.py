@@ -11,6 +11,7 @@ from protocol.digest import digest
 from protocol.messages import Scope
 from protocol.wire import DeltaHeader, Payload, StateHeader
 from tests.coordinator.crew import crew, info, play_round, problem
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture(params=["rounds/0/fragments/1/delta", "checkpoints/1/fragments/1"], ids=["delta", "checkpoint"])
@@ -113,44 +114,44 @@ def test_a_delta_that_is_not_there_yet_says_what_is_waited_for(shared: InThread,
         problem(reader.get(f"/v1/runs/{run}/rounds/1/fragments/0/delta"), "not-published")
 
 
+@pytest.mark.usefixtures("endless_polls")
 def test_a_long_poll_answers_when_the_delta_is_published(shared: InThread, run: str) -> None:
     (a,) = crew(shared, run, ["a"], rounds=1)
     replies: list[httpx.Response] = []
     with shared.client() as waiting:
 
         def wait() -> None:
-            replies.append(
-                waiting.get(f"/v1/runs/{run}/rounds/0/fragments/0/delta", headers={"Prefer": "wait=60"}, timeout=90)
-            )
+            replies.append(waiting.get(f"/v1/runs/{run}/rounds/0/fragments/0/delta", headers={"Prefer": "wait=9999"}))
 
         thread = threading.Thread(target=wait)
         thread.start()
         a.take_part(0)
-        thread.join(timeout=30)
-        assert not thread.is_alive(), "it was published, and still the poll waits"
+        thread.join(PATIENCE_S)
     assert replies[0].status_code == 200
 
 
+@pytest.mark.usefixtures("endless_polls")
 def test_a_long_poll_for_work_answers_when_the_round_opens(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
     assignments = []
-    thread = threading.Thread(target=lambda: assignments.append(a.assignment(0, wait_s=25)))
+    thread = threading.Thread(target=lambda: assignments.append(a.assignment(0, wait_s=9999)))
     thread.start()
-    assert b.assignment(0, wait_s=25).action == "train"
-    thread.join(timeout=20)
+    assert b.assignment(0, wait_s=9999).action == "train"
+    thread.join(PATIENCE_S)
     assert assignments[0].action == "train"
 
 
+@pytest.mark.usefixtures("endless_polls")
 def test_long_polls_of_a_run_that_is_stopped_end(shared: InThread, run: str) -> None:
     (a,) = crew(shared, run, ["a"], rounds=1)
     a.assignment(0)
     replies = []
     a.http.headers["Authorization"] = f"Bearer {shared.token(Scope.VIEWER)}"  # who has not contributed may not wait
-    thread = threading.Thread(target=lambda: replies.append(a.delta(0, 0, wait_s=25)))
+    thread = threading.Thread(target=lambda: replies.append(a.delta(0, 0, wait_s=9999)))
     thread.start()
     with shared.client() as admin:
         admin.patch(f"/v1/runs/{run}", json={"state": "stopped"})
-    thread.join(timeout=20)
+    thread.join(PATIENCE_S)
     problem(replies[0], "run-ended")
 
 

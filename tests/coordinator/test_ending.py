@@ -21,7 +21,7 @@ from harness.member import DATA, TENSORS, Member, spec_toml
 from protocol.digest import content_digest, digest
 from protocol.messages import JoinRequest, Scope, TokenRequest
 from tests.coordinator.crew import crew, events, info, problem, recovered
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 def made(running: InThread, **fields: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Asking:
         self._thread.start()
 
     def reply(self) -> httpx.Response:
-        self._thread.join(timeout=60)
+        self._thread.join(PATIENCE_S)
         return self._replies[0]
 
 

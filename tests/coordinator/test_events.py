@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import httpx
 from harness.coordinator import InThread, Running, coordinator_thread
 from harness.member import spec_toml
 from tests.coordinator.crew import crew, info, play_round, problem
+from tests.support.waiting import PATIENCE_S
 
 
 @contextmanager
@@ -107,8 +107,6 @@ def test_streams_end_when_the_server_stops(tmp_path: Path) -> None:
         running.create_run(spec_toml("r"))
         follower = threading.Thread(target=follow, args=(running,))
         follower.start()
-        assert seen.wait(timeout=20)
-        began = time.monotonic()
-    follower.join(timeout=20)
+        assert seen.wait(PATIENCE_S)
+    follower.join(PATIENCE_S)
     assert ended.is_set(), "the stream did not end in good order"
-    assert time.monotonic() - began < 5

@@ -182,7 +182,7 @@ def test_the_same_run_created_several_times_at_once_is_created_once(shared: InTh
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(PATIENCE_S)
     assert sorted(statuses) == [200] * 5 + [201]
 
 

@@ -18,7 +18,7 @@ from harness.member import Member, spec_toml
 from protocol.digest import content_digest, digest, model_digest
 from tests.coordinator.crew import crew, events, info, play_round, problem
 from tests.support.full_disk import FullDisk, small_disk
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 class Patient(httpx.BaseTransport):
@@ -41,7 +41,7 @@ class Patient(httpx.BaseTransport):
 
 def one_round(running: InThread, run: str, clock: SettableClock, transport: Patient) -> str:
     """A whole run of one round by one patient worker; the digest of its final state."""
-    with httpx.Client(base_url=running.url, transport=transport, timeout=30) as http:
+    with httpx.Client(base_url=running.url, transport=transport, timeout=PATIENCE_S) as http:
         http.headers["Authorization"] = f"Bearer {running.admin_token}"
         http.post("/v1/runs", content=spec_toml(run, rounds=1, members="lease_s = 86400").encode()).raise_for_status()
         member = Member(http, run, "w")

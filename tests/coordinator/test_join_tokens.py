@@ -16,7 +16,7 @@ from harness.coordinator import InThread
 from harness.member import Member, spec_toml
 from protocol.messages import JOIN_PREFIX, Scope, TokenRequest
 from tests.coordinator.crew import crew, info, problem
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 def drawn() -> str:
@@ -91,7 +91,7 @@ def test_uses_are_counted_right_however_many_boxes_ask_at_once(shared: InThread,
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(PATIENCE_S)
     assert sorted(codes) == [201] * 3 + [403] * 5
 
 

@@ -17,6 +17,7 @@ from protocol.errors import Problem
 from protocol.fragments import TensorSpec
 from protocol.messages import DataSummary, FrozenSummary, JoinRequest, LeaveRequest, Metrics
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
+from tests.support.waiting import PATIENCE_S
 
 MINUTE = "lease_s = 60"
 
@@ -238,6 +239,7 @@ def test_a_goodbye_on_its_way_is_told_that_the_lease_has_ended_as_every_request_
         assert refused.value.slug == slug
 
 
+@pytest.mark.usefixtures("endless_polls")
 def test_a_long_poll_ends_in_401_when_the_lease_ends_meanwhile(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
@@ -246,13 +248,13 @@ def test_a_long_poll_ends_in_401_when_the_lease_ends_meanwhile(
     with live.lock:  # so the lease ends before the poll's first look, wherever the request is now
         poll = threading.Thread(
             target=lambda: replies.append(
-                member.http.put(member.path("/assignment"), json={"state_round": 0}, headers={"Prefer": "wait=30"})
+                member.http.put(member.path("/assignment"), json={"state_round": 0}, headers={"Prefer": "wait=9999"})
             )
         )
         poll.start()
         clock.advance(61)
-        shared.coordinator.tick()
-    poll.join(timeout=20)
+        leases.expire(live)
+    poll.join(PATIENCE_S)
     problem(replies[0], "unauthorized")
     assert live.members.ready == set()
 

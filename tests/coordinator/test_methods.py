@@ -8,6 +8,7 @@ import pytest
 from harness.coordinator import InThread
 from harness.member import Member
 from tests.coordinator.crew import crew
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ def test_ranges_are_of_get_alone(member: Member) -> None:
     assert (head.status_code, head.headers["content-length"]) == (200, str(len(whole.content)))
 
 
+@pytest.mark.usefixtures("endless_polls")
 def test_head_waits_and_is_refused_as_get_is(shared: InThread, run: str) -> None:
     (a,) = crew(shared, run, ["a"])
     awaited = f"/v1/runs/{run}/rounds/0/fragments/0/delta"
@@ -39,10 +41,10 @@ def test_head_waits_and_is_refused_as_get_is(shared: InThread, run: str) -> None
         assert reader.head("/v1/runs/none").status_code == 404
         assert reader.head(awaited).headers["retry-after"] == "1"
         replies: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: replies.append(reader.head(awaited, headers={"Prefer": "wait=30"})))
+        thread = threading.Thread(target=lambda: replies.append(reader.head(awaited, headers={"Prefer": "wait=9999"})))
         thread.start()
         a.take_part(0)
-        thread.join(timeout=30)
+        thread.join(PATIENCE_S)
         assert (replies[0].status_code, replies[0].content) == (200, b"")
     with shared.client("ost_unknown") as nobody:
         refused = nobody.head(awaited)

@@ -48,7 +48,7 @@ from outerstep.common.exit_codes import Exit
 from protocol.messages import RunState
 from tests.coordinator.crew import crew, play_round
 from tests.support.http_server import Handler, serving
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 NOW = 1_700_000_000.25
@@ -94,7 +94,7 @@ def sink() -> Iterator[Sink]:
 
 
 def unproxied() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=5, trust_env=False, verify=False)
+    return httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False, verify=False)
 
 
 def a_notification(**values: Any) -> Notification:

@@ -19,6 +19,7 @@ from protocol.fragments import TensorSpec
 from protocol.messages import MAX_TENSORS, AssignmentRequest, JoinRequest, Scope
 from protocol.wire import MAX_UNIT_RANGES
 from tests.coordinator.crew import crew, problem
+from tests.support.waiting import PATIENCE_S
 
 JOIN: TypeAdapter[Any] = TypeAdapter(JoinRequest)
 TENSOR = b'{"name":"a","shape":[1,2]}'
@@ -131,7 +132,7 @@ def test_a_heartbeat_is_answered_while_a_large_join_is_parsed(
     def parse_large_ones_late(body: bytes, *rest: Any) -> Any:
         if len(body) > bodies.MESSAGE_BYTES:
             begun.set()
-            assert go_on.wait(60)
+            assert go_on.wait(PATIENCE_S)
         return parse(body, *rest)
 
     token = shared.token(Scope.WORKER)
@@ -139,7 +140,7 @@ def test_a_heartbeat_is_answered_while_a_large_join_is_parsed(
     other = Member(shared.client(), run, "b", [*TENSORS, *(TensorSpec(name=str(n), shape=[1]) for n in range(1000))])
     with ThreadPoolExecutor(1) as thread:
         joining = thread.submit(other.ask_to_join, token)
-        assert begun.wait(60)
+        assert begun.wait(PATIENCE_S)
         assert member.http.put(member.path("/lease"), json={}).status_code == 200
         go_on.set()
         problem(joining.result(), "model-mismatch")

@@ -28,7 +28,7 @@ from protocol.digest import content_digest, digest
 from protocol.messages import Assignment
 from protocol.wire import max_payloads_bytes
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, enlist, info, play_round, problem
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 ROOM_BYTES = 1 << 20
 
@@ -271,7 +271,7 @@ def test_who_has_all_of_it_keeps_it_though_another_one_was_first(tmp_path: Path)
 
 def begin(parts: Parts, running: InThread, held: ExitStack, announced: int) -> socket.socket:
     """Begin to send a part of `announced` bytes, of which the last does not come."""
-    line = held.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=60))
+    line = held.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S))
     head = {
         "Host": "c",
         "Authorization": parts.member.http.headers["Authorization"],
@@ -296,7 +296,7 @@ def test_parts_that_trickle_hold_up_nobody(
     with ExitStack() as held:
         lines = [begin(slow, shared, held, 100) for _ in range(40)]
         wait_until(lambda: shared.coordinator.quotas.uploading(owner) == 40 * 100)
-        assert shared.live(run).lock.acquire(timeout=1)
+        assert shared.live(run).lock.acquire(timeout=PATIENCE_S)
         shared.live(run).lock.release()
         for member in (a, b):
             member.take_part(0)

@@ -16,6 +16,7 @@ from harness.stores import names, rounds
 from protocol.outer_step import outer_step
 from protocol.wire import Payload
 from tests.coordinator.crew import crew, info, play_round
+from tests.support.waiting import PATIENCE_S
 
 KINDS_IN_ORDER: tuple[Kind, ...] = ("checkpoints", "deltas", "contributions")
 
@@ -98,7 +99,7 @@ def is_free(lock: "threading.RLock") -> bool:
     found: list[bool] = []
 
     def ask() -> None:
-        found.append(lock.acquire(timeout=10))
+        found.append(lock.acquire(timeout=PATIENCE_S))
         if found[0]:
             lock.release()
 

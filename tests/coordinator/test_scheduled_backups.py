@@ -22,7 +22,7 @@ from harness.coordinator import InThread, SettableClock, coordinator_thread
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, events, play_round
 from tests.support.backing_up import back_up, check_restored, damages
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 EVERY_S = 3600.0
 
@@ -167,7 +167,7 @@ def test_it_waits_for_nobody_and_nobody_for_it(tmp_path: Path, clock: SettableCl
         scheduled.backups.source = replace(scheduled.backups.source, open_blob=stuck)
         shutil.rmtree(root)
         clock.advance(EVERY_S)
-        assert reached.wait(60)
+        assert reached.wait(PATIENCE_S)
         for round_ in range(2):
             play_round([a], round_)
         running.await_state("r", 2)

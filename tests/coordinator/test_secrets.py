@@ -13,6 +13,7 @@ from harness.coordinator import InThread, coordinator_thread
 from outerstep.cli.errors import UsageError, validated
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, problem
+from tests.support.waiting import PATIENCE_S
 
 
 def test_the_last_admin_token_cannot_be_revoked(tmp_path: Path) -> None:
@@ -32,7 +33,7 @@ def test_tokens_made_at_the_same_time_all_work(shared: InThread) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=30)
+        thread.join(PATIENCE_S)
     assert len(set(made)) == 8
     for token in made:
         with shared.client(token) as client:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from harness.patience import PATIENCE_S
+from harness.ports import free_port
 from outerstep.cli import app
 from outerstep.demo.processes import Child, Processes, wait_until_ready
 
@@ -38,10 +40,12 @@ class Served:
 
 
 @contextmanager
-def serving(data: Path, port: str = "0", *options: str) -> Iterator[Served]:
+def serving(data: Path, port: str | None = None, *options: str) -> Iterator[Served]:
+    port = port or str(free_port())
     logs = data.parent / f"{data.name}-logs"
     logs.mkdir(exist_ok=True)
-    with Processes(logs) as processes:
+    with pytest.MonkeyPatch.context() as patch, Processes(logs) as processes:
+        patch.setattr("outerstep.demo.processes.READY_WITHIN_S", PATIENCE_S)
         child = processes.start("coordinator", ["coordinator", "--data", str(data), "--port", port, *options], {})
         yield Served(wait_until_ready(child), data, child)
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +15,9 @@ import pytest
 
 from tests.outerstep.conftest import serving
 from tests.support.signals import default_signals
+from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.system
-
-DEADLINE_S = 60
-
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,11 +67,12 @@ def command(process: psutil.Process) -> list[str]:
 
 def wait_for_family(process: subprocess.Popen[str], size: int) -> list[psutil.Process]:
     """The demo's processes, once there are `size` of them. One that was just forked still has its parent's command."""
-    deadline = time.monotonic() + DEADLINE_S
-    while sum("outerstep.demo.child" in command(each) for each in family(process)) < size:
+
+    def is_there() -> bool:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "the demo did not start its processes"
-        time.sleep(0.02)
+        return sum("outerstep.demo.child" in command(each) for each in family(process)) >= size
+
+    wait_until(is_there)
     return family(process)
 
 
@@ -87,14 +85,14 @@ def read_until(process: subprocess.Popen[str], text: str) -> None:
 
 
 def assert_all_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=DEADLINE_S)
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
     assert not alive
 
 
 def test_the_demo_trains_sums_up_and_leaves_what_it_says(tmp_path: Path):
     kept = tmp_path / "kept"
     with demo(tmp_path, "--keep", str(kept), "--format", "json", "--codec", "bf16") as process:
-        out, err = process.communicate(timeout=150)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, out + err
     summary = json.loads(out)  # which is all of it: what else there is to see is on stderr
     assert list(summary) == [
@@ -118,7 +116,7 @@ def test_the_demo_trains_sums_up_and_leaves_what_it_says(tmp_path: Path):
     assert 5 < summary["first_loss"] < 6.5
     assert summary["final_loss"] < summary["first_loss"] - 1.5
     assert summary["final_bits_per_byte"] == pytest.approx(summary["final_loss"] / math.log(2))
-    assert 0 < summary["seconds"] < 150
+    assert 0 < summary["seconds"] < PATIENCE_S
     assert summary["sample"].startswith("def ")
     for expected in ("round 0 ", "round 1 ", "  to go ", "Kept in "):
         assert expected in err
@@ -178,7 +176,7 @@ def test_ctrl_c_in_the_middle_ends_every_process_and_removes_what_was_temporary(
         read_until(process, "round 0 ")
         processes = wait_for_family(process, 3)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=DEADLINE_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130, out + err
         assert "ending the workers and the coordinator" in err
         assert "Traceback" not in err
@@ -191,7 +189,7 @@ def test_sigterm_while_workers_start_ends_every_process(tmp_path: Path):
     with demo(tmp_path) as process:
         processes = wait_for_family(process, 3)
         process.terminate()
-        out, err = process.communicate(timeout=DEADLINE_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 128 + signal.SIGTERM, out + err
         assert "Traceback" not in err
         assert_all_gone(processes)
@@ -203,7 +201,7 @@ def test_no_process_outlives_a_demo_that_is_killed(tmp_path: Path):
     with demo(tmp_path) as process:
         processes = wait_for_family(process, 3)
         process.kill()
-        process.communicate(timeout=DEADLINE_S)
+        process.communicate(timeout=PATIENCE_S)
         assert_all_gone(processes)
 
 
@@ -214,7 +212,7 @@ def test_a_process_that_dies_is_told_with_its_log_and_ends_the_demo(tmp_path: Pa
         processes = wait_for_family(process, 3)
         [chosen] = [each for each in processes if victim in command(each)]
         chosen.kill()
-        out, err = process.communicate(timeout=DEADLINE_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 1, out + err
         assert f"outerstep: {victim} was ended by SIGKILL; its last log lines:\n" in err
         assert "Traceback" not in err
@@ -233,7 +231,7 @@ def test_files_in_the_working_directory_hide_no_package_from_its_processes(tmp_p
     script = tmp_path / "outerstep"
     script.write_text("from outerstep.cli import main\nmain()\n")  # as installers write it
     with demo(tmp_path, outerstep=[str(script)], directory=directory) as process:
-        out, err = process.communicate(timeout=DEADLINE_S * 3)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     for expected in ("round 0 ", "round 1 ", "nats per token", "bits per byte", "bit-identical"):
         assert expected in out
@@ -245,6 +243,6 @@ def test_a_file_that_hides_a_package_from_the_demo_itself_is_told_at_once(tmp_pa
     hiding = tmp_path / "worker.py"
     hiding.write_text("raise RuntimeError('the user\\'s own file was run')\n")
     with demo(tmp_path, directory=tmp_path) as process:
-        out, err = process.communicate(timeout=DEADLINE_S)
+        out, err = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, out) == (2, "")
     assert err == f"outerstep: {hiding} hides the package `worker` of Outerstep; rename the file\n"

@@ -42,7 +42,7 @@ from protocol.spec.run import RunSpec, parse_spec
 from tests.support.http_server import Handler, serving
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.support.workers import worker_settings
 from worker.accounts.machine import host_free_bytes
 from worker.agent import run_worker
@@ -868,7 +868,7 @@ def test_a_fault_of_a_check_ends_no_examination() -> None:
     def broken(_: threading.Event) -> int:
         raise KeyError("x")
 
-    exam.check("broken", broken, lambda _: [], within_s=10.0)
+    exam.check("broken", broken, lambda _: [], within_s=PATIENCE_S)
     assert exam.findings == [wrong("broken", "unexpected error: KeyError: 'x'")]
 
 

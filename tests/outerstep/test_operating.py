@@ -17,7 +17,7 @@ from protocol.messages import FrozenSummary
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
 from tests.support.signals import default_signals
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 
 def create(served: Served, name: str) -> None:
@@ -274,7 +274,7 @@ def test_a_token_from_a_file(served: Served):
 def coordinator_command(*arguments: str) -> tuple[int, str]:
     """Exit code and stderr of `outerstep coordinator`, which here ends by itself."""
     command = [sys.executable, "-m", "outerstep", "coordinator", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
     return done.returncode, done.stderr
 
 
@@ -431,7 +431,7 @@ def worker_command(served: Served, run: str, token: str, state: Path) -> tuple[i
     """Exit code and stderr of `outerstep worker`, where it ends by itself."""
     command = [sys.executable, "-m", "outerstep", "worker", served.url, "--run", run, "--state", str(state)]
     environment = {**os.environ, "OUTERSTEP_TOKEN": token}
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
     return done.returncode, done.stderr
 
 
@@ -473,7 +473,7 @@ def test_watching_survives_a_restart_of_the_coordinator(tmp_path: Path):
         read_until(watching.stdout, "the coordinator is back")
         assert second.outerstep("run", "stop", "watched")[0] == 0
         read_until(watching.stdout, "run watched: the run is stopped")
-        assert watching.wait(10) == 0
+        assert watching.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.usefixtures("in_the_background")
@@ -490,6 +490,6 @@ def test_interrupting_the_watching_is_quiet_and_leaves_the_run_alone(served: Ser
     )
     read_until(watching.stdout, "was created")
     watching.send_signal(signal.SIGINT)
-    _, err = watching.communicate(timeout=10)
+    _, err = watching.communicate(timeout=PATIENCE_S)
     assert (watching.returncode, err) == (130, "")
     assert read_run(served, "left-alone")["state"] == "seeding"

@@ -191,9 +191,10 @@ def test_a_certificate_of_another_host_or_time(tmp_path: Path) -> None:
 
 
 def test_nobody_there_is_worth_another_try() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    code, line = said_by_command(f"http://127.0.0.1:{port}")
+    with socket.socket() as reserved:  # bound but not listening
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        code, line = said_by_command(f"http://127.0.0.1:{port}")
     told = f"outerstep: cannot reach the coordinator at http://127.0.0.1:{port}: connection refused\n"
     assert (code, line) == (Exit.RETRY, told)
     code, line = said_by_command("http://coordinator.invalid")

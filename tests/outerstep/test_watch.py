@@ -15,6 +15,7 @@ from harness.member import Member, spec_toml
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.test_operating import create, read_until
 from tests.support.terminal import Terminal
+from tests.support.waiting import PATIENCE_S
 
 PATIENT = "lease_s = 600\ngrace_min_s = 600\ngrace_max_s = 600"  # so that no deadline passes while this is looked at
 OUTERSTEP = [sys.executable, "-m", "outerstep"]
@@ -134,6 +135,6 @@ def test_events_are_followed_to_the_end_of_the_run(served: Served, form: str):
     assert len(read_until(following.stdout, "paused")) == 1
     assert served.outerstep("run", "stop", f"followed-{form}")[0] == 0
     (last,) = read_until(following.stdout, "stopped")
-    assert (following.communicate(timeout=60)[0], following.returncode) == ("", 0)
+    assert (following.communicate(timeout=PATIENCE_S)[0], following.returncode) == ("", 0)
     if form == "json":
         assert json.loads(last)["kind"] == "stopped"

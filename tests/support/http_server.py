@@ -19,10 +19,14 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 256  # with the usual 5, a connection of many at once is repeated a second later
+
+
 @contextmanager
 def serving(handler: type[Handler]) -> Iterator[str]:
     """Serve on a free port of this machine; the URL."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = Server(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from tests.support import at_terminal
+from tests.support.waiting import PATIENCE_S
 
-WITHIN_S = 60.0  # by when something is given up that never comes
 _TOKEN = re.compile(r"\x1b\[(\??)([0-9;]*)([A-Za-z])|\x1b\][^\x07]*\x07|[\s\S]")
 _BEGUN = re.compile(r"\x1b(\[\??[0-9;]*|\][^\x07]*)?\Z")  # an escape sequence whose end has not been read yet
 
@@ -123,13 +123,13 @@ class Terminal:
         """Return the exit code of the process, once all that it wrote is on the screen."""
         for _ in self._reads():
             pass
-        return self.process.wait(WITHIN_S)
+        return self.process.wait(PATIENCE_S)
 
     def _reads(self) -> Iterator[None]:
         """Yield at first and whenever something was written, until the process has ended. A picture is drawn again
         and again, so what bounds this is not that nothing comes."""
         yield
-        until = time.monotonic() + WITHIN_S
+        until = time.monotonic() + PATIENCE_S
         while select.select([self._master], [], [], max(until - time.monotonic(), 0.0))[0]:
             try:
                 read = os.read(self._master, 65536)

@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable
 
-PATIENCE_S = 120.0
+from harness.patience import PATIENCE_S
+
+__all__ = ["PATIENCE_S", "wait_until"]
 
 
 def wait_until(condition: Callable[[], bool], *, patience_s: float = PATIENCE_S) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from harness.coordinator import Running
 from protocol.messages import Scope
 from tests.support.forks import OUTERSTEP, Forked, Process
+from tests.support.waiting import PATIENCE_S
 from worker.settings import WorkerSettings
 
 
@@ -38,7 +39,7 @@ class WorkerProcess:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self._command, env=self._environment, stdout=log, stderr=log)
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = PATIENCE_S) -> int:
         """Its exit code."""
         assert self.process is not None
         return self.process.wait(timeout)

@@ -1,8 +1,12 @@
 """The models here are tiny: more threads than one only cost time."""
 
+import httpx
 import pytest
 import torch
 
+from tests.support.waiting import PATIENCE_S
+from worker import process
+from worker.line import transfer
 from worker.link import client
 
 
@@ -15,3 +19,11 @@ def one_thread() -> None:
 def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that leaves, or gives up a fragment, waits until its long polls have ended: at most one second here."""
     monkeypatch.setattr(client, "LONG_POLL_S", 1)
+
+
+@pytest.fixture(autouse=True)
+def _time_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that leaves hands in its work, however busy the machine is."""
+    monkeypatch.setattr(transfer, "LEAVING_TIMEOUT", httpx.Timeout(PATIENCE_S))
+    monkeypatch.setattr(process, "HAND_IN_S", PATIENCE_S)
+    monkeypatch.setattr(process, "LEAVE_WITHIN_S", PATIENCE_S)

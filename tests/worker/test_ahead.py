@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from protocol.errors import Transient
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker.data.fetching import remote_set
 from worker.data.fetching.remote_set import Prefetcher, PrefetchStop
 from worker.data.order import WINDOW_SHARDS, Order
@@ -92,7 +92,7 @@ def test_where_there_is_no_room_it_goes_on_once_something_was_used(order: Order)
     fetched = Fetched(room=2 * WINDOW_SHARDS - 1)
     fetch = fetch_ahead(fetched)
     fetch(order, range(60))
-    assert fetched.refused.wait(30)
+    assert fetched.refused.wait(PATIENCE_S)
     assert fetched.shards == windows(order, 0, 1)
     for shard in windows(order, 0, 1)[: WINDOW_SHARDS + 3]:
         fetch.reached(shard)
@@ -107,7 +107,7 @@ def test_what_was_passed_by_is_not_fetched_any_more(order: Order) -> None:
     fetched = Fetched(room=0)
     fetch = fetch_ahead(fetched)
     fetch(order, range(60))
-    assert fetched.refused.wait(30)
+    assert fetched.refused.wait(PATIENCE_S)
     fetch.reached(windows(order, 2)[-1])
     wait_until(lambda: len(fetched.shards) == 2)
     fetch.close()

@@ -22,6 +22,7 @@ from protocol.fragments import Layout
 from protocol.versions import OURS, RESPONSE_HEADERS
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
+from tests.support.waiting import PATIENCE_S
 from worker.errors import Stopped
 from worker.line import transfer
 from worker.line.line import DOWN_FAR_BYTES, UP_FAR_BYTES
@@ -240,7 +241,7 @@ def test_a_lost_answer_to_a_heartbeat_leaves_time_for_another_within_the_lease()
     membership = Membership(client, "w", messages.JoinRequest(tensors=[]), None)
     with Heartbeat(membership, 60.0, messages.Metrics) as heartbeat:
         heartbeat.beat_now()
-        assert beaten.wait(30)
+        assert beaten.wait(PATIENCE_S)
     assert [request.extensions["timeout"]["read"] for request in seen] == [20.0]
 
 

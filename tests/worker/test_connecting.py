@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.settings import script_settings
@@ -47,9 +47,9 @@ def test_the_line_is_held_to_what_is_given(tmp_path: Path) -> None:
         run, model = Toy(coordinator, toy.spec(), tmp_path), toy.make_model()
         diloco = run.connect(model, torch.optim.SGD(model.parameters()), max_up="8mbit")
         line = diloco.client.line
-        assert line.up.limit.delay_s(1_000_000) == 0
-        assert 0.8 < line.up.limit.delay_s(1) <= 1  # for what went before
-        assert line.down.limit.delay_s(1_000_000) == line.down.limit.delay_s(1) == 0
+        assert line.up.limit.delay_s(1_000_000_000) == 0
+        assert 1000 - PATIENCE_S < line.up.limit.delay_s(1) <= 1000  # for what went before
+        assert line.down.limit.delay_s(1_000_000_000) == line.down.limit.delay_s(1) == 0
         with pytest.raises(ValueError, match=re.escape("max_down = '8': '8' is not a rate in bits per second")):
             run.connect(model, torch.optim.SGD(model.parameters()), max_down="8")
     who = script_settings("toy", None, None, None, ENVIRONMENT, max_up="8mbit", max_down=None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protocol.errors import CodecError, Problem
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
 from worker.diloco import DiLoCo
@@ -138,7 +138,7 @@ class Gates:
 
     def wait(self, *key: int) -> None:
         if key in self._events:
-            assert self._events[key].wait(30)
+            assert self._events[key].wait(PATIENCE_S)
 
 
 @pytest.mark.parametrize("early", [set(), {1}])
@@ -157,7 +157,7 @@ def test_late_work_goes_into_the_next_round(tmp_path: Path, early: set[int]) -> 
 
     def meet(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):
-            everybody.wait(30)
+            everybody.wait(PATIENCE_S)
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, toy.spec(rounds=2, members="grace_factor = 0\ngrace_min_s = 0"), tmp_path)
@@ -225,7 +225,7 @@ def test_a_lost_lease_whose_units_somebody_took(tmp_path: Path, noticed: str) ->
         if (diloco.round, diloco.inner_step) == (0, 2) and not b_has_units.is_set():
             evict(run, "a")
             a_may_begin.set()
-            assert b_has_units.wait(30)
+            assert b_has_units.wait(PATIENCE_S)
             if noticed == "by the heartbeat":
                 diloco.joined.heartbeat.beat()
         elif diloco.inner_step == 1 and b_has_units.is_set():
@@ -234,10 +234,10 @@ def test_a_lost_lease_whose_units_somebody_took(tmp_path: Path, noticed: str) ->
     def take(diloco: DiLoCo) -> None:
         b_has_units.set()
         if (diloco.round, diloco.inner_step) == (0, 2):
-            assert a_is_back.wait(30)
+            assert a_is_back.wait(PATIENCE_S)
 
     def run_b() -> None:
-        assert a_may_begin.wait(30)
+        assert a_may_begin.wait(PATIENCE_S)
         run.worker("b", on_step=take)
 
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -245,7 +245,7 @@ def test_a_lost_lease_whose_units_somebody_took(tmp_path: Path, noticed: str) ->
         b = threading.Thread(target=run_b)
         b.start()
         a = run.worker("a", on_step=lose)
-        b.join(60)
+        b.join(PATIENCE_S)
         info = run.final()
         for name in "ab":
             assert run.told(name).state_digest == info.state_digest
@@ -483,7 +483,7 @@ def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
 
     def die(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):
-            everybody.wait(30)
+            everybody.wait(PATIENCE_S)
         if (diloco.round, diloco.inner_step) == (1, 2):
             units.append(diloco.joined.rounds.assignment.units)
             diloco.client.die()  # type: ignore[attr-defined]
@@ -495,12 +495,12 @@ def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
 
     def go_on(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):
-            everybody.wait(30)
+            everybody.wait(PATIENCE_S)
             wait_until(a_has_contributed)  # before the other two are a quorum without it
         if (diloco.round, diloco.inner_step) == (1, 1):
-            assert dead.wait(30)
+            assert dead.wait(PATIENCE_S)
         if (diloco.round, diloco.inner_step) == (2, 1):
-            assert back.wait(30)
+            assert back.wait(PATIENCE_S)
 
     def train_again(diloco: DiLoCo) -> None:
         units.append(diloco.joined.rounds.assignment.units)
@@ -521,7 +521,7 @@ def test_units_of_a_killed_process_are_trained_on(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE_S)
         assert run.told("a").state_digest == run.final().state_digest
     assert units[0] == units[1]
 

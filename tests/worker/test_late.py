@@ -13,7 +13,7 @@ from protocol.codecs.base import F32
 from protocol.errors import Problem
 from protocol.messages import Assignment
 from protocol.wire import ContributionHeader, Payload, pack_header
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
 from tests.worker.toy import MortalClient, Toy, coordinator_thread
 from worker.diloco import DiLoCo
@@ -73,7 +73,7 @@ class Arrivals:
 
     def wait_for(self, key: tuple[int, int]) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: key in self._keys, timeout=60)
+            assert self._changed.wait_for(lambda: key in self._keys, timeout=PATIENCE_S)
 
 
 class PatientClient(Client):
@@ -114,7 +114,7 @@ class Latecomer(Generic[C]):
 
     def meet(self, diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):
-            self._everybody.wait(60)
+            self._everybody.wait(PATIENCE_S)
 
     def client(self, *arguments: Any) -> C:
         lives = {"dies": lambda what, number: False}
@@ -241,7 +241,7 @@ def test_late_work_survives_a_crash(tmp_path: Path) -> None:
         thread = threading.Thread(target=run_c)
         thread.start()
         run.workers(["a", "b"], a=c.patient(), b=c.patient())
-        thread.join(60)
+        thread.join(PATIENCE_S)
         info = run.final()
         wait_until(lambda: run.told("c").state == "left")
         assert {run.told(name).state_digest for name in "abc"} == {info.state_digest}

@@ -16,7 +16,7 @@ from outerstep.common.exit_codes import Exit
 from protocol.messages import RoundDetail
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker import process
@@ -24,7 +24,7 @@ from worker.diloco import DiLoCo
 from worker.errors import Stopped
 from worker.line.transfer import SEND_BYTES
 from worker.link.client import Client, open_http
-from worker.process import HAND_IN_S, GracePeriod
+from worker.process import GracePeriod
 
 
 def contributors(run: Toy, number: int) -> list[list[str]]:
@@ -48,7 +48,7 @@ def test_uploads_under_way_are_finished_and_no_delta_is_waited_for(tmp_path: Pat
 
     def hold(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (1, 1):
-            assert gone.wait(60)
+            assert gone.wait(PATIENCE_S)
 
     def run_a() -> None:
         run.worker("a", client_class=StopsWhileUploading)
@@ -97,19 +97,20 @@ def test_a_hand_in_that_was_cut_short_is_completed_by_the_next_process(tmp_path:
 
     def stop(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):
-            together.wait(60)
+            together.wait(PATIENCE_S)
         if (diloco.round, diloco.inner_step) == (1, 2):
             diloco.client.stop.set()
 
     def hold(diloco: DiLoCo) -> None:
         if (diloco.round, diloco.inner_step) == (0, 1):
-            together.wait(60)
+            together.wait(PATIENCE_S)
         if (diloco.round, diloco.inner_step) == (1, 1):
-            assert left.wait(60)
+            assert left.wait(PATIENCE_S)
         if (diloco.round, diloco.inner_step) == (back_in_round, 2):
-            assert back.wait(60)
+            assert back.wait(PATIENCE_S)
         if (diloco.round, diloco.inner_step) == (2, 2):
-            assert in_round_2.wait(60)  # it has begun anew after round 1, so the run might be over before it is back
+            # It has begun anew after round 1, so the run might be over before it is back.
+            assert in_round_2.wait(PATIENCE_S)
 
     def train(diloco: DiLoCo) -> None:
         if diloco.round == 2:
@@ -128,7 +129,7 @@ def test_a_hand_in_that_was_cut_short_is_completed_by_the_next_process(tmp_path:
         a = threading.Thread(target=run_a)
         a.start()
         run.worker("b", on_step=hold)
-        a.join(60)
+        a.join(PATIENCE_S)
         assert run.told("a").state_digest == run.told("b").state_digest == run.final().state_digest
         others = ["b"] if back_in_round == 2 else ["a", "b"]
         assert contributors(run, 1) == [others, ["a", "b"], others]
@@ -166,7 +167,7 @@ def test_a_coordinator_that_is_gone_holds_nobody_longer_than_the_grace() -> None
     client.stop.set()
     with pytest.raises(Stopped):
         client.until(grace).run_detail()
-    assert HAND_IN_S <= now < HAND_IN_S + 10
+    assert process.HAND_IN_S <= now < process.HAND_IN_S + 10
     with pytest.raises(Stopped):
         client.run_detail()
 
@@ -196,7 +197,7 @@ def test_whatever_hangs_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> Non
     stop = threading.Event()
     with process.stop_on_signals(stop, partial(ended.put, Exit.DONE)):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert ended.get(timeout=60) == Exit.DONE
+        assert ended.get(timeout=PATIENCE_S) == Exit.DONE
         assert stop.is_set()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a second signal ends it at once"
 
@@ -208,7 +209,7 @@ def test_a_wait_for_an_answer_ends_at_once(caplog: pytest.LogCaptureFixture) -> 
     class Silent(Handler, BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             os.kill(os.getpid(), signal.SIGINT)
-            assert released.wait(60)
+            assert released.wait(PATIENCE_S)
 
     caplog.set_level(logging.INFO)
     stop = threading.Event()

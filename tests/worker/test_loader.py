@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker.test_side_stream import DEVICES, Recorder
 from worker.data.loader import AHEAD, Copier, batches
 from worker.errors import DataError, Stopped
@@ -150,7 +150,7 @@ def test_a_loop_that_ends_does_not_wait_for_a_batch_that_is_not_to_be_had() -> N
 
     def unit(number: int) -> Tensor:
         if number:
-            assert given_up.wait(30)
+            assert given_up.wait(PATIENCE_S)
         return torch.zeros(1)
 
     make.unit = unit  # type: ignore[method-assign]

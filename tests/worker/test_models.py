@@ -142,7 +142,6 @@ def test_a_function_in_the_working_directory(tmp_path: Path, monkeypatch: pytest
     assert logits_of(model, torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3, 256)
 
 
-@pytest.mark.timeout(60)
 def test_a_function_may_build_one_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waited for its own lock."""
     (tmp_path / "our_own_model.py").write_text(

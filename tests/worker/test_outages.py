@@ -23,7 +23,7 @@ from protocol.messages import Metrics
 from protocol.spec.run import parse_spec
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
@@ -160,7 +160,7 @@ def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
                 shutil.copytree(data, backup)
         if (diloco.round, diloco.inner_step) == (4, 2) and not restored.is_set():
             at.set()
-            assert restored.wait(60)
+            assert restored.wait(PATIENCE_S)
 
     def train() -> None:
         run.worker("a", on_step=hold)
@@ -170,7 +170,7 @@ def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
         port = int(coordinator.url.rsplit(":", 1)[1])
         worker = threading.Thread(target=train)
         worker.start()
-        assert at.wait(60)
+        assert at.wait(PATIENCE_S)
     for path in data.glob(f"{sqlite.FILE}*"):
         path.unlink()
     for path in backup.glob(f"{sqlite.FILE}*"):
@@ -178,7 +178,7 @@ def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
     with coordinator_thread(data, port) as run.coordinator:
         assert run.info().round == 1
         restored.set()
-        worker.join(60)
+        worker.join(PATIENCE_S)
         assert not worker.is_alive()
         assert run.told("a").state_digest == run.final().state_digest
 

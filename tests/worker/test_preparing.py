@@ -19,6 +19,7 @@ from blake3 import blake3
 from protocol.spec.run import parse_spec
 from tests.support.text import write_text
 from tests.support.tokenizers import END, write_tokenizer
+from tests.support.waiting import PATIENCE_S
 from worker.data.open_training_set import open_training_set
 from worker.data.sources.rows import TextRows
 from worker.data.sources.source import find_source
@@ -186,7 +187,8 @@ def test_killed_it_leaves_nobody_behind_and_finished_shards_alone(lines: Path, t
     out = tmp_path / "out"
     command = [sys.executable, str(tmp_path / "killed.py"), str(lines), tokenizer, str(out)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=120)  # its pipes are shut
+    # Its pipes are shut.
+    done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == -signal.SIGKILL, done.stderr
     finished = json.loads((out / "progress.json").read_text())["training"]["shards"]
     before = {shard["file"]: (out / shard["file"]).stat().st_mtime_ns for shard in finished}

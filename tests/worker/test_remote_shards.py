@@ -19,7 +19,7 @@ from protocol.messages import RunDetail
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.file_server import FileServer, file_server
 from tests.support.token_sets import write_token_set
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
 from worker.data.fetching.remote_files import HttpFiles
@@ -182,7 +182,7 @@ def test_a_thread_that_is_late_is_not_overtaken_by_one_that_is_needed_later(
 
     def fetch(cache: ShardCache, wanted: RemoteShard, before: Sequence[RemoteShard]) -> None:
         if wanted.digest == late:
-            assert tried.wait(60)
+            assert tried.wait(PATIENCE_S)
         try:
             fetch_now(cache, wanted, before)
         finally:

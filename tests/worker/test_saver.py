@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.states import LAYOUT, empty_state
+from tests.support.waiting import PATIENCE_S
 from worker.accounts.stages import Stages
 from worker.state import snapshot
 from worker.state.outer_state import OuterState
@@ -91,7 +92,7 @@ def test_a_state_is_written_once_and_does_not_change_meanwhile(
 
     def slow(files: StateDir, owner: str, slot: int, state: OuterState) -> None:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         states.append(float(state.theta[0][0]))
         save_state(files, owner, slot, state)
 
@@ -101,7 +102,7 @@ def test_a_state_is_written_once_and_does_not_change_meanwhile(
         to_round(state, 0)
         saver.save_state()
         saver.save_state()
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE_S)
         stepping = threading.Thread(target=to_round, args=(state, 1))
         stepping.start()
         go_on.set()

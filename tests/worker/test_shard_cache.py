@@ -17,7 +17,7 @@ from blake3 import blake3
 from protocol.errors import Transient
 from tests.support.file_server import FileServer, file_server
 from tests.support.full_disk import small_disk
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker.data.fetching.remote_files import HttpFiles
 from worker.data.fetching.shard_cache import RemoteShard, ShardCache
 from worker.errors import DataError, NoRoom, Stopped
@@ -230,18 +230,18 @@ def test_what_is_needed_at_once_waits_while_others_fetch(tmp_path: Path, caplog:
 
     def read(start: int) -> Iterator[bytes]:
         begun.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE_S)
         yield content(1)
 
     def let_go(seconds: float) -> None:
         go_on.set()
-        fetching.join(30)
+        fetching.join(PATIENCE_S)
 
     other = Retry(threading.Event(), sleep=let_go, rng=random.Random(0), peer="the data")
     cache = ShardCache(tmp_path, SIZE, retry())
     fetching = threading.Thread(target=cache.fetch, args=(RemoteShard(first.digest, SIZE, "shard 1", read),))
     fetching.start()
-    assert begun.wait(30)
+    assert begun.wait(PATIENCE_S)
     with ShardCache(tmp_path, SIZE, other).open(second) as file:
         assert file.read() == content(2)
     assert "has no room" in caplog.text
@@ -258,7 +258,7 @@ def test_workers_that_want_the_same_shard_fetch_it_once(tmp_path: Path) -> None:
     def read(start: int) -> Iterator[bytes]:
         asked.append(start)
         yield content(1)[:50_000]
-        assert waiting.wait(30)  # until the other one has found it locked
+        assert waiting.wait(PATIENCE_S)  # until the other one has found it locked
         yield content(1)[50_000:]
 
     wanted = RemoteShard(digests(1)[0], SIZE, "shard 1", read)
@@ -334,7 +334,7 @@ def test_who_is_killed_in_the_middle_leaves_a_part_that_the_next_one_goes_on_wit
 
 
 def wait(event: threading.Event) -> None:
-    assert event.wait(60)
+    assert event.wait(PATIENCE_S)
 
 
 # --- disks --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from protocol.messages import Stage
+from tests.support.waiting import PATIENCE_S
 from worker.accounts.progress import Progress
 from worker.accounts.stages import Stages, Traffic
 
@@ -41,13 +42,13 @@ def test_threads_in_one_stage_count_once_for_as_long_as_there_is_one(clock: Cloc
     def upload() -> None:
         with stages(Stage.UPLOAD):
             inside.set()
-            assert leave.wait(30)
+            assert leave.wait(PATIENCE_S)
 
     other = threading.Thread(target=upload)
     with stages(Stage.UPLOAD):
         clock.now += 1
         other.start()
-        assert inside.wait(30)
+        assert inside.wait(PATIENCE_S)
         clock.now += 2
     clock.now += 4
     leave.set()

@@ -1,6 +1,7 @@
 """Connections that carry nothing any more are given up, and what was on them goes over new ones."""
 
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 
 import pytest
@@ -9,19 +10,34 @@ from blake3 import blake3
 from protocol import wire
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from worker.line import connections
 from worker.link.client import Client, open_http
 from worker.rounds.schedule import AHEAD_S, Lookahead
 
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "SILENT_S", 0.2)
-    monkeypatch.setattr(connections, "LOOKS_S", 0.05)
+SILENT_S = 0.2
 
 
-def test_an_upload_that_nobody_takes_any_more_is_sent_over_a_new_connection() -> None:
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it once a connection is silent. Until then, and after the connection is given up, none counts as silent,
+    however slow the machine is."""
+
+    def patience(seconds: float) -> None:
+        monkeypatch.setattr(connections, "SILENT_S", seconds)
+
+    def give_up(these: connections.Connections) -> None:
+        patience(PATIENCE_S)
+        abort(these)
+
+    abort = connections.Connections.abort
+    patience(PATIENCE_S)
+    monkeypatch.setattr(connections, "LOOKS_S", SILENT_S / 4)
+    monkeypatch.setattr(connections.Connections, "abort", give_up)
+    return lambda: patience(SILENT_S)
+
+
+def test_an_upload_that_nobody_takes_any_more_is_sent_over_a_new_connection(silent: Callable[[], None]) -> None:
     """The first connection takes a part of the body and then nothing: as where a router has forgotten it."""
     header, frames = zeros_of_state_0(4 << 20)
     arrived: list[int] = []
@@ -33,6 +49,7 @@ def test_an_upload_that_nobody_takes_any_more_is_sent_over_a_new_connection() ->
             if not arrived:
                 arrived.append(0)
                 self.rfile.read(100_000)
+                silent()
                 forgotten.wait()  # the connection stays open, and nobody reads
                 return
             arrived.append(len(self.rfile.read(length)))
@@ -44,7 +61,7 @@ def test_an_upload_that_nobody_takes_any_more_is_sent_over_a_new_connection() ->
     assert arrived == [0, sum(map(len, frames)) + len(wire.pack_header(header))]
 
 
-def test_a_download_that_stops_goes_on_where_it_was_over_a_new_connection() -> None:
+def test_a_download_that_stops_goes_on_where_it_was_over_a_new_connection(silent: Callable[[], None]) -> None:
     header, frames = zeros_of_state_0(1000)
     data = b"".join([wire.pack_header(header), *frames])
     forgotten, asked = threading.Event(), []
@@ -61,6 +78,7 @@ def test_a_download_that_stops_goes_on_where_it_was_over_a_new_connection() -> N
             self.end_headers()
             self.wfile.write(data[start:] if place else data[:500])
             if not place:
+                silent()
                 forgotten.wait()
 
     with serving(Stops) as url, open_http(url) as http:
@@ -69,7 +87,7 @@ def test_a_download_that_stops_goes_on_where_it_was_over_a_new_connection() -> N
     assert asked == [None, f"bytes=500-{len(data) - 1}"]
 
 
-def test_a_coordinator_that_takes_its_time_to_answer_is_waited_for() -> None:
+def test_a_coordinator_that_takes_its_time_to_answer_is_waited_for(silent: Callable[[], None]) -> None:
     """All that was sent has arrived: the line is well."""
     header, frames = zeros_of_state_0(1000)
     requests = []
@@ -77,7 +95,8 @@ def test_a_coordinator_that_takes_its_time_to_answer_is_waited_for() -> None:
     class Slow(Handler, BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
             requests.append(self.rfile.read(int(self.headers["Content-Length"])))
-            threading.Event().wait(10 * connections.SILENT_S)
+            silent()
+            threading.Event().wait(5 * SILENT_S)
             self.created()
 
     with serving(Slow) as url, open_http(url) as http:

@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -16,6 +15,7 @@ from coordinator.store.blobs import SignedRequest
 from coordinator.store.direct_access import OWN_S, Signer
 from coordinator.store.tables import ContributionRow
 from harness.coordinator import InThread
+from harness.ports import free_port
 from harness.seaweedfs import SeaweedFS
 from protocol.errors import UnexpectedAnswer
 from tests.support.http_server import Handler, serving
@@ -88,8 +88,7 @@ def test_a_store_that_a_worker_cannot_use_is_avoided(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        closed = f"127.0.0.1:{probe.getsockname()[1]}"
+    closed = f"127.0.0.1:{free_port()}"
     with bucket(store, tmp_path) as coordinator:
         elsewhere(monkeypatch, method, address.format(closed=closed))
         digest, directly = train(coordinator, tmp_path)
