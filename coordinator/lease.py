@@ -1,8 +1,9 @@
 """The lease of the leader: one row of the table `leader`. Its expiry is compared with the database's clock alone."""
 
+import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import Connection, Double, delete, insert, or_, select, text, update
@@ -12,7 +13,7 @@ from sqlalchemy.sql.functions import GenericFunction
 
 from coordinator.peers import Peer
 from coordinator.store import postgresql
-from coordinator.store.tables import CoordinatorRow, LeaderRow
+from coordinator.store.tables import CoordinatorRow, DeploymentRow, LeaderRow
 from protocol.errors import Problem
 
 LEASE_S = 5.0
@@ -40,7 +41,8 @@ def _postgresql_clock(*_: Any, **__: Any) -> str:
 
 @dataclass(frozen=True)
 class Leader:
-    """The row. `remaining_s`: until the lease expires; negative if it has. `now`: the database's clock."""
+    """The row. `remaining_s`: until the lease expires; negative if it has. `now`: the database's clock. `secret`: the
+    deployment's, which changes only together with the token."""
 
     token: int
     holder: str | None
@@ -48,6 +50,7 @@ class Leader:
     taken_at: float
     remaining_s: float
     now: float
+    secret: bytes = field(repr=False)
 
     @property
     def expires_at(self) -> float:
@@ -69,6 +72,7 @@ def read(connection: Connection) -> Leader:
             LeaderRow.taken_at,
             (LeaderRow.expires_at - database_clock()).label("remaining_s"),
             database_clock().label("now"),
+            select(DeploymentRow.secret).scalar_subquery(),
         ).where(LeaderRow.id == _ID)
     ).one()
     return Leader(*row)
@@ -109,6 +113,13 @@ def renew(connection: Connection, token: int) -> bool:
 def release(connection: Connection, token: int) -> None:
     """Give up the lease, so that another coordinator can take it at once."""
     _update(connection, token, holder=None, address=None)
+
+
+def rotate_secret(session: Session) -> None:
+    """Give the deployment a new secret, and end the leader's term. Its lease remains: until it expires, only the same
+    coordinator can begin the next term."""
+    session.execute(update(LeaderRow).values(token=LeaderRow.token + 1, address=None))
+    session.execute(update(DeploymentRow).values(secret=secrets.token_bytes(32)))
 
 
 def _update(connection: Connection, token: int, **values: Any) -> bool:

@@ -186,7 +186,13 @@ class Settings(BaseSettings):
         if text is None:
             return None
         parts = urlsplit(text)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/") or parts.query:
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.path.strip("/")
+            or parts.query
+            or parts.username is not None
+        ):
             raise ValueError(f"{text} is not an address such as http://10.0.0.2:8470")
         return text.rstrip("/")
 

@@ -15,6 +15,7 @@ from coordinator.aggregation.states import States
 from coordinator.store import postgresql
 from coordinator.store.blobs import Blobs
 from coordinator.store.database import Database
+from coordinator.store.postgresql import deployment
 
 STATE_BYTES = 1 << 30
 
@@ -24,12 +25,12 @@ def opened(
     name: str, url: URL, blobs: Blobs, folder: Path, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Aggregator]:
     """An aggregator that does nothing by itself."""
-    with closing(Database(url)) as database:
-        secret = database.secret()
+    Database(url).close()
     engine = postgresql.engine_of(url, connections=3)
     try:
         ring = partial(postgresql.ring, channel=queue.RESULTS)
-        yield Aggregator(name, engine.connect, blobs, States(folder, STATE_BYTES), secret, ring, clock)
+        states = States(folder, STATE_BYTES)
+        yield Aggregator(name, engine.connect, blobs, states, lambda each: deployment(each).secret, ring, clock)
     finally:
         engine.dispose()
 

@@ -48,6 +48,7 @@ PROBLEMS: dict[str, ProblemType] = {
     "invalid-spec": ProblemType(422, REFUSED, "Invalid run spec. The detail names the key and the value."),
     "invalid-payload": ProblemType(400, REFUSED, "The payload violates the wire format. Nothing was stored."),
     "digest-mismatch": ProblemType(400, RETRY, "The received bytes do not match the announced digest. Resend them."),
+    "invalid-request": ProblemType(400, REFUSED, "The request is not valid HTTP, or its target is not a path."),
     "request-timeout": ProblemType(408, RETRY, "The request stalled and timed out. Resend it."),
     "length-required": ProblemType(411, REFUSED, "An upload needs a Content-Length."),
     "payload-too-large": ProblemType(413, REFUSED, "The body exceeds the limit for this request."),

@@ -53,8 +53,8 @@ class Superseded(Exception):
 class Aggregator:
     """Does tasks, on several threads, until it is stopped.
 
-    `connect` opens a connection to the database in autocommit mode. `secret` is the deployment's. `ring` notifies the
-    leader that a task is done.
+    `connect` opens a connection to the database in autocommit mode. `secret` reads the deployment's. `ring` notifies
+    the leader that a task is done.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Aggregator:
         connect: Callable[[], Connection],
         blobs: Blobs,
         states: States,
-        secret: bytes,
+        secret: Callable[[Connection], bytes],
         ring: Callable[[Connection], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,13 +81,14 @@ class Aggregator:
         """Take a task and do it. Return False if there is none. Raises SQLAlchemyError and StoreOutage."""
         with self._connect() as connection:
             claim = queue.take(connection, self.id)
-        if claim is None:
-            return False
+            if claim is None:
+                return False
+            secret = self._secret(connection)
         own = threading.get_ident()
         with self._lock:
             self._held[own], self._progressed[own] = claim, self._clock()
         try:
-            self._finish(claim, partial(queue.finish, result=self._done(claim.task)))
+            self._finish(claim, partial(queue.finish, result=self._done(claim.task, secret)))
         except Superseded:
             logger.info("task %d was taken by another aggregator, or is no longer wanted", claim.id)
         except (StoreOutage, SQLAlchemyError):
@@ -108,10 +109,10 @@ class Aggregator:
             else:
                 logger.info("task %d is no longer this aggregator's, so its result is dropped", claim.id)
 
-    def _done(self, task: Task) -> Aggregated | Advanced:
+    def _done(self, task: Task, secret: bytes) -> Aggregated | Advanced:
         if not isinstance(task, Aggregate):
             return self._states.advance(task, self._blobs, self._memory, self._check)
-        delta = aggregate_fragment(task, self._blobs, self._secret, partial(self._theta_norm, task), check=self._check)
+        delta = aggregate_fragment(task, self._blobs, secret, partial(self._theta_norm, task), check=self._check)
         return store_delta(task, delta, self._blobs, self._memory)
 
     def _theta_norm(self, task: Aggregate) -> float:
@@ -205,7 +206,7 @@ def serve(
             engine.connect,
             shared_bucket(owner, bucket or place, data),
             States(states, shutil.disk_usage(data.root).free // 2),
-            deployment.secret,
+            lambda connection: postgresql.deployment(connection).secret,
             partial(postgresql.ring, channel=RESULTS),
         )
         ready(bucket or place)

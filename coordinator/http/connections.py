@@ -6,6 +6,7 @@ subclass limits
 - the number of connections, in all and per address (`ConnectionLimit`), from the first packet on, and the time of a
   TLS handshake;
 - the bytes and lines of a request's head, and of everything else that is not body: trailers, chunk headers;
+- the form of a request's target, which is a path, and the number of its Host headers;
 - the time that a head may take, from the connection's start or from the response before;
 - the requests that are pipelined ahead of their responses;
 - how slowly the rest of a body may arrive after its response was sent;
@@ -20,12 +21,13 @@ caps uvicorn's version, and tests/coordinator/test_connections.py checks each of
 import asyncio
 import json
 import logging
+import re
 import ssl
 import types
 import uuid
 from collections.abc import Awaitable, Coroutine, Generator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -35,9 +37,14 @@ from coordinator.http.bodies import MinimumRate
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.settings import Settings
 from protocol.errors import Problem
+from protocol.text import printable
 
 MAX_PIPELINED = 16  # requests on one connection that wait for the response to an earlier one
 RETRY_S = 5.0  # Retry-After when there are too many connections
+
+# A coordinator is no proxy, so it accepts only the origin form of a target (RFC 9112, section 3.2.1).
+NO_PATH = "the request's target must begin with / and have visible ASCII characters alone, as in GET /v1/runs HTTP/1.1"
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")  # a host and a port (RFC 3986, section 3.2)
 
 Result = TypeVar("Result")
 
@@ -56,7 +63,7 @@ class Connection(HttpToolsProtocol):
         self._raw: asyncio.Transport | None = None  # until the TLS handshake is done
         self._handshake: asyncio.Task[None] | None = None
         self._early = b""  # bytes received together with the end of the handshake
-        self._too_large: Problem | None = None
+        self._refusal: Problem | None = None  # why the parser was stopped
         self._deadline: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._rate: MinimumRate | None = None  # for a body that is discarded
@@ -130,11 +137,11 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
             pass  # upgrades are not supported; the request is answered like any other
-        except httptools.HttpParserError:
-            if self._too_large is not None:
-                self._reject(self._too_large)
-            else:
-                self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserError as error:
+            if self._refusal is None:
+                is_url = isinstance(error, httptools.HttpParserInvalidURLError)
+                self._refusal = _invalid(NO_PATH if is_url else f"this is not HTTP/1.1: {printable(str(error))}")
+            self._reject(self._refusal)
             return
         if not self._progressed:
             self._overhead_bytes += len(data)
@@ -160,10 +167,21 @@ class Connection(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._line_bytes += size
         if self._line_bytes > self._settings.max_head_bytes or self._lines > self._settings.max_head_lines:
-            self._too_large = self._head_too_large()
-            raise ValueError(self._too_large.detail)  # stops the parser
+            self._stop_parser(self._head_too_large())
+
+    def _stop_parser(self, refusal: Problem) -> NoReturn:
+        self._refusal = refusal
+        raise ValueError(refusal.detail)
 
     def on_headers_complete(self) -> None:
+        if not self.url.startswith(b"/"):
+            self._stop_parser(_invalid(NO_PATH))
+        hosts = [value for name, value in self.headers if name == b"host"]
+        is_old = self.parser.get_http_version() == "1.0"
+        if len(hosts) > 1 or not (hosts or is_old):
+            self._stop_parser(_invalid(f"a request has exactly one Host header; this one has {len(hosts) or 'none'}"))
+        if not all(map(_HOST.fullmatch, hosts)):
+            self._stop_parser(_invalid("the Host header is not HOST or HOST:PORT"))
         self._in_head, self._in_body = False, True
         self._note_progress()
         self._end_deadline()
@@ -212,9 +230,11 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def _reject(self, problem: Problem) -> None:
-        """Answer with the problem, unless another response has started, and close the connection."""
+        """Answer with the problem, unless an earlier request is not answered or this one partly, and close the
+        connection."""
         self._limit.refused[problem.slug] += 1
-        if self.cycle is None or self.cycle.response_complete:
+        in_turn = self.cycle is None or self.cycle.response_complete
+        if in_turn or (self._in_body and not self.cycle.response_started and not self.pipeline):
             content = json.dumps(problem.document()).encode()
             lines = {
                 b"content-type": b"application/problem+json",
@@ -282,6 +302,10 @@ class Connection(HttpToolsProtocol):
         if self._unread_timer is not None:
             self._unread_timer.cancel()
         self._unread_timer = None
+
+
+def _invalid(detail: str) -> Problem:
+    return Problem("invalid-request", detail)
 
 
 def _started(coroutine: Coroutine[Any, Any, Result]) -> Awaitable[Result]:

@@ -6,7 +6,7 @@ the blob, and the standby sends it (`leadership/forwarding.py`).
 """
 
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import nullcontext
 from typing import Annotated
 
@@ -26,8 +26,9 @@ from protocol.wire import MEDIA_TYPE
 DIRECT_S = 300.0  # how long a redirect to the store can be used
 CHUNK_BYTES = 1 << 18  # how much of a response is in memory at once
 
-BY_STANDBY = "outerstep.by_standby"  # in the scope of a request if a standby sends the blob that is asked for
-BLOB_HEADER = "Outerstep-Blob"  # names the blob to the standby
+# In the scope of a request if a standby sends the blob that is asked for: returns the header that names it.
+BY_STANDBY = "outerstep.by_standby"
+BLOB_HEADER = "Outerstep-Blob"  # names the blob to the standby (`leadership/tickets.py`)
 
 Direct = Annotated[bool, Query(description="Answer with a redirect to the store, if it can be read directly.")]
 
@@ -77,7 +78,7 @@ def blob_response(request: Request, blobs: Blobs, stored: StoredBlob, missing: C
     if _is_known(request, headers):
         return Response(status_code=304, headers=headers)
     if is_sent_by_standby(request):
-        return Response(headers={BLOB_HEADER: f"{stored.name} {stored.digest.hex()} {stored.size or 0}"})
+        return Response(headers={BLOB_HEADER: request.scope[BY_STANDBY](stored)})
     try:
         reader = blobs.open(stored.name)
     except FileNotFoundError:
@@ -91,14 +92,6 @@ def blob_response(request: Request, blobs: Blobs, stored: StoredBlob, missing: C
 def is_sent_by_standby(request: Request) -> bool:
     """Return True if a standby has forwarded the request and can send the blob itself."""
     return BY_STANDBY in request.scope
-
-
-def named_blob(headers: Mapping[str, str]) -> StoredBlob | None:
-    """Return the blob that the leader's response names to a standby; None if it is an ordinary response."""
-    if BLOB_HEADER not in headers:
-        return None
-    name, digest, size = headers[BLOB_HEADER].split(" ")
-    return StoredBlob(name, bytes.fromhex(digest), int(size) or None)
 
 
 def direct_response(request: Request, blobs: Blobs, stored: StoredBlob) -> Response | None:

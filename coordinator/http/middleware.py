@@ -60,6 +60,12 @@ def request_id(scope: Scope) -> str:
     return found
 
 
+def given_or_new_id(scope: Scope) -> str:
+    """Return the X-Request-Id that a client or proxy has sent, if it is valid; otherwise a new one."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
+
+
 def add_response_header(request: Request, name: str, value: str) -> None:
     """Add a header to the response to this request, even if the response is a problem."""
     request.scope.setdefault("state", {}).setdefault(_HEADERS, {})[name] = value
@@ -109,8 +115,7 @@ class AssignRequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id", "")
-        found = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
+        found = given_or_new_id(scope)
         scope.setdefault("state", {})[_ID] = found
         with about_request(found, scope):
             await self._app(scope, receive, send)

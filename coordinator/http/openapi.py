@@ -29,7 +29,15 @@ _INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 Document = dict[str, Any]
 Responses = dict[int | str, Document]  # by status
 
-_EVERYWHERE = ("method-not-allowed", "request-timeout", "payload-too-large", "head-too-large", "internal", "not-ready")
+_EVERYWHERE = (
+    "method-not-allowed",
+    "request-timeout",
+    "payload-too-large",
+    "head-too-large",
+    "invalid-request",
+    "internal",
+    "not-ready",
+)
 _WITH_A_TOKEN = ("unauthorized", "protocol-mismatch", "invalid-message", "too-many-requests")
 RUN_PROBLEMS = ("forbidden", "not-found")  # for every route below /v1/runs/{run}
 WRITE_PROBLEMS = ("storage-full", "superseded")

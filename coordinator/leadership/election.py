@@ -197,7 +197,8 @@ class Election:
         if lease.renew(connection, fence.token):
             self._valid_until = began + LEASE_S - MARGIN_S
         else:
-            logger.warning("another coordinator has taken over")
+            ended = self.leader is not None and self.leader.holder == self.id
+            logger.warning("the secret was rotated" if ended else "another coordinator has taken over")
             fence.end()
 
     def _is_better(self, peer: Peer) -> bool:

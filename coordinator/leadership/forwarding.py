@@ -1,20 +1,20 @@
 """What a coordinator does with requests: the leader answers them, and a standby forwards them to the leader.
 
-A forwarded request carries a key that only coordinators of this database know. So the leader believes the client's
-address that a standby reports, and a coordinator that has lost the lease does not forward a request a second time.
+A forwarded request carries a ticket that only coordinators of this database can make (`tickets.py`). So the leader
+believes the client's address that a standby reports, and a coordinator that has lost the lease does not forward a
+request a second time. It goes to the leader's address and nowhere else, with the client's own target.
 
 The bytes of deltas and checkpoints do not pass the leader. It decides whether the client may have a blob, and names it
 to the standby, which reads it from the store.
 """
 
 import asyncio
-import hashlib
-import hmac
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable
 from functools import partial
+from urllib.parse import urlsplit
 
 import httpx
 from fastapi import Request
@@ -24,18 +24,20 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.bodies import chunks
-from coordinator.http.downloads import BLOB_HEADER, BY_STANDBY, blob_response, named_blob
+from coordinator.http.connections import NO_PATH
+from coordinator.http.downloads import BLOB_HEADER, BY_STANDBY, blob_response
+from coordinator.http.middleware import given_or_new_id
 from coordinator.http.problems import reject, rejection
 from coordinator.leadership.standby import Standby, unready, vacant
 from coordinator.leadership.terms import Terms
+from coordinator.leadership.tickets import Ticket, blob_names
 from coordinator.settings import Settings
 from coordinator.store.blobs import Blobs, StoredBlob
 from outerstep.common.connections import error_text
 from protocol.errors import OuterstepError, Problem
 from protocol.versions import RESPONSE_HEADERS
 
-KEY_HEADER = "outerstep-forwarded"
-OFFER_HEADER = "outerstep-by-standby"  # the standby sends the blob if the leader names it
+TICKET_HEADER = "outerstep-forwarded"
 CONNECT_S, SILENT_S = 3.0, 90.0  # a long poll takes up to 60 s
 
 # Headers about one connection (RFC 9110, section 7.6.1).
@@ -49,12 +51,15 @@ _HOP = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
-        KEY_HEADER,
-        OFFER_HEADER,
+        TICKET_HEADER,
         BLOB_HEADER.lower(),
+        # What a standby would be believed, as a proxy in front of the leader is.
+        "forwarded",
         "x-forwarded-for",
+        "x-forwarded-proto",
     }
 )
+_PORTS = {"http": 80, "https": 443}
 
 # Headers that this server adds to every response by itself.
 _OWN = frozenset({"date", "server", *(name.lower() for name in RESPONSE_HEADERS)})
@@ -62,20 +67,13 @@ _OWN = frozenset({"date", "server", *(name.lower() for name in RESPONSE_HEADERS)
 logger = logging.getLogger(__name__)
 
 
-def forwarding_key(secret: bytes) -> str:
-    """Return the key that coordinators with this secret in their database show each other."""
-    return hmac.new(secret, b"outerstep forwarded request", hashlib.sha256).hexdigest()
-
-
 class LeadOrForward:
     """The outermost application of a coordinator that shares its database."""
 
-    def __init__(
-        self, settings: Settings, terms: Terms, key: str, standby: Standby, blobs: Callable[[], Blobs]
-    ) -> None:
-        """`key`: of forwarded requests. `standby` answers requests about this process while it does not lead. `blobs`
-        returns the blobs that this process reads meanwhile; it may raise OuterstepError and OSError."""
-        self.terms, self._settings, self._key, self._standby, self._blobs = terms, settings, key, standby, blobs
+    def __init__(self, settings: Settings, terms: Terms, standby: Standby, blobs: Callable[[], Blobs]) -> None:
+        """`standby` answers requests about this process while it does not lead. `blobs` returns the blobs that this
+        process reads meanwhile; it may raise OuterstepError and OSError."""
+        self.terms, self._settings, self._standby, self._blobs = terms, settings, standby, blobs
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
@@ -85,23 +83,32 @@ class LeadOrForward:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
             return
-        shown = Headers(scope=scope).get(KEY_HEADER, "")
-        forwarded = hmac.compare_digest(shown.encode("latin-1"), self._key.encode())
-        if forwarded:
-            scope = _from_client(scope)
+        ticket = self._ticket(scope)
+        if ticket is not None:
+            scope = _from_client(scope, ticket)
         app: ASGIApp | None = self.terms.app
-        if app is not None:
+        if app is not None and (ticket is None or self._is_mine(ticket)):
             await app(scope, receive, send)
             return
         scope, send = _identified(scope, send)
-        if await self._standby.answers(scope):
+        if ticket is not None:
+            await reject(vacant("another one led when the request was forwarded"), scope, receive, send)
+        elif await self._standby.answers(scope):
             await self._standby(scope, receive, send)
-        elif forwarded:
-            await reject(vacant("it led when the request was forwarded"), scope, receive, send)
         else:
             # A standby that cannot reach the store would let the client wait for it.
             can_send = scope["method"] == "GET" and not self.terms.election.store_fault
             await self._forward(scope, receive, send, offer=can_send)
+
+    def _ticket(self, scope: Scope) -> Ticket | None:
+        """Return the ticket of a request that another coordinator of the database has forwarded; otherwise None."""
+        known, value = self.terms.election.leader, Headers(scope=scope).get(TICKET_HEADER)
+        return None if known is None or value is None else Ticket.read(value, known.secret)
+
+    def _is_mine(self, ticket: Ticket) -> bool:
+        """Return True if the ticket is for this coordinator, in its current term."""
+        fence = self.terms.election.fence
+        return fence is not None and (ticket.leader, ticket.term) == (fence.holder, fence.token)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         assert (await receive())["type"] == "lifespan.startup"
@@ -121,21 +128,22 @@ class LeadOrForward:
     async def _forward(self, scope: Scope, receive: Receive, send: Send, *, offer: bool) -> None:
         """Forward the request. `offer`: to send the blob that it asks for."""
         leader = self.terms.leader
-        if leader is None or leader.address is None:
+        if leader is None or leader.holder is None or leader.address is None:
             await reject(vacant(self.terms.fault or self.terms.election.fault), scope, receive, send)
             return
         if self.terms.unreachable:
             await reject(unready(self.terms.unreachable), scope, receive, send)
             return
+        offers = offer and blob_names(scope["path"]) is not None
+        client = scope["client"][0] if scope.get("client") else None
+        ticket = Ticket(leader.secret, leader.holder, leader.token, secrets.token_hex(16), offers, client)
         body = _Body(scope, receive, self._settings)
-        request = self._client.build_request(
-            scope["method"],
-            leader.address + scope["raw_path"].decode("ascii"),
-            params=scope["query_string"] or None,
-            headers=self._headers(scope, offer=offer),
-            content=body.pieces() if body.expected else None,
-        )
-        answer = _Answer(send)
+        try:
+            request = request_to(leader.address, scope, ticket, body.pieces() if body.expected else None)
+        except Problem as refusal:
+            await reject(refusal, scope, receive, send)
+            return
+        answer = _Answer(send, partial(ticket.blob, path=scope["path"]))
         ended = asyncio.create_task(answer.pass_on(self._client, request))
         gone = asyncio.create_task(body.disconnected())
         # A paused leader would keep the connection open.
@@ -183,26 +191,54 @@ class LeadOrForward:
         await response(scope, receive, send)
         return True
 
-    def _headers(self, scope: Scope, *, offer: bool) -> list[tuple[bytes, bytes]]:
-        kept = [(name, value) for name, value in scope["headers"] if name.decode("latin-1").lower() not in _HOP]
-        client = scope.get("client")
-        if client:
-            kept.append((b"x-forwarded-for", client[0].encode()))
-        if offer:
-            kept.append((OFFER_HEADER.encode(), b"1"))
-        return [*kept, (KEY_HEADER.encode(), self._key.encode())]
+
+def request_to(
+    address: str, scope: Scope, ticket: Ticket, content: AsyncIterator[bytes] | None = None
+) -> httpx.Request:
+    """Return the request of `scope` as it is forwarded to the coordinator at `address`, with the client's target as it
+    is. Not made by the client that sends it, which would add headers of its own.
+
+    Raises Problem if it would go elsewhere, or would not ask for a path there.
+    """
+    target: bytes = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    if not target.startswith(b"/"):
+        raise Problem("invalid-request", NO_PATH)
+    kept = [(name, value) for name, value in scope["headers"] if name.decode("latin-1").lower() not in _HOP]
+    try:
+        request = httpx.Request(
+            scope["method"],
+            httpx.URL(address),
+            headers=[*kept, (TICKET_HEADER.encode(), ticket.header().encode("latin-1"))],
+            content=content,
+            extensions={"target": target},
+        )
+        leader, url = urlsplit(address), request.url
+        default = _PORTS.get(leader.scheme)
+        is_there = (
+            default is not None
+            and url.scheme == leader.scheme
+            and leader.hostname in (url.host, url.raw_host.decode())
+            and (url.port or default) == (leader.port or default)
+            and not url.userinfo
+        )
+    except (httpx.InvalidURL, ValueError) as error:
+        raise unready(f"the leader's address, {address}, is not a URL: {error}") from error
+    if not is_there:
+        raise unready(f"the leader's address, {address}, is not http://HOST:PORT: correct its --advertise")
+    return request
 
 
 class _Answer:
     """The leader's answer, on its way to the client. `blob`: what the client gets from this process instead, with the
     headers `beside_blob`."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, named: Callable[[str], StoredBlob | None]) -> None:
+        """`named` returns the blob that a header names; None if the header is not the leader's."""
         self.blob: StoredBlob | None = None
         self.beside_blob: list[tuple[bytes, bytes]] = []
         self.begun = False
         self.refused = False  # True if no connection to the leader could be made
-        self._send = send
+        self._send, self._named = send, named
         self._length: str | None = None
 
     async def pass_on(self, client: httpx.AsyncClient, request: httpx.Request) -> Problem | None:
@@ -212,8 +248,11 @@ class _Answer:
             try:
                 left_out = _HOP | _OWN
                 headers = [each for each in response.headers.raw if each[0].decode("latin-1").lower() not in left_out]
-                if (blob := named_blob(response.headers)) is not None:
-                    self.blob, self.beside_blob = blob, headers
+                if (value := response.headers.get(BLOB_HEADER)) is not None:
+                    self.blob, self.beside_blob = self._named(value), headers
+                    if self.blob is None:
+                        logger.warning("%s, the leader's address, names a blob without proof", request.url.netloc)
+                        return unready("what answers at the leader's address is not the leader")
                     return None
                 self._length = response.headers.get("content-length")
                 self.begun = True
@@ -281,7 +320,7 @@ def _identified(scope: Scope, send: Send) -> tuple[Scope, Send]:
     every answer the header that keeps browsers from guessing its type."""
     name, headers = b"x-request-id", scope["headers"]
     sure = (b"x-content-type-options", b"nosniff")
-    given = next((value for key, value in headers if key.lower() == name), uuid.uuid4().hex.encode())
+    given = given_or_new_id(scope).encode()
 
     async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -293,9 +332,7 @@ def _identified(scope: Scope, send: Send) -> tuple[Scope, Send]:
     return {**scope, "headers": [*others, (name, given)]}, send_with_id
 
 
-def _from_client(scope: Scope) -> Scope:
+def _from_client(scope: Scope, ticket: Ticket) -> Scope:
     """Return the scope of a forwarded request, with its client's address in place of the standby's."""
-    headers = Headers(scope=scope)
-    if address := headers.get("x-forwarded-for", ""):
-        scope = {**scope, "client": (address, 0)}
-    return {**scope, BY_STANDBY: True} if OFFER_HEADER in headers else scope
+    scope = {**scope, "client": None if ticket.client is None else (ticket.client, 0)}
+    return {**scope, BY_STANDBY: ticket.named} if ticket.offers else scope

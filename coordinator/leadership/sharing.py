@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 
 from sqlalchemy import URL
@@ -11,7 +10,7 @@ from sqlalchemy import URL
 from coordinator.app import create_app
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.leadership.election import Election, StoreProbe
-from coordinator.leadership.forwarding import LeadOrForward, forwarding_key
+from coordinator.leadership.forwarding import LeadOrForward
 from coordinator.leadership.standby import Standby
 from coordinator.leadership.terms import Terms
 from coordinator.lease import Fence
@@ -53,14 +52,13 @@ def shared_application(
         probe = StoreProbe(partial(objects.get, OWNER), election_clock)
     data = DataDirectory(settings.data_dir)
     try:
-        with closing(Database(url)) as database:
-            key = forwarding_key(database.secret())
+        Database(url).close()
         election = Election(url, address, probe, election_clock)
         connections.peers = election.peers
         build = partial(_coordinator, settings, clock, store, data, election)
         terms = Terms(election, build, partial(create_app, connections=connections), data.close)
         blobs = _StandbyBlobs(partial(store, data) if store else partial(_opened, settings.blobs or "", url, data))
-        return LeadOrForward(settings, terms, key, Standby(terms, election.engine), blobs.get)
+        return LeadOrForward(settings, terms, Standby(terms, election.engine), blobs.get)
     except BaseException:
         data.close()
         raise

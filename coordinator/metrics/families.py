@@ -106,7 +106,7 @@ OF_THE_SERVER = (
         "connections_refused_total",
         "connections",
         "connections closed before a request was complete, by problem: `not-ready` (too many), `head-too-large`, "
-        "`request-timeout`",
+        "`invalid-request`, `request-timeout`",
         "problem",
     ),
     _of_the_server("event_streams_open", "streams", "open streams of server-sent events"),

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # The range covers responses from memory, long polls, and payloads over a slow network.
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
-REFUSALS = ("not-ready", "head-too-large", "request-timeout")
+REFUSALS = ("not-ready", "head-too-large", "invalid-request", "request-timeout")
 NO_ROUTE = "none"  # clients could otherwise create any number of labels with paths that do not exist
 CLIENT_GONE = 499  # the client disconnected before the response
 

@@ -95,6 +95,7 @@ def _coordinator() -> typer.Typer:
         "move": backup.move,
         "status": coordinator.status,
         "notify-test": coordinator.notify_test,
+        "rotate-secret": coordinator.rotate_secret,
     }
     return _group("coordinator", coordinator.app, commands)
 

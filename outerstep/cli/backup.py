@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outerstep.cli.coordinator import DatabaseOption, database_url_of, settings_of
+from outerstep.cli.coordinator import DatabaseOption, database_url_of, existing_database, settings_of
 from outerstep.cli.errors import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
 from outerstep.common.quantities import bytes_text
@@ -62,7 +62,7 @@ def backup(
     os.umask(0o077)  # its files must not be readable by other users
     settings = settings_of({"data_dir": data, "database": database_url, "backup_keep": keep})
     directories.check_apart(Path(to), settings.data_dir)
-    url = _database(settings)
+    url = existing_database(settings)
     source = creating.BackupSource(url, opening.reader_of(settings.data_dir, url))
     created = creating.create(source, store := directories.BackupDirectory(Path(to)), settings.backup_keep)
     manifest = created.manifest
@@ -266,16 +266,3 @@ def _existing(place: Path | None, blobs: str | None, command: str) -> Any:
         return _module("directory", command).existing(place)
     opening = import_extra("coordinator.store.opening", extra="coordinator", command=f"outerstep coordinator {command}")
     return _module("bucket", command).StoredBackups.of(opening.objects_at(blobs))
-
-
-def _database(settings: Any) -> Any:
-    """Return the URL of the database. Raises UsageError if there is none."""
-    url = database_url_of(settings)
-    if not _module("create", "backup").database.exists(url):
-        if not settings.data_dir.is_dir():
-            raise UsageError(f"the directory {settings.data_dir} does not exist: give --data")
-        raise UsageError(
-            f"{settings.data_dir} has no database, so it is not a coordinator's data directory: give another --data, "
-            "or --database if the database is elsewhere"
-        )
-    return url

@@ -1,8 +1,10 @@
-"""The commands `outerstep coordinator`, `coordinator status`, `coordinator notify-test` and `migrate`."""
+"""The commands `outerstep coordinator`, `coordinator status`, `coordinator notify-test`, `coordinator rotate-secret`
+and `migrate`."""
 
 import errno
 import os
 import ssl
+import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -204,6 +206,24 @@ def notify_test(notify: NotifyOption = None, notify_format: NotifyFormatOption =
     say(f"{receiver.host} accepted it ({status}; {receiver.format}, {signed})")
 
 
+def rotate_secret(data: DataOption = None, database_url: DatabaseOption = None) -> None:
+    """Replace the secret by which the coordinators of one database know each other.
+
+    Do this if a stranger may have read the database or a backup: the secret's holder can pose as a coordinator to the
+    others, and compute contributions that evade screening. Tokens stay valid. Coordinators and aggregators keep
+    running; the leader begins a new term with the new secret within seconds. With SQLite, stop the coordinator first.
+
+    \b
+    Example:
+      outerstep coordinator rotate-secret --database postgresql+psycopg://me:secret@host/runs
+    """
+    rotating = import_extra("coordinator.leadership.rotating", extra="coordinator", command="outerstep coordinator")
+    os.umask(0o077)
+    url = existing_database(settings_of({"data_dir": data, "database": database_url}))
+    rotating.rotate_secret(url, time.time)
+    say(f"the coordinators of {url!r} have a new secret")
+
+
 def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> None:
     """Migrate a coordinator's database to the newest schema.
 
@@ -266,6 +286,20 @@ def database_url_of(settings: Any) -> Any:
         return database.url_of(settings.database, settings.data_dir)
     except ValueError as error:  # without its value, which may contain a password
         raise UsageError(f"{FLAGS['database']}, or its variable: {error}") from error
+
+
+def existing_database(settings: Any) -> Any:
+    """Return the URL of the coordinator's database. Raises UsageError if there is none."""
+    database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep coordinator")
+    url = database_url_of(settings)
+    if not database.exists(url):
+        if not settings.data_dir.is_dir():
+            raise UsageError(f"the directory {settings.data_dir} does not exist: give --data")
+        raise UsageError(
+            f"{settings.data_dir} has no database, so it is not a coordinator's data directory: give another --data, "
+            "or --database if the database is elsewhere"
+        )
+    return url
 
 
 @with_connection

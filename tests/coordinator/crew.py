@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -10,7 +11,7 @@ from sqlalchemy import create_engine, delete
 
 from coordinator.store.tables import EventRow
 from harness import stores
-from harness.coordinator import InThread, Running
+from harness.coordinator import InThread, Running, coordinator_thread
 from harness.member import Member, spec_toml
 from harness.stores import Blocked
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
@@ -150,3 +151,26 @@ def refusing(running: InThread, statement: str) -> Iterator[None]:
             for each in ended:
                 database.exec_driver_sql(each)
         engine.dispose()
+
+
+@contextmanager
+def two(
+    tmp_path: Path, url: str, addresses: tuple[str | None, str | None] = (None, None), **settings: Any
+) -> Iterator[tuple[InThread, InThread]]:
+    """A leader and a standby that share a database and blobs in memory. `addresses`: that they advertise."""
+    blobs = stores.MemoryBlobs()
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(
+                coordinator_thread(
+                    tmp_path / name,
+                    database=url,
+                    store=lambda _: blobs,
+                    token_in=tmp_path / "a",
+                    advertise_url=address,
+                    **settings,
+                )
+            )
+            for name, address in zip(("a", "b"), addresses, strict=True)
+        )
+        yield first, second

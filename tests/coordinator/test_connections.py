@@ -301,7 +301,6 @@ METHODS = {
     "on_response_complete": ["self"],
     "pause_writing": ["self"],
     "resume_writing": ["self"],
-    "send_400_response": ["self", "msg"],
     "timeout_keep_alive_handler": ["self"],
     "_unset_keepalive_if_required": ["self"],
 }

@@ -5,7 +5,6 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,20 @@ from coordinator.http import downloads
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.leadership import election as election_module
 from coordinator.leadership.election import MARGIN_S, Election, StoreProbe
-from coordinator.leadership.forwarding import KEY_HEADER, OFFER_HEADER
+from coordinator.leadership.forwarding import TICKET_HEADER
 from coordinator.leadership.terms import Terms
+from coordinator.leadership.tickets import Ticket
 from coordinator.peers import Peer, Peers
 from coordinator.server import make_server
 from coordinator.settings import Settings
 from coordinator.store import postgresql as backend
 from coordinator.store.database import Database
 from harness import stores
-from harness.coordinator import InThread, SettableClock, coordinator_thread
+from harness.coordinator import SettableClock, coordinator_thread
 from harness.postgres import PostgreSQL, postgresql
 from harness.tunnel import tunnel
 from protocol.errors import OuterstepError, Problem
-from tests.coordinator.crew import crew, events, info, play_round, problem
+from tests.coordinator.crew import crew, events, info, play_round, problem, two
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -331,29 +331,6 @@ def test_the_time_of_day_is_the_databases(url: str, engine: Engine) -> None:
 # --- a leader and a standby -------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def two(
-    tmp_path: Path, url: str, addresses: tuple[str | None, str | None] = (None, None), **settings: Any
-) -> Iterator[tuple[InThread, InThread]]:
-    """A leader and a standby that share a database and blobs in memory. `addresses`: that they advertise."""
-    blobs = stores.MemoryBlobs()
-    with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(
-                coordinator_thread(
-                    tmp_path / name,
-                    database=url,
-                    store=lambda _: blobs,
-                    token_in=tmp_path / "a",
-                    advertise_url=address,
-                    **settings,
-                )
-            )
-            for name, address in zip(("a", "b"), addresses, strict=True)
-        )
-        yield first, second
-
-
 def test_a_standby_forwards_everything_and_takes_over(tmp_path: Path, url: str) -> None:
     with two(tmp_path, url) as (leader, standby):
         assert leader.client().get("/readyz").json()["status"] == "ready"
@@ -468,7 +445,8 @@ def test_a_client_is_told_no_name_of_a_blob(tmp_path: Path, url: str) -> None:
     with two(tmp_path, url) as (leader, standby):
         crew(leader, "r", ["a"], rounds=1)
         for running in (leader, standby):
-            found = running.client().get(path, headers={OFFER_HEADER: "1", KEY_HEADER: "0" * 64})
+            forged = Ticket(b"guessed", "0" * 16, 1, "0", True, None).header()
+            found = running.client().get(path, headers={TICKET_HEADER: forged})
             assert len(found.content) > 1000
             assert downloads.BLOB_HEADER not in found.headers
 
@@ -498,10 +476,10 @@ def test_a_standby_has_the_dashboard(tmp_path: Path, url: str) -> None:
 def test_a_client_cannot_pose_as_a_standby(tmp_path: Path, url: str) -> None:
     """The leader takes a client's address from a standby, and from nobody else."""
     with two(tmp_path, url, proxies="192.0.2.1") as (leader, standby):
-        forged = {KEY_HEADER: "0" * 64, "X-Forwarded-For": "203.0.113.9"}
+        forged = {TICKET_HEADER: "0" * 64, "X-Forwarded-For": "203.0.113.9"}
         for running in (leader, standby):
             with running.client() as client:
-                client.get("/v1/runs", headers=[(KEY_HEADER.encode(), b"\xe9")]).raise_for_status()
+                client.get("/v1/runs", headers=[(TICKET_HEADER.encode(), b"\xe9")]).raise_for_status()
                 client.post("/v1/tokens", json={"scope": "viewer", "note": ""}, headers=forged).raise_for_status()
         with leader.client() as client:
             seen = {entry["address"] for entry in client.get("/v1/audit").json()["items"]}

@@ -48,6 +48,7 @@ SHOW_NOTHING = {
     *{
         ("migrate",),
         ("coordinator", "notify-test"),
+        ("coordinator", "rotate-secret"),
         ("run", "export"),
         ("run", "rm"),
         ("token", "revoke"),

@@ -37,7 +37,7 @@ class AggregatorNode(Machine):
             self._connect,
             StoreBlobs(self, self._store, leads=lambda: False),
             States(self.data_dir / f"states-{self.generation}", limit_bytes=1 << 30),
-            SECRET,
+            lambda _: SECRET,
             ring=lambda connection: None,
             clock=lambda: self.scheduler.now,
         )
