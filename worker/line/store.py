@@ -7,7 +7,6 @@ coordinator for a while. So the store can only make a transfer faster: what arri
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from urllib.parse import urlsplit
 
 import httpx
 
@@ -63,8 +62,8 @@ class StorePath:
 
 def origin(url: str) -> str:
     """Return the scheme and host of an address, without its signature."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}"
+    parts = httpx.URL(url)
+    return f"{parts.scheme}://{parts.netloc.decode()}"
 
 
 def check_store_headers(headers: Mapping[str, str]) -> None:
@@ -76,8 +75,11 @@ def check_store_headers(headers: Mapping[str, str]) -> None:
 
 def check_store_url(url: str, coordinator: httpx.URL) -> None:
     """Raise UnexpectedAnswer for an address of the store that a worker must not use: nothing is sent unencrypted if the
-    connection to the coordinator is encrypted."""
-    parts = urlsplit(url)
+    connection to the coordinator is encrypted. It is parsed as the client that sends the request parses it."""
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise UnexpectedAnswer(f"the coordinator names a store that has no valid address: {error}") from error
     allowed = ("https",) if coordinator.scheme == "https" else ("https", "http")
-    if parts.scheme not in allowed or not parts.hostname or parts.username:
+    if parts.scheme not in allowed or not parts.raw_host or parts.userinfo or (parts.port or 0) > 65_535:
         raise UnexpectedAnswer(f"the coordinator names the store {origin(url)[:200]}: it must be {allowed[0]}://HOST")
