@@ -26,7 +26,7 @@ from coordinator.process import allow_open_files, keep_freed_memory, start_loggi
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import OpenStore
-from coordinator.store.database import is_shared, url_of
+from coordinator.store.database import at_start, is_shared, url_of
 from outerstep.common import tracing
 from outerstep.common.connections import KEPT_OPEN_S, congestion_text, probe_when_idle, set_congestion_control
 from protocol import __version__
@@ -120,8 +120,10 @@ def make_server(
             shared = shared_application(settings, url, connections, _reachable(settings, address), clock, store)
         else:
             service = Coordinator(settings, clock=clock, now=now, store=store)
-    except BaseException:
+    except BaseException as error:
         listening.close()
+        if isinstance(error, Exception) and (raised := at_start(error)) is not error:
+            raise raised from error
         raise
     protocol: Any = partial(Connection, limit=connections, settings=settings, tls=_tls(settings))
     config = uvicorn.Config(

@@ -71,6 +71,35 @@ def test_systemd_finds_nothing_in_a_unit(name: str, tmp_path: Path) -> None:
     assert (done.returncode, said) == (0, []), done.stderr
 
 
+@pytest.mark.parametrize("path", UNITS.values(), ids=UNITS)
+def test_a_unit_s_first_lines_make_the_directory_that_it_reads(path: Path) -> None:
+    """... and create the user, before anything is put there."""
+    head = [line.lstrip("# ") for line in path.read_text().splitlines() if line.startswith("#")]
+    made = head.index("install -d -m 0750 -g outerstep /etc/outerstep")
+    assert head[made - 1].startswith("useradd --system ")
+    assert all("/etc/outerstep/" not in line for line in head[:made])
+    assert "/etc/outerstep/" in settings_of(path)["EnvironmentFile"]
+
+
+def test_a_unit_of_a_cluster_outlasts_any_outage() -> None:
+    """systemd gives up a unit that has failed too often, unless it counts nothing."""
+    for part in ("coordinator", "aggregator"):
+        settings = settings_of(UNITS[f"outerstep-{part}.service"])
+        assert (settings["Restart"], settings["StartLimitIntervalSec"]) == ("always", "0")
+
+
+@pytest.mark.parametrize("file", ["coordinator", "coordinators"])
+def test_either_file_of_coordinators_is_reached_from_outside(file: str) -> None:
+    """Applied alone: its Ingress leads to its Service, and that one to its pods."""
+    ingress, service = (MANIFESTS[f"{file}, {kind}"] for kind in ("Ingress", "Service"))
+    (rule,) = ingress["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    assert path["backend"]["service"]["name"] == service["metadata"]["name"]
+    pods = MANIFESTS[f"{file}, StatefulSet" if file == "coordinator" else f"{file}, Deployment"]["spec"]["template"]
+    assert service["spec"]["selector"] == pods["metadata"]["labels"]
+    assert ingress == MANIFESTS["coordinator, Ingress"]
+
+
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_kubernetes_takes_a_manifest(name: str) -> None:
     for version in KUBERNETES:

@@ -33,7 +33,7 @@ from coordinator.store.database import check_schema
 from coordinator.store.opening import shared_bucket
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.postgresql import Deployment
-from protocol.errors import OuterstepError
+from protocol.errors import OuterstepError, Transient
 
 STATES = "states"  # in the data directory
 RENEW_S = 2.0
@@ -240,21 +240,22 @@ def _run(aggregator: Aggregator, url: URL, count: int, stopping: threading.Event
 
 
 def _deployment(engine: Engine) -> Deployment:
-    """Raises OuterstepError if the database cannot be used, or if the coordinators have no bucket yet."""
+    """Raises OuterstepError if the database cannot be used; Transient if it may be usable later, or if the coordinators
+    have no bucket yet."""
     try:
         check_schema(engine)
         with engine.connect() as connection:
             found = postgresql.deployment(connection)
     except DBAPIError as error:
-        raise OuterstepError(f"the database {engine.url!r}: {postgresql.first_line(error)}") from error
+        raise postgresql.unusable(f"the database {engine.url!r}", error) from error
     if found.bucket is None:
-        raise OuterstepError("the coordinators of this database have no bucket: start one first, with --blobs URL")
+        raise Transient("the coordinators of this database have no bucket yet: start one first, with --blobs URL")
     return found
 
 
 def _check_bucket(engine: Engine, owner: str, url: str | None) -> None:
-    """Raise OuterstepError if the blobs are in the bucket of another owner now, or at another URL; None: at any."""
+    """Raise Transient if the blobs are in the bucket of another owner now, or at another URL; None: at any."""
     with engine.connect() as connection:
         now = postgresql.deployment(connection).bucket
     if now is None or now[0] != owner or url not in (None, now[1]):
-        raise OuterstepError("the blobs are in another bucket now: start the aggregator again")
+        raise Transient("the blobs are in another bucket now: start the aggregator again")

@@ -13,6 +13,7 @@ from fastapi.concurrency import run_in_threadpool
 from coordinator.leadership.election import Election
 from coordinator.lease import Fence, Leader
 from coordinator.service import Coordinator
+from coordinator.store.database import at_start
 from protocol.errors import OuterstepError
 
 SETTLE_S = 0.02
@@ -36,6 +37,7 @@ class Terms:
     ) -> None:
         self.election = election
         self.fault = ""  # why the last term has failed at its start
+        self._failure: Exception | None = None  # the same, as it was raised
         self.refused_at = -math.inf  # when the leader was last out of reach, by the monotonic clock
         self._build, self._serve, self._on_end = build, serve, on_end
         self._app: FastAPI | None = None
@@ -80,8 +82,9 @@ class Terms:
         """Wait until this coordinator leads or knows the leader. Raises OuterstepError with the reason if it should
         lead and cannot."""
         while self.app is None and self.leader is None:
-            if self.fault:
-                raise OuterstepError(self.fault)
+            if self._failure is not None:
+                error = at_start(self._failure)
+                raise error if isinstance(error, OuterstepError) else OuterstepError(self.fault)
             await asyncio.sleep(SETTLE_S)
         if self.app is None and self.unreachable:
             raise OuterstepError(self.unreachable)
@@ -134,7 +137,7 @@ class Terms:
                 app = self._serve(service)
                 await stack.enter_async_context(app.router.lifespan_context(app))  # closes the coordinator at its end
                 stack.callback(service.waiters.close)
-                self._app, self.fault, failed = app, "", False
+                self._app, self.fault, self._failure, failed = app, "", None, False
                 logger.info("the runs are restored: %s", ", ".join(run.name for run in service.runs()) or "none")
                 while not fence.lost.is_set() and not self._closing.is_set():
                     await self._changed.wait()
@@ -142,7 +145,7 @@ class Terms:
                 self._app = None
                 fence.end()
         except Exception as error:  # another coordinator may succeed, and this one tries again
-            self.fault = str(error)
+            self.fault, self._failure = str(error), error
             logger.exception("this coordinator cannot lead")
         finally:
             self._app = None

@@ -27,7 +27,7 @@ from coordinator.store.blobs import StoreOutage
 from coordinator.store.data_directory import RESTORED
 from coordinator.store.tables import Base
 from protocol import __version__
-from protocol.errors import OuterstepError, Problem
+from protocol.errors import OuterstepError, Problem, Transient
 from protocol.messages import Cause
 
 
@@ -157,7 +157,7 @@ class Database:
             try:
                 upgrade(self.writing)
             except DBAPIError as error:
-                raise OuterstepError(f"the database {url!r} cannot be opened: {error.orig}") from error
+                raise postgresql.unusable(f"the database {url!r} cannot be opened", error) from error
             self._opened = opened.pop_all()
 
     @contextmanager
@@ -256,6 +256,13 @@ def fault_of(error: BaseException) -> Fault | None:
     return None
 
 
+def at_start(error: Exception) -> Exception:
+    """Return what a process raises if `error` keeps it from starting: Transient for an outage of the database or the
+    bucket, because the next start may succeed, otherwise `error` itself."""
+    fault = fault_of(error) if isinstance(error, StoreOutage | DBAPIError) else None
+    return error if fault is None else Transient(fault.reason)
+
+
 def disk_is_full(error: BaseException) -> bool:
     """Return True if `error` reports a full disk, for a file or the database."""
     fault = fault_of(error)
@@ -263,13 +270,14 @@ def disk_is_full(error: BaseException) -> bool:
 
 
 def check_schema(engine: Engine) -> None:
-    """Raise OuterstepError unless the database has the newest schema. May raise DBAPIError."""
+    """Raise Transient until a coordinator has migrated the database to the newest schema, and OuterstepError if its
+    schema is unknown. May raise DBAPIError."""
     script = ScriptDirectory.from_config(_alembic())
     with engine.connect() as connection:
         _refuse_later_schema(connection, script)
         found = MigrationContext.configure(connection).get_current_heads()
     if found != tuple(script.get_heads()):
-        raise OuterstepError(
+        raise Transient(
             f"no coordinator of version {__version__} has migrated the database {engine.url!r}: start one first"
         )
 

@@ -23,7 +23,7 @@ from coordinator.store.database import Database, is_shared
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.tables import DeploymentRow
 from outerstep.common.files import fsync, replace_file
-from protocol.errors import OuterstepError
+from protocol.errors import OuterstepError, Transient
 
 if TYPE_CHECKING:
     from outerstep.common.objects import Objects
@@ -129,12 +129,14 @@ def objects_at(url: str) -> "Objects":
 
 
 def usable(objects: "Objects", now: Callable[[], float] = time.time) -> None:
-    """Raise OuterstepError with the reason if a coordinator cannot use the bucket."""
+    """Raise OuterstepError with the reason if a coordinator cannot use the bucket; Transient if it may be able to
+    later."""
     from outerstep.common.bucket_check import check_bucket
 
     for finding in check_bucket(objects, now):
         if finding.fault is not None:
-            raise OuterstepError(f"the bucket {objects} cannot be used: {finding.fault}")
+            kind = Transient if finding.passing else OuterstepError
+            raise kind(f"the bucket {objects} cannot be used: {finding.fault}")
 
 
 def shared_bucket(

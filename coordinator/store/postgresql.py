@@ -38,7 +38,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
 
 from coordinator.store.tables import AggregatorRow, Base, DeploymentRow, TaskRow
-from protocol.errors import OuterstepError
+from protocol.errors import OuterstepError, Transient
 from protocol.messages import Cause
 
 DRIVER = "postgresql+psycopg"
@@ -189,7 +189,7 @@ def _opened(url: URL) -> Iterator[Engine]:
     try:
         yield engine
     except DBAPIError as error:
-        raise OuterstepError(f"the database {url!r}: {first_line(error)}") from error
+        raise unusable(f"the database {url!r}", error) from error
     finally:
         engine.dispose()
 
@@ -257,7 +257,7 @@ def copy(url: URL, target: Path) -> None:
             if error.orig.sqlite_errorcode == sqlite3.SQLITE_FULL:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(target)) from error
             raise OuterstepError(f"the copy {target} cannot be written: {first_line(error)}") from error
-        raise OuterstepError(f"the database {url!r} cannot be copied: {first_line(error)}") from error
+        raise unusable(f"the database {url!r} cannot be copied", error) from error
     finally:
         for engine in (reading, file):
             engine.dispose()
@@ -279,7 +279,7 @@ def writing_unhurriedly(url: URL) -> Iterator[Connection]:
             connection.execute(text(_UNHURRIED))
             yield connection
     except DBAPIError as error:
-        raise OuterstepError(f"the database {url!r} failed: {first_line(error)}") from error
+        raise unusable(f"the database {url!r} failed", error) from error
     finally:
         engine.dispose()
 
@@ -329,6 +329,25 @@ def fault(error: DBAPIError) -> tuple[Cause, str] | None:
         return Cause.STORAGE_UNAVAILABLE, f"the database failed: {first_line(error)}"
     return None
 
+
+def unusable(what: str, error: DBAPIError) -> OuterstepError:
+    """Return the error of a command that cannot use the database: Transient if another try may succeed, because the
+    server does not answer or has failed. `what`: the beginning of the sentence."""
+    message = f"{what}: {first_line(error)}"
+    found = fault(error)
+    if found is None or found[0] is not Cause.STORAGE_UNAVAILABLE or _refuses(error):
+        return OuterstepError(message)
+    return Transient(message)
+
+
+def _refuses(error: DBAPIError) -> bool:
+    """Return True if the server has refused the account or has no such database. The driver reports no code for it if
+    that happens while it connects, so the English text decides; in another language, another try does no harm."""
+    state = getattr(error.orig, "sqlstate", None) or ""
+    return state[:2] in ("28", "3D", "42") or any(each in str(error.orig) for each in _REFUSALS)
+
+
+_REFUSALS = ("authentication failed", "no password supplied", "no pg_hba.conf entry", "does not exist")
 
 # Lock and statement timeouts, and the end of a transaction that was idle for too long.
 _WAITED = frozenset({"55P03", "57014", "25P03", "25P04"})
