@@ -35,13 +35,14 @@ from coordinator.run.waiters import READS_AT_ONCE, Waiters
 from coordinator.settings import Settings
 from coordinator.settling import settle
 from coordinator.store import audit, postgresql
-from coordinator.store.blobs import Blobs, OpenStore
+from coordinator.store.blobs import OWNER, Blobs, OpenStore
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fence, url_of
 from coordinator.store.identity import Actor, Identity
 from coordinator.store.opening import RowMark, store_at
 from coordinator.store.partial_uploads import PartialUploads
 from coordinator.store.payloads import MemoryBudget
+from coordinator.store.store_probe import StoreProbe
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Tokens, secret_hash
 from coordinator.sync import direct_uploads, retention
@@ -74,13 +75,15 @@ class Coordinator:
         fence: Fence | None = None,
         data: DataDirectory | None = None,
         peers: Peers | None = None,
+        probe: StoreProbe | None = None,
     ) -> None:
         """`secret`: None for that in the database. `fence`: of the term for which this coordinator leads; None if no
         other one shares its database. `data`: None to open the one in the settings until the coordinator is closed.
-        `peers`: the coordinators that share its database."""
+        `peers`: the coordinators that share its database. `probe`: of the bucket; None to start one if there is a
+        bucket."""
         self.peers = peers
         with ExitStack() as opened:
-            self._start(opened, settings, clock, now, store, secret, fence, data)
+            self._start(opened, settings, clock, now, store, secret, fence, data, probe)
             self._opened = opened.pop_all()
 
     def _start(
@@ -93,6 +96,7 @@ class Coordinator:
         secret: bytes | None,
         fence: Fence | None,
         data: DataDirectory | None,
+        probe: StoreProbe | None,
     ) -> None:
         self.settings, self.clock, self.now = settings, clock, now
         self._closing = threading.Event()
@@ -131,7 +135,10 @@ class Coordinator:
         )
         self.verify_at: dict[int, float] = {}
         self._tick_faults: dict[str, tuple[str, float]] = {}  # by kind: the last fault, and when it was logged
-        self.storage = Storage(self.data, blobs, self.database, self._jobs.submit, clock)
+        if probe is None and blobs.bucket is not None:
+            probe = StoreProbe(partial(blobs.bucket.objects.get, OWNER), time.monotonic)
+            probe.start(self._closing)
+        self.storage = Storage(self.data, blobs, self.database, self._jobs.submit, clock, probe)
         webhook = webhook_of(settings.notify_url, settings.notify_format, settings.notify_secret)
         self.outbox = None if webhook is None else Outbox(self.database, new_id, clock, now)
         self.sender = None
@@ -324,7 +331,7 @@ class Coordinator:
             with self.database.read() as session:
                 session.execute(select(RunRow.id).limit(1))
         except (OSError, SQLAlchemyError) as error:
-            raise Problem("not-ready", f"the database: {error}", retry_after_s=5) from error
+            raise Problem("not-ready", f"the database: {postgresql.first_line(error)}", retry_after_s=5) from error
         probe = self.data.scratch()
         try:
             try:

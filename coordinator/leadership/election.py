@@ -1,6 +1,7 @@
 """The election: a thread that renews this coordinator's lease, or takes the lease when nobody holds it.
 
-A second thread probes the store. A leader that cannot reach the store gives up its lease if another coordinator can.
+A leader that cannot reach the store gives up its lease if another coordinator can. A second thread watches how long
+the database has not answered, because one that hangs raises no error.
 """
 
 import logging
@@ -16,43 +17,22 @@ from coordinator import lease
 from coordinator.lease import LEASE_S, Fence, Leader
 from coordinator.peers import FRESH_S, Peer, Peers
 from coordinator.store import postgresql
+from coordinator.store.store_probe import PROBE_S, STORE_S, StoreProbe
 from protocol import __version__
 
 RENEW_S = 1.0
 POLL_S = 0.5  # between looks at the lease of another coordinator
 MARGIN_S = 1.0  # a leader stops leading this long before its lease expires
-PROBE_S = 2.0
-STORE_S = 5.0  # without an answer of the store, until it counts as out of reach
+# Without an answer of the store, until a leader gives way to a coordinator that can reach it. By then every
+# coordinator has noticed and reported an outage that all of them have.
+GIVE_WAY_S = STORE_S + PROBE_S + 1.0
+DATABASE_S = 3.0  # without an answer of the database, until that is reported
+WATCH_S = 1.0
 REST_S = 3.0  # after a failed attempt to lead
 CLOCK_S = 0.1  # smaller differences from the database's clock are the time of the query
 ROUNDING_S = 0.001  # of a time that the database has computed
 
 logger = logging.getLogger(__name__)
-
-
-class StoreProbe:
-    """Whether this coordinator can reach the store. `ask` reads something from it, and may take long to fail."""
-
-    def __init__(self, ask: Callable[[], object], clock: Callable[[], float]) -> None:
-        self._ask, self._clock = ask, clock
-        self._answered_at = clock()
-        self._error = ""
-        self.answer_s: float | None = None  # the time of the last answer; None if the last attempt failed
-
-    @property
-    def fault(self) -> str:
-        """Why the store cannot be used; empty if it can."""
-        return self._error or "it does not answer" if self._clock() - self._answered_at > STORE_S else ""
-
-    def run(self) -> None:
-        """Ask once."""
-        try:
-            began = self._clock()
-            self._ask()
-            self._answered_at, self._error = self._clock(), ""
-            self.answer_s = self._answered_at - began
-        except Exception as error:  # noqa: BLE001 - whatever it is, the store cannot be used
-            self._error, self.answer_s = str(error), None
 
 
 class Election:
@@ -65,7 +45,7 @@ class Election:
     renewed   the token of the last lease whose holder was seen to renew it, so it is a process that runs
     peers     the coordinators that share the database, as they were last read
     engine    a connection to the database, in which every statement commits by itself
-    fault     why the database cannot be asked; empty if it can
+    probe     of the store
     """
 
     def __init__(self, url: URL, address: str, probe: StoreProbe, clock: Callable[[], float]) -> None:
@@ -75,9 +55,11 @@ class Election:
         self.leader: Leader | None = None
         self.peers = Peers(self.id)
         self.renewed: int | None = None
-        self.fault = ""
+        self._error = ""  # of the last question to the database
+        self.asked_at: float | None = None  # when the question was asked that has no answer yet
+        self._logged = {"database": False, "store": False}  # whether the outage was logged that lasts
         self.engine = postgresql.engine_of(postgresql.named(url, self.id))
-        self.address, self._probe, self._clock = address, probe, clock
+        self.address, self.probe, self._clock = address, probe, clock
         self._valid_until = self._rest_until = -math.inf
         self._offset: float | None = None  # the database's clock minus the monotonic one
         self._changed: Callable[[], object] = lambda: None
@@ -85,8 +67,7 @@ class Election:
         self._stopping, self._wake = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=self._elect, name="election"),
-            # It may hang in a request to the store, and the process must not wait for that.
-            threading.Thread(target=self._probe_store, name="store probe", daemon=True),
+            threading.Thread(target=self._watch, name="watch", daemon=True),
         ]
 
     def start(self, changed: Callable[[], object], replaced: Callable[[], object]) -> None:
@@ -95,6 +76,7 @@ class Election:
         self._changed, self._replaced = changed, replaced
         for thread in self._threads:
             thread.start()
+        self.probe.start(self._stopping)
 
     def withdraw(self) -> None:
         """Never take the lease again, because the process is about to stop."""
@@ -108,9 +90,17 @@ class Election:
         self.engine.dispose()
 
     @property
+    def fault(self) -> str:
+        """Why the database cannot be asked; empty if it can."""
+        asked_at = self.asked_at
+        if asked_at is not None and (silent_s := self._clock() - asked_at) > DATABASE_S:
+            return f"no answer for {silent_s:.0f} s"
+        return self._error
+
+    @property
     def store_fault(self) -> str:
         """Why this coordinator cannot use the store; empty if it can."""
-        return self._probe.fault
+        return self.probe.fault
 
     def leads(self) -> bool:
         """Return True while this coordinator leads for sure."""
@@ -136,9 +126,18 @@ class Election:
 
     # --- the threads ----------------------------------------------------------------------------------------------
 
-    def _probe_store(self) -> None:
-        while not self._stopping.wait(PROBE_S):
-            self._probe.run()
+    def _watch(self) -> None:
+        while not self._stopping.wait(WATCH_S):
+            self.watch()
+
+    def watch(self) -> None:
+        """Log the beginning and the end of an outage of the database or the store."""
+        for name, fault in (("database", self.fault), ("store", self.store_fault)):
+            if fault and not self._logged[name]:
+                logger.warning("the %s cannot be used: %s", name, fault)
+            elif self._logged[name] and not fault:
+                logger.info("the %s answers again", name)
+            self._logged[name] = bool(fault)
 
     def _elect(self) -> None:
         while not self._stopping.is_set():
@@ -157,9 +156,10 @@ class Election:
         if fence is not None and not fence.lost.is_set() and self._clock() >= self._valid_until:
             logger.warning("the lease has expired and could not be renewed: %s", self.fault or "the process was paused")
             fence.end()
+        self.asked_at = self._clock()
         try:
             with self.engine.connect() as connection:
-                lease.report(connection, self.id, self.address, __version__, self._probe.fault)
+                lease.report(connection, self.id, self.address, __version__, self.probe.fault)
                 self._read(connection)
                 if fence is None:
                     self._take(connection)
@@ -167,18 +167,17 @@ class Election:
                     lease.release(connection, fence.token)
                 else:
                     self._renew(connection, fence)
-            self.fault = ""
+            self._error = ""
         except SQLAlchemyError as error:
-            if self.fault != postgresql.first_line(error):
-                self.fault = postgresql.first_line(error)
-                logger.warning("the election cannot ask the database: %s", self.fault)
+            self._error = postgresql.first_line(error)
+        self.asked_at = None
 
     def _read(self, connection: Connection) -> None:
         before, known = self._clock(), self.leader
         self.leader = lease.read(connection)
         self.peers.all = lease.peers(connection)
         self.peers.term, self.peers.leader = self.leader.token, None if self.leader.is_vacant else self.leader.holder
-        self.peers.store_answer_s = self._probe.answer_s
+        self.peers.store_answer_s = self.probe.answer_s
         if known is not None and known.token != self.leader.token:
             self._replaced()
         elif known is not None and self.leader.expires_at - known.expires_at > ROUNDING_S:
@@ -188,8 +187,8 @@ class Election:
             self._offset = offset
 
     def _renew(self, connection: Connection, fence: Fence) -> None:
-        if self._probe.fault and any(self._is_better(peer) for peer in self.peers.all):
-            logger.warning("another coordinator takes over: the store %s", self._probe.fault)
+        if self.probe.silent_s > GIVE_WAY_S and any(self._is_better(peer) for peer in self.peers.all):
+            logger.warning("this coordinator gives up the lease to one that can reach the store: %s", self.probe.why)
             fence.end()
             lease.release(connection, fence.token)
             return
@@ -210,7 +209,7 @@ class Election:
         is_free = self.leader.is_vacant or self.leader.holder == self.id
         if not is_free or self._clock() < self._rest_until:
             return
-        if self._probe.fault and any(self._is_better(peer) for peer in self.peers.all):
+        if self.probe.fault and any(self._is_better(peer) for peer in self.peers.all):
             return
         began = self._clock()
         token = lease.take(connection, self.id, self.address)

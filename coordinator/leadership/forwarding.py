@@ -92,7 +92,8 @@ class LeadOrForward:
             return
         scope, send = _identified(scope, send)
         if ticket is not None:
-            await reject(vacant("another one led when the request was forwarded"), scope, receive, send)
+            fault = self.terms.fault or "another one led when the request was forwarded"
+            await reject(vacant(fault), scope, receive, send)
         elif await self._standby.answers(scope):
             await self._standby(scope, receive, send)
         else:

@@ -9,7 +9,7 @@ from sqlalchemy import URL
 
 from coordinator.app import create_app
 from coordinator.http.connection_limit import ConnectionLimit
-from coordinator.leadership.election import Election, StoreProbe
+from coordinator.leadership.election import Election
 from coordinator.leadership.forwarding import LeadOrForward
 from coordinator.leadership.standby import Standby
 from coordinator.leadership.terms import Terms
@@ -21,6 +21,7 @@ from coordinator.store.blobs import OWNER, Blobs, OpenStore
 from coordinator.store.data_directory import STANDBY_COPIES, DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.opening import objects_at, shared_bucket, usable
+from coordinator.store.store_probe import StoreProbe
 from protocol.errors import OuterstepError
 
 STANDBY_CACHE_BYTES = 1 << 30
@@ -101,5 +102,12 @@ def _coordinator(
     fence: Fence,
 ) -> Coordinator:
     return Coordinator(
-        settings, clock=clock, now=election.now, store=store, fence=fence, data=data, peers=election.peers
+        settings,
+        clock=clock,
+        now=election.now,
+        store=store,
+        fence=fence,
+        data=data,
+        peers=election.peers,
+        probe=election.probe,
     )

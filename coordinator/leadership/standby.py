@@ -62,7 +62,7 @@ class Standby:
         health = Health(status="ok", version=__version__, protocol=PROTOCOL_VERSION)
         if path == "/readyz":
             if self._terms.election.fault:
-                return problem_response(unready(f"the database: {self._terms.election.fault}"))
+                return problem_response(unready(self._terms.fault))
             if self._terms.leader is None:
                 return problem_response(vacant(self._terms.fault))
             if self._terms.unreachable:

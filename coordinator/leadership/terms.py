@@ -36,8 +36,7 @@ class Terms:
         on_end: Callable[[], object],
     ) -> None:
         self.election = election
-        self.fault = ""  # why the last term has failed at its start
-        self._failure: Exception | None = None  # the same, as it was raised
+        self._failure: Exception | None = None  # why the last term has failed at its start
         self.refused_at = -math.inf  # when the leader was last out of reach, by the monotonic clock
         self._build, self._serve, self._on_end = build, serve, on_end
         self._app: FastAPI | None = None
@@ -49,6 +48,15 @@ class Terms:
     def app(self) -> FastAPI | None:
         """The application, while this coordinator leads for sure; otherwise None."""
         return self._app if self.election.leads() else None
+
+    @property
+    def fault(self) -> str:
+        """Why nobody leads, as far as this coordinator knows; empty if it does not know."""
+        if self.election.fault:
+            return f"the database: {self.election.fault}"
+        if self._failure is not None:
+            return str(self._failure)
+        return f"the store: {self.election.store_fault}" if self.election.store_fault else ""
 
     @property
     def coordinator(self) -> Coordinator | None:
@@ -84,7 +92,7 @@ class Terms:
         while self.app is None and self.leader is None:
             if self._failure is not None:
                 error = at_start(self._failure)
-                raise error if isinstance(error, OuterstepError) else OuterstepError(self.fault)
+                raise error if isinstance(error, OuterstepError) else OuterstepError(str(error))
             await asyncio.sleep(SETTLE_S)
         if self.app is None and self.unreachable:
             raise OuterstepError(self.unreachable)
@@ -137,7 +145,7 @@ class Terms:
                 app = self._serve(service)
                 await stack.enter_async_context(app.router.lifespan_context(app))  # closes the coordinator at its end
                 stack.callback(service.waiters.close)
-                self._app, self.fault, self._failure, failed = app, "", None, False
+                self._app, self._failure, failed = app, None, False
                 logger.info("the runs are restored: %s", ", ".join(run.name for run in service.runs()) or "none")
                 while not fence.lost.is_set() and not self._closing.is_set():
                     await self._changed.wait()
@@ -145,7 +153,7 @@ class Terms:
                 self._app = None
                 fence.end()
         except Exception as error:  # another coordinator may succeed, and this one tries again
-            self.fault, self._failure = str(error), error
+            self._failure = error
             logger.exception("this coordinator cannot lead")
         finally:
             self._app = None

@@ -75,6 +75,10 @@ class StoreOutage(OSError):
     """The store cannot be reached, or refuses; the message says why."""
 
 
+class NotLeading(StoreOutage):
+    """This coordinator's term is over, so it deletes nothing."""
+
+
 @dataclass(frozen=True)
 class SignedRequest:
     """A request to the store that its holder may send until it expires. The signature is in the URL, which is a secret
@@ -140,7 +144,7 @@ class OwnedBucket:
                 f"the bucket {self.objects} belongs to another coordinator: it was restored elsewhere. Stop this one"
             )
         if self.leads is not None and not self.leads():
-            raise StoreOutage("another coordinator leads, so this one deletes nothing")
+            raise NotLeading("this coordinator no longer leads, so it deletes nothing")
 
     @staticmethod
     @contextmanager

@@ -9,10 +9,12 @@ in between, as with SQLite. Reads see one moment (repeatable read).
 import errno
 import json
 import logging
+import math
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Set
+import time
+from collections.abc import Callable, Generator, Iterator, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -50,6 +52,8 @@ STATEMENT_S, LOCK_S = 30, 10
 IDLE_S = 3
 # A lost machine sends nothing, so the system gives up the connection.
 SILENT_S = 10
+# A server that hangs keeps its connections. One that runs ends every statement before.
+ANSWER_S = STATEMENT_S + 5.0
 READERS = 8  # connections for reading; more readers wait for one
 _UPGRADES = 0x6F757465  # the number of the advisory lock of migrations
 BUSY_S = 10.0  # how long a transaction waits for a connection
@@ -99,13 +103,15 @@ def engines(url: URL) -> tuple[Engine, Engine]:
     return _reading(url, READERS), _engine(url, 1, isolation_level="READ COMMITTED")
 
 
-def _reading(url: URL, connections: int) -> Engine:
-    return _engine(url, connections, isolation_level="REPEATABLE READ").execution_options(postgresql_readonly=True)
+def _reading(url: URL, connections: int, answer_s: float = ANSWER_S) -> Engine:
+    engine = _engine(url, connections, isolation_level="REPEATABLE READ", answer_s=answer_s)
+    return engine.execution_options(postgresql_readonly=True)
 
 
-def engine_of(url: URL, connections: int = 1) -> Engine:
-    """Return an engine in which every statement commits by itself."""
-    return _engine(url, connections, isolation_level="AUTOCOMMIT")
+def engine_of(url: URL, connections: int = 1, answer_s: float = ANSWER_S) -> Engine:
+    """Return an engine in which every statement commits by itself. `answer_s`: how long one may go without a byte from
+    the server."""
+    return _engine(url, connections, isolation_level="AUTOCOMMIT", answer_s=answer_s)
 
 
 class Bell:
@@ -143,7 +149,8 @@ def ring(connection: Connection, channel: str) -> None:
     connection.execute(select(func.pg_notify(channel, "")))
 
 
-def _engine(url: URL, connections: int, isolation_level: Any) -> Engine:
+def _engine(url: URL, connections: int, isolation_level: Any, answer_s: float = ANSWER_S) -> Engine:
+    """`answer_s`: how long a statement may go without a byte from the server."""
     limits = {
         "statement_timeout": STATEMENT_S,
         "lock_timeout": LOCK_S,
@@ -167,7 +174,39 @@ def _engine(url: URL, connections: int, isolation_level: Any) -> Engine:
         json_serializer=partial(json.dumps, allow_nan=False),
     )
     event.listen(engine, "connect", _load_sums_as_integers)
+    event.listen(engine, "connect", partial(_wait_no_longer, answer_s))
     return engine
+
+
+def _wait_no_longer(answer_s: float, connection: Any, _: ConnectionPoolEntry) -> None:
+    """Let statements fail, and the connection close, once the server has sent nothing for `answer_s` seconds. Neither
+    libpq nor psycopg has such a limit."""
+    wait = connection.wait
+
+    def limited(steps: Generator[Any, Any, Any], *args: Any, **options: Any) -> Any:
+        return wait(_answered(steps, answer_s, connection.close), *args, **options)
+
+    connection.wait = limited
+
+
+def _answered(
+    steps: Generator[Any, Any, Any], answer_s: float, close: Callable[[], object]
+) -> Generator[Any, Any, Any]:
+    """Do the `steps` of psycopg's protocol: each yields what it waits for, and gets what is ready, or 0 a few times per
+    second. Raises OperationalError, after `close`, once nothing was ready for `answer_s` seconds."""
+    heard_at = time.monotonic()
+    try:
+        wanted = next(steps)
+        while True:
+            ready = yield wanted
+            if ready:
+                heard_at = time.monotonic()
+            elif (silent_s := time.monotonic() - heard_at) > answer_s:
+                close()
+                raise _driver().OperationalError(f"the server has not answered for {silent_s:.0f} s")
+            wanted = steps.send(ready)
+    except StopIteration as end:
+        return end.value
 
 
 def _load_sums_as_integers(connection: Any, _: ConnectionPoolEntry) -> None:
@@ -243,7 +282,7 @@ def copy(url: URL, target: Path) -> None:
 
     Raises OuterstepError if the database cannot be read; may raise OSError.
     """
-    reading = _reading(url, 1)
+    reading = _reading(url, 1, answer_s=math.inf)
     file = create_engine(URL.create("sqlite", database=str(target)))
     try:
         with reading.connect() as source, file.begin() as copied:
@@ -273,7 +312,7 @@ _VERSIONS = Table("alembic_version", MetaData(), Column("version_num", String(32
 def writing_unhurriedly(url: URL) -> Iterator[Connection]:
     """Yield a connection with a transaction that may take any time, and is committed at the end of the block. Raises
     OuterstepError if the database cannot be written."""
-    engine = _engine(url, 1, isolation_level="READ COMMITTED")
+    engine = _engine(url, 1, isolation_level="READ COMMITTED", answer_s=math.inf)
     try:
         with engine.begin() as connection:
             connection.execute(text(_UNHURRIED))

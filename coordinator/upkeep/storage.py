@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.run.live_run import LiveRun
-from coordinator.store.blobs import Blobs
+from coordinator.store.blobs import Blobs, NotLeading
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fault, fault_of
+from coordinator.store.store_probe import StoreProbe
 from outerstep.common.quantities import duration_text
 from protocol.errors import Problem
 from protocol.messages import Cause
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 1 << 20
 PROBE = "probe"  # a blob
+SILENT_S = 15.0  # without an answer of the bucket, before that is a fault: a busy line is slow
 QUIET_S = 30.0  # without a failed write, before the disk is probed: the small probe may fit when a delta does not
 REMIND_S = 300.0
 
@@ -38,7 +40,7 @@ class _Outage:
     since: float
     last: float
     logged: float
-    failures: int = 1
+    failures: int
 
 
 class Storage:
@@ -54,7 +56,10 @@ class Storage:
         database: Database,
         submit: Callable[..., object],
         clock: Callable[[], float],
+        probe: StoreProbe | None = None,
     ) -> None:
+        """`probe`: of the bucket; None if the blobs are not in one."""
+        self.probe = probe
         self._data, self._blobs, self._database, self._submit, self._clock = data, blobs, database, submit, clock
         self._lock = threading.Lock()
         self._outages: dict[Cause, _Outage] = {}
@@ -75,25 +80,31 @@ class Storage:
         """Record the fault reported by `error`, which a write has raised, and return it. Return None if `error` is not
         about the disk or the database."""
         fault, now = fault_of(error), self._clock()
-        if fault is None or isinstance(error, Problem):  # a term that is over is no outage
+        if fault is None or isinstance(error, Problem | NotLeading):  # a term that is over is no outage
             return fault
+        self._note(fault, now, failures=1)
+        return fault
+
+    def _note(self, fault: Fault, now: float, *, failures: int, lasts_s: float = 0.0) -> None:
         with self._lock:
             outage = self._outages.get(fault.cause)
             if outage is None:
-                self._outages[fault.cause] = _Outage(fault, now, now, now)
+                self._outages[fault.cause] = _Outage(fault, now - lasts_s, now, now, failures)
                 logger.error("%s (data directory %s); writes will be retried", fault.reason, self._data.root)
-                return fault
+                return
             outage.last, outage.fault = now, fault
-            outage.failures += 1
+            outage.failures += failures
             if now - outage.logged >= REMIND_S:
                 outage.logged = now
                 lasted = duration_text(now - outage.since)
                 logger.error("%s; this has lasted %s, and %d writes have failed", fault.reason, lasted, outage.failures)
-        return fault
 
     def check(self) -> None:
-        """End the outage if the disk and the database can be written again. A bucket is probed on another thread,
-        because it may take a minute to fail."""
+        """Begin an outage if the bucket hangs. End one if the disk, the database or the bucket can be written again. A
+        bucket is probed on another thread, because it may take a minute to fail."""
+        if self.probe is not None and self.probe.silent_s > SILENT_S:  # no write fails while the bucket hangs
+            fault = Fault(Cause.STORAGE_UNAVAILABLE, f"the bucket: {self.probe.why}", of_bucket=True)
+            self._note(fault, self._clock(), failures=0, lasts_s=self.probe.silent_s)
         for cause, outage in list(self._outages.items()):
             if self._clock() - outage.last < QUIET_S:
                 continue

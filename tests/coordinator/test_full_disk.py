@@ -3,6 +3,7 @@
 import itertools
 import logging
 import sqlite3
+import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 
 from coordinator.store import data_directory, sqlite
 from coordinator.store.payloads import MemoryBudget, has_digest
+from coordinator.store.store_probe import StoreProbe
 from coordinator.store.tables import ContributionRow, FragmentRow
-from coordinator.upkeep.storage import QUIET_S
+from coordinator.upkeep.storage import QUIET_S, SILENT_S
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member, spec_toml
 from protocol.digest import content_digest, digest, model_digest
@@ -248,3 +250,40 @@ def test_a_database_whose_own_disk_is_full_is_told_as_the_files_disk_is(tmp_path
         assert [len(events(running, "r", kind)) for kind in kinds] == [1, 1]
         play_round([a, b], 0)
         running.await_state("r", 1)
+
+
+def ticked(running: InThread) -> bool:
+    running.coordinator.tick()
+    return True
+
+
+def test_a_bucket_that_hangs_is_named_though_no_write_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It answers nothing for minutes, and meanwhile the run seemed to wait for its workers."""
+    clock, answers = SettableClock(), threading.Event()
+    probe = StoreProbe(answers.wait, clock)
+    with coordinator_thread(tmp_path, clock=clock) as running:
+        crew(running, "r", ["w"], members="lease_s = 86400")
+        running.coordinator.storage.probe = probe
+        asking = threading.Thread(target=probe.run)
+        asking.start()
+        wait_until(lambda: probe.asked_at is not None)
+        clock.advance(SILENT_S - 1)
+        running.coordinator.tick()
+        assert info(running, "r")["held_up_by"] is None
+        clock.advance(2.4)
+        for _ in range(2):
+            running.coordinator.tick()
+        named = "the bucket: no answer for 16 s"
+        shown = info(running, "r")
+        assert (shown["reason"], shown["held_up_by"]) == (named, "storage-unavailable")
+        found = running.client().get("/v1/status").json()["findings"]
+        assert [(each["about"], each["message"]) for each in found] == [("bucket", named)]
+        said = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert [line.partition(" (")[0] for line in said] == [named]
+        answers.set()
+        asking.join()
+        clock.advance(QUIET_S + 1)
+        wait_until(lambda: ticked(running) and info(running, "r")["held_up_by"] is None)
+        wait_until(lambda: ticked(running) and len(events(running, "r", "storage-unavailable")) == 1)
+        (event,) = events(running, "r", "storage-unavailable")
+        assert event["message"] == f"for 16.4 s nothing could be written: {named}"

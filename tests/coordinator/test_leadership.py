@@ -12,13 +12,17 @@ import httpx
 import pytest
 from sqlalchemy import URL, Connection, Engine, make_url, text
 from sqlalchemy.exc import DBAPIError, OperationalError
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
 
 from coordinator import lease
 from coordinator.http import downloads
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.leadership import election as election_module
-from coordinator.leadership.election import MARGIN_S, Election, StoreProbe
+from coordinator.leadership.election import MARGIN_S, Election
 from coordinator.leadership.forwarding import TICKET_HEADER
+from coordinator.leadership.standby import Standby
 from coordinator.leadership.terms import Terms
 from coordinator.leadership.tickets import Ticket
 from coordinator.peers import Peer, Peers
@@ -26,6 +30,7 @@ from coordinator.server import make_server
 from coordinator.settings import Settings
 from coordinator.store import postgresql as backend
 from coordinator.store.database import Database
+from coordinator.store.store_probe import PROBE_S, StoreProbe
 from harness import stores
 from harness.coordinator import SettableClock, coordinator_thread
 from harness.postgres import PostgreSQL, postgresql
@@ -291,7 +296,7 @@ def test_a_leader_whose_store_is_out_of_reach_gives_way_only_to_one_that_can_rea
     def pass_time() -> None:
         """Longer than a store may be silent; nothing but the stores fails."""
         for _ in range(6):
-            clock.advance(election_module.STORE_S / 5)
+            clock.advance(election_module.GIVE_WAY_S / 5)
             for each in (near, far):
                 each.probe.run()
             a.step()
@@ -315,6 +320,72 @@ def test_a_leader_whose_store_is_out_of_reach_gives_way_only_to_one_that_can_rea
     a.finish(term)
     a.step()
     assert not a.leads()
+
+
+def test_a_leader_keeps_its_lease_in_an_outage_of_the_store_that_another_has_not_noticed_yet(
+    url: str, engine: Engine
+) -> None:
+    """Whoever noticed it first gave up the lease to one that could not use the store either."""
+    clock = SettableClock()
+    here, there = Store(clock, answers=True), Store(clock, answers=True)
+    a, b = election(url, clock, here.probe), election(url, clock, there.probe)
+    here.answers = there.answers = False
+    here.probe.run()
+    for _ in range(20):
+        clock.advance(PROBE_S / 2)
+        a.step()
+        there.probe.run()  # up to PROBE_S later
+        b.step()
+        assert a.leads()
+    assert a.store_fault == b.store_fault == "no route to the store"
+    for each in (a, b):
+        each.engine.dispose()
+
+
+def test_a_database_that_hangs_is_reported_and_logged(
+    url: str, engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It keeps its connections and answers nothing, so no question fails."""
+    caplog.set_level("INFO", "coordinator.leadership.election")
+    clock = SettableClock()
+    with tunnel(make_url(url).port or 0) as line:
+        a = election(make_url(url).set(port=line.port), clock)
+        terms = Terms(a, lambda _: pytest.fail("no term"), lambda _: pytest.fail("no term"), lambda: None)
+        a.watch()
+        line.freeze()
+        step = threading.Thread(target=a.step)
+        step.start()
+        wait_until(lambda: a.asked_at is not None)
+        clock.advance(4.4)
+        assert (a.leads(), a.fault, terms.fault) == (False, "no answer for 4 s", "the database: no answer for 4 s")
+        ready = Starlette(routes=[Mount("/", Standby(terms, a.engine))])
+        reply = TestClient(ready).get("/readyz")
+        assert (reply.status_code, reply.json()["detail"]) == (503, "the database: no answer for 4 s")
+        a.watch()
+        a.watch()
+        line.mend()
+        step.join()
+        assert (a.fault, a.leads()) == ("", True)
+        a.watch()
+    said = [record.getMessage() for record in caplog.records if record.name == "coordinator.leadership.election"]
+    assert said[-2:] == ["the database cannot be used: no answer for 4 s", "the database answers again"]
+    a.engine.dispose()
+
+
+def test_a_statement_fails_once_the_server_has_been_silent_for_too_long(url: str) -> None:
+    """Otherwise a thread waits for as long as the server hangs, and forever if its machine never continues."""
+    with tunnel(make_url(url).port or 0) as line:
+        hanging = backend.engine_of(make_url(url).set(port=line.port), answer_s=0.2)
+        with hanging.connect() as connection:
+            line.freeze()
+            with pytest.raises(OperationalError, match="the server has not answered for") as failed:
+                connection.execute(text("SELECT 1"))
+            assert backend.fault(failed.value) is not None
+            assert connection.invalidated
+        line.mend()
+        with hanging.connect() as connection:
+            assert connection.execute(text("SELECT 1")).scalar_one() == 1
+        hanging.dispose()
 
 
 def test_the_time_of_day_is_the_databases(url: str, engine: Engine) -> None:

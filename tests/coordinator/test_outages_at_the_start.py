@@ -12,11 +12,11 @@ from coordinator.aggregation.aggregator import serve
 from coordinator.server import make_server
 from coordinator.settings import Settings
 from coordinator.store.database import Database
+from harness.ports import free_port
 from harness.postgres import PostgreSQL
 from outerstep.cli.errors import exit_code
 from outerstep.common.exit_codes import Exit
 from protocol.errors import OuterstepError
-from tests.support.ports import free_port
 from tests.support.s3_server import BUCKET, S3Server
 
 

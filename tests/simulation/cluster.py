@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError
 from starlette.types import Receive, Scope, Send
 
 from coordinator.http.problems import problem_response
-from coordinator.leadership.election import Election, StoreProbe
+from coordinator.leadership.election import Election
 from coordinator.leadership.forwarding import SILENT_S
 from coordinator.leadership.standby import unready, vacant
 from coordinator.leadership.terms import Terms
@@ -28,6 +28,7 @@ from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
 from coordinator.store.data_directory import DataDirectory
+from coordinator.store.store_probe import StoreProbe
 from protocol.errors import Problem
 from tests.simulation.aggregator_node import AggregatorNode
 from tests.simulation.coordinator_node import (
