@@ -17,7 +17,7 @@ from coordinator.store.tables import CoordinatorRow, DeploymentRow, LeaderRow
 from protocol.errors import Problem
 
 LEASE_S = 5.0
-FORGOTTEN_S = 600.0  # a coordinator that was not seen for this long is removed from the list
+FORGOTTEN_S = 600.0  # a coordinator or an aggregator that was not seen for this long is no longer listed
 
 _ID = 1  # of the only row
 _END_SESSIONS = text(
@@ -176,12 +176,13 @@ def superseded() -> Problem:
 
 
 def report(connection: Connection, id_: str, address: str, version: str, store_fault: str) -> None:
-    """Record that the coordinator is alive."""
+    """Record that the coordinator is alive. It takes the place of an earlier process at its address."""
     values = {"address": address, "version": version, "seen_at": database_clock(), "store_fault": store_fault}
     found = connection.execute(update(CoordinatorRow).where(CoordinatorRow.id == id_).values(values))
     if not found.rowcount:
+        over = or_(CoordinatorRow.address == address, CoordinatorRow.seen_at < database_clock() - FORGOTTEN_S)
+        connection.execute(delete(CoordinatorRow).where(over))
         connection.execute(insert(CoordinatorRow).values(id=id_, **values))
-        connection.execute(delete(CoordinatorRow).where(CoordinatorRow.seen_at < database_clock() - FORGOTTEN_S))
 
 
 def retire(connection: Connection, id_: str) -> None:
@@ -191,7 +192,7 @@ def retire(connection: Connection, id_: str) -> None:
 
 def peers(connection: Connection) -> list[Peer]:
     """Return the coordinators that were seen lately, by id."""
-    silent = (database_clock() - CoordinatorRow.seen_at).label("silent_s")
     row = CoordinatorRow
-    found = connection.execute(select(row.id, row.address, row.version, silent, row.store_fault).order_by(row.id))
-    return [Peer(*each) for each in found]
+    silent_s = database_clock() - row.seen_at
+    found = select(row.id, row.address, row.version, silent_s, row.store_fault).where(silent_s < FORGOTTEN_S)
+    return [Peer(*each) for each in connection.execute(found.order_by(row.id))]

@@ -5,9 +5,9 @@ A task's blobs are in the store before its result is written. Blobs are put if a
 bytes, so it does no harm if two aggregators do it, or one that was believed dead.
 """
 
+import hashlib
 import logging
 import os
-import secrets
 import shutil
 import socket
 import threading
@@ -134,7 +134,7 @@ class Aggregator:
         """Report that this aggregator is alive, and renew its leases on tasks that make progress. Raises
         SQLAlchemyError."""
         with self._connect() as connection:
-            queue.report(connection, self.id, socket.gethostname())
+            queue.report(connection, self.id, f"{socket.gethostname()}:{os.getpid()}")
             with self._lock:
                 stalled = self._clock() - STALLED_S
                 held = [(thread, each) for thread, each in self._held.items() if self._progressed[thread] > stalled]
@@ -190,7 +190,7 @@ def serve(
 
     Raises OuterstepError if the database, the bucket or the data directory cannot be used, or if the blobs are moved.
     """
-    id_, count = secrets.token_hex(8), min(os.cpu_count() or 1, MOST_AT_ONCE)
+    id_, count = id_of(data_dir), min(os.cpu_count() or 1, MOST_AT_ONCE)
     named = postgresql.named(url, id_, postgresql.AGGREGATOR)
     with ExitStack() as opened:
         engine = postgresql.engine_of(named, connections=count + 1)
@@ -212,6 +212,12 @@ def serve(
         ready(bucket or place)
         check = partial(_check_bucket, engine, owner, place if bucket is None else None)
         _run(aggregator, named, count, stopping, check)
+
+
+def id_of(data_dir: Path) -> str:
+    """Return the id of the aggregator with this data directory, which one process can use at a time: so the next one
+    takes the place of a process that has crashed."""
+    return hashlib.sha256(f"{socket.gethostname()}:{data_dir.resolve()}".encode()).hexdigest()[:16]
 
 
 def _run(aggregator: Aggregator, url: URL, count: int, stopping: threading.Event, check: Callable[[], object]) -> None:

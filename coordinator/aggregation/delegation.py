@@ -88,9 +88,9 @@ class Delegation:
         """Yield what is wrong with aggregators."""
         for each in self.aggregators:
             if each.version != __version__:
-                yield f"the aggregator on {each.host} has version {each.version}, so it gets no work"
+                yield f"the aggregator {each.host} has version {each.version}, so it gets no work"
             elif each.silent_s > SILENT_S:
-                yield f"the aggregator on {each.host} has not been heard of for {each.silent_s:.0f} s"
+                yield f"the aggregator {each.host} has not been heard of for {each.silent_s:.0f} s"
 
     def ask(self, task: Task) -> Aggregated | Advanced | None:
         """Let an aggregator do the task, and wait for the result. Return None if the leader must do it itself. Raises

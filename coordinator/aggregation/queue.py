@@ -49,7 +49,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class KnownAggregator:
-    """An aggregator. `silent_s`: since it was seen, by the database's clock."""
+    """An aggregator. `host`: its machine and process, HOST:PID. `silent_s`: since it was seen, by the database's
+    clock."""
 
     id: str
     host: str
@@ -109,9 +110,9 @@ def clear(connection: Connection) -> None:
 def aggregators(connection: Connection) -> list[KnownAggregator]:
     """Return the aggregators that were seen lately, by id."""
     row = AggregatorRow
-    silent = (database_clock() - row.seen_at).label("silent_s")
-    found = connection.execute(select(row.id, row.host, row.version, silent).order_by(row.id))
-    return [KnownAggregator(*each) for each in found]
+    silent_s = database_clock() - row.seen_at
+    found = select(row.id, row.host, row.version, silent_s).where(silent_s < FORGOTTEN_S)
+    return [KnownAggregator(*each) for each in connection.execute(found.order_by(row.id))]
 
 
 # --- aggregators ------------------------------------------------------------------------------------------------------
@@ -172,12 +173,10 @@ def _update(connection: Connection, claim: Claim, **values: object) -> bool:
 
 def report(connection: Connection, id_: str, host: str) -> None:
     """Record that an aggregator is alive."""
-    found = connection.execute(
-        update(AggregatorRow).where(AggregatorRow.id == id_).values(host=host, seen_at=database_clock())
-    )
+    values = {"host": host, "version": __version__, "seen_at": database_clock()}
+    found = connection.execute(update(AggregatorRow).where(AggregatorRow.id == id_).values(values))
     if not found.rowcount:
-        values = {"id": id_, "host": host, "version": __version__}
-        connection.execute(insert(AggregatorRow).values(seen_at=database_clock(), **values))
+        connection.execute(insert(AggregatorRow).values(id=id_, **values))
         connection.execute(delete(AggregatorRow).where(AggregatorRow.seen_at < database_clock() - FORGOTTEN_S))
 
 

@@ -453,7 +453,7 @@ class TaskRow(Base):
 
 
 class AggregatorRow(Base):
-    """An aggregator, as it was at `seen_at` (by the database's clock). `host`: the name of its machine."""
+    """An aggregator, as it was at `seen_at` (by the database's clock). `host`: its machine and process, HOST:PID."""
 
     __tablename__ = "aggregators"
 

@@ -184,7 +184,7 @@ class CoordinatorInfo(ReplyModel):
 
 
 class AggregatorInfo(ReplyModel):
-    """An aggregator. `host`: the name of its machine; `silent_s`: since it was last seen."""
+    """An aggregator. `host`: its machine and process, HOST:PID; `silent_s`: since it was last seen."""
 
     id: str
     host: str

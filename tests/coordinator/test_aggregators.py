@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import URL, Connection, make_url, text
 
 from coordinator.aggregation import delegation, queue
-from coordinator.aggregation.aggregator import STALLED_S, Aggregator
+from coordinator.aggregation.aggregator import STALLED_S, Aggregator, id_of
 from coordinator.aggregation.queue import Claim
 from coordinator.aggregation.tasks import Advance, Advanced, Aggregate, Aggregated, Given, Origin, StateRef
 from coordinator.store import postgresql as backend
@@ -180,6 +180,25 @@ def test_aggregators_are_listed_while_they_report(connection: Connection) -> Non
     (one,) = queue.aggregators(connection)
     assert (one.id, one.host) == ("y", "elsewhere")
     assert one.silent_s < PATIENCE_S
+    connection.execute(text("UPDATE aggregators SET seen_at = seen_at - 400"))
+    assert len(queue.aggregators(connection)) == 1
+    connection.execute(text("UPDATE aggregators SET seen_at = seen_at - 200"))
+    assert queue.aggregators(connection) == [], "it was removed, on purpose or not"
+
+
+def test_an_aggregator_takes_the_place_of_its_earlier_process_and_of_no_other(
+    connection: Connection, tmp_path: Path
+) -> None:
+    """The directory is locked, so its earlier process is over."""
+    here, there = id_of(tmp_path / "a"), id_of(tmp_path / "b")
+    queue.report(connection, here, "box:10")
+    connection.execute(text("UPDATE aggregators SET version = '0.0.9', seen_at = seen_at - 400"))  # and was killed
+    queue.report(connection, id_of(tmp_path / "b" / ".." / "a"), "box:20")
+    queue.report(connection, there, "box:30")
+    found = {each.host: each for each in queue.aggregators(connection)}
+    assert set(found) == {"box:20", "box:30"}
+    assert found["box:20"].version == __version__
+    assert found["box:20"].silent_s < PATIENCE_S
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -304,7 +323,7 @@ def test_aggregators_that_do_nothing_are_findings(site: Site) -> None:
     wait_until(lambda: len(site.delegation.aggregators) == 2)
     found = site.running.client().get("/v1/status").json()["findings"]
     assert [each["about"] for each in found] == ["aggregator", "aggregator"]
-    assert "the aggregator on box-old has version 0.0.9, so it gets no work" in found[0]["message"]
+    assert "the aggregator box-old has version 0.0.9, so it gets no work" in found[0]["message"]
     assert "box-silent has not been heard of for" in found[1]["message"]
     assert not site.delegation.is_possible
 

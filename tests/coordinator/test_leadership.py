@@ -100,6 +100,21 @@ def test_of_many_that_take_an_expired_lease_at_once_one_gets_it(url: str, engine
     assert sorted(tokens, key=str) == [1, *[None] * 7]
 
 
+def test_a_coordinator_takes_the_place_of_an_earlier_process_at_its_address(engine: Engine) -> None:
+    """One that was killed stayed in the list, with the advice to start it again, beside the one that was started."""
+    with engine.connect() as connection:
+        for id_, address in (("killed", "http://a"), ("b", "http://b"), ("started", "http://a")):
+            lease.report(connection, id_, address, "1", "")
+        assert [(each.id, each.address) for each in lease.peers(connection)] == [
+            ("b", "http://b"),
+            ("started", "http://a"),
+        ]
+        connection.execute(text("UPDATE coordinators SET seen_at = seen_at - 599 WHERE id = 'b'"))
+        assert len(lease.peers(connection)) == 2
+        connection.execute(text("UPDATE coordinators SET seen_at = seen_at - 2 WHERE id = 'b'"))
+        assert [each.id for each in lease.peers(connection)] == ["started"], "without anybody who registers"
+
+
 # --- fencing ----------------------------------------------------------------------------------------------------------
 
 
