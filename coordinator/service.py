@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -398,6 +399,8 @@ class Coordinator:
             return existing, False
         if spec.model.run is not None and spec.model.run not in self._runs:
             raise Problem("invalid-spec", f"model.run = {spec.model.run!r}: there is no such run on this coordinator")
+        now = self._context.now()
+        spec = spec.dated(datetime.fromtimestamp(now, UTC).date())
         with self.database.write() as session:
             row = RunRow(
                 id=next(self._ids),
@@ -406,7 +409,7 @@ class Coordinator:
                 spec_digest=digest(spec_toml.encode()),
                 spec=spec.model_dump(mode="json"),
                 state=RunState.RUNNING,
-                created_at=self._context.now(),
+                created_at=now,
                 round=0,
                 next_unit=0,
             )

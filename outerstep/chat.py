@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from outerstep.models import load_export
 from protocol.spec.model import MAX_PARAMETERS
 from worker.data.tokens.conversations import ChatTemplate, load_chat_template, no_template
+from worker.data.tokens.rendering import renderer
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from worker.errors import DataError, ModelError
 from worker.export import load_checkpoint, tokenizer_of
@@ -46,6 +47,7 @@ class Chat:
         model.eval()
         self._model = cast("Any", model)
         self._template: ChatTemplate = template
+        self._child = renderer()
         self._fast = tokenizer.fast()
         self._fast.encode_special_tokens = False
         self._max_tokens, self._sampling = max_tokens, _sampling(temperature)
@@ -66,7 +68,7 @@ class Chat:
         """Return the answer to the next message; `show` gets its text as it is generated. After an exception the
         conversation is unchanged. Raises DataError if it leaves no room for an answer."""
         messages = [*self.messages, {"role": "user", "content": question}]
-        prompt, _ = self._template.render(messages, {}, prompt=True)
+        prompt = self._template.prompt(self._child, messages)
         ids = torch.tensor([self._fast.encode(prompt, add_special_tokens=False).ids])
         room = self._max_tokens if self._context is None else min(self._max_tokens, self._context - ids.shape[1])
         if room < 1:

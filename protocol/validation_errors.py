@@ -16,7 +16,7 @@ from protocol.text import printable
 _MOST = 200  # characters, or items, of a value that is shown
 # pydantic appends the names of union members to the location; they are not in the input.
 _UNION_MEMBER = re.compile(
-    r"constrained-\w+|(str|int|float|bool|bytes|path|none|list|dict|tuple|set|any|datetime|date|url)"
+    r"constrained-\w+|(str|int|float|bool|bytes|path|none|list|dict|tuple|set|any|datetime|url)"
     r"|[a-z][a-z-]*\[.*\]|[A-Z]\w*",
     re.DOTALL,
 )

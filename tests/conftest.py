@@ -12,6 +12,7 @@ from harness import stores
 from harness.postgres import PostgreSQL, postgresql
 from harness.postgres import installed as postgres_programs
 from harness.seaweedfs import SeaweedFS, installed, seaweedfs
+from worker.data.tokens.rendering import renderer
 
 settings.register_profile(
     "outerstep", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
@@ -52,6 +53,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         whole = item.get_closest_marker("system") or item.get_closest_marker("nightly")
         if whole and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_renderer() -> Iterator[None]:
+    """Chat templates are rendered in one process for all tests: it takes most of a second to start."""
+    kept = renderer()
+    yield
+    del kept
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,16 @@ def prepare(
     packing: Annotated[
         bool, typer.Option("--packing/--no-packing", help="Several conversations per sequence, or one and padding.")
     ] = True,
+    date: Annotated[
+        str | None,
+        typer.Option(
+            "--date", metavar="YYYY-MM-DD", help="The date that a chat template shows as today's. Default: today, UTC."
+        ),
+    ] = None,
+    on_error: Annotated[
+        str | None,
+        typer.Option("--on-error", help="skip or stop: what happens to a row that is no conversation. Default: skip."),
+    ] = None,
     shard_tokens: Annotated[
         str, typer.Option("--shard-tokens", metavar="COUNT", help="Tokens per shard; 64M are 128 MB as uint16.")
     ] = "67108864",
@@ -89,6 +99,7 @@ def prepare(
     preparing = _load("worker.data.tokens.preparing", command=command)
     tokenizers = _load("worker.data.tokens.tokenizer", command=command)
     given = {"format": row_format, "train_on": train_on, "sequence_length": sequence_length}
+    given |= {"date": date, "on_error": on_error}
     data = _data_spec(
         {"source": source, "tokenizer": tokenizer, "column": column, "packing": packing, "holdout": holdout}
         | {key: value for key, value in given.items() if value is not None}
@@ -166,7 +177,8 @@ def _data_spec(given: dict[str, Any]) -> DataSpec:
         data = DataSpec.model_validate(given)
     except ValidationError as error:
         raise UsageError(explain_all(error.errors())) from error
-    changed = {key for key in ("packing", "column") if given[key] != DataSpec.model_fields[key].default}
+    keys = {"packing", "column", "date", "on_error"} & given.keys()
+    changed = {key for key in keys if given[key] != DataSpec.model_fields[key].default}
     if unused := data.without_effect(changed):
         raise UsageError("; ".join(unused))
     return data

@@ -1,6 +1,7 @@
 """The whole run spec, and how it is read."""
 
 import tomllib
+from datetime import date
 from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
@@ -137,6 +138,12 @@ class RunSpec(Section):
         if source is None:
             return self
         return self.model_copy(update={"data": self.data.model_copy(update={"source": source})})
+
+    def dated(self, today: date) -> "RunSpec":
+        """Return the spec with `data.date`, if its data are conversations and it gives none."""
+        if self.data.format == "text" or self.data.date is not None:
+            return self
+        return self.model_copy(update={"data": self.data.model_copy(update={"date": today})})
 
     def number_in_set(self, unit: int) -> int:
         """Return the number of a work unit within its training set, which is the worker's own if data is private."""

@@ -1,5 +1,6 @@
 """The sections of a run spec except [model]: one class each, with its keys, their defaults and their checks."""
 
+import datetime
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -97,6 +98,22 @@ class DataSpec(Section):
             "sequence, padded"
         ),
     )
+    date: datetime.date | None = Field(
+        None,
+        strict=False,  # JSON has no dates
+        description=(
+            "with conversations: the date that a chat template shows as today's. Default: the day on which the run is "
+            "created, UTC"
+        ),
+        json_schema_extra={"default": "the run's"},
+    )
+    on_error: Literal["skip", "stop"] = Field(
+        "skip",
+        description=(
+            'what happens to a row that is no conversation, or that the chat template rejects. "skip": it is left out, '
+            'counted and shown; if there are more of them than others, the set is rejected. "stop": the set is rejected'
+        ),
+    )
     sequence_length: int = Field(
         256,
         gt=0,
@@ -155,7 +172,7 @@ class DataSpec(Section):
 
     def without_effect(self, given: set[str]) -> list[str]:
         """Return a sentence for each of the `given` keys that has no effect."""
-        unused = {"packing"} if self.format == "text" else {"column"}
+        unused = {"packing", "date", "on_error"} if self.format == "text" else {"column"}
         return [
             f'data.{key} does nothing with format = "{self.format}": leave it out' for key in sorted(unused & given)
         ]

@@ -1,6 +1,8 @@
 """Conversations as token ids: what is trained on, how they are packed, and what is reported if they cannot be used."""
 
 import json
+from collections import Counter
+from datetime import date
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from tests.support.tokenizers import CHATML, CHATML_MARKED, TURN_END, write_chat
 from worker.data.open_training_set import open_training_set
 from worker.data.sources.documents import HoldOut
 from worker.data.sources.rows import ConversationRows, RowError, without_nulls
+from worker.data.tokens.answers import CALL as NOT_RENDERED
+from worker.data.tokens.answers import EMPTY
 from worker.data.tokens.conversations import ConversationEncoder, TrainOn, load_chat_template
 from worker.data.tokens.index import read_index
 from worker.data.tokens.marks import BEGINS, IDS, TRAINED
@@ -162,16 +166,144 @@ FORGETFUL = (  # renders an earlier answer without its thoughts once another mes
 )
 
 
-def test_a_template_whose_answers_cannot_be_found_exactly_is_rejected_by_name(tmp_path: Path) -> None:
+THINKING = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "hm</think>yes"}]
+
+
+def test_answers_that_the_template_changes_later_are_trained_on_as_they_are_generated(tmp_path: Path) -> None:
+    """Each in a part of its own, up to which nothing differs from what a model sees at inference."""
     tokenizer = chat_tokenizer(tmp_path, FORGETFUL)
-    thinking = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "hm</think>yes"}]
-    assert trained_text(tokenizer, encoded(tokenizer, {"messages": thinking})) == [f"hm</think>yes{TURN_END}"]
-    with pytest.raises(DataError, match=r"tokenizer'.* differently once others follow.*generation.*train_on = \"all\""):
-        encoded(tokenizer, {"messages": thinking * 2})
-    pair = {"prompt": thinking, "completion": thinking}
-    with pytest.raises(DataError, match=r"so the completion cannot be found exactly: set train_on = \"all\"$"):
+    once = encoded(tokenizer, {"messages": THINKING})
+    assert trained_text(tokenizer, once) == [f"hm</think>yes{TURN_END}"]
+    twice = encoded(tokenizer, {"messages": THINKING * 2})
+    first, second = np.split(twice, np.flatnonzero(twice & BEGINS)[1:])
+    assert first.tolist() == once.tolist()
+    text = tokenizer.fast().decode((second & IDS).tolist(), skip_special_tokens=False)
+    assert text.count("hm</think>") == 1
+    assert trained_text(tokenizer, second) == [f"hm</think>yes{TURN_END}"]
+
+
+def test_a_template_with_which_a_completion_cannot_be_found_exactly_is_rejected_by_name(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path, FORGETFUL)
+    pair = {"prompt": THINKING, "completion": THINKING}
+    with pytest.raises(
+        DataError, match=r"tokenizer'.* so the completion cannot be found exactly: set train_on = \"all\"$"
+    ):
         encoded(tokenizer, pair, "completion")
-    assert len(encoded(tokenizer, {"messages": thinking * 2}, "all"))
+    assert len(encoded(tokenizer, {"messages": THINKING * 2}, "all"))
+
+
+def test_an_answer_without_an_end_learns_to_end(tmp_path: Path) -> None:
+    """GLM ends an answer with the token that begins the next message; a template may also have none at all."""
+    glm = (
+        "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    tokenizer = chat_tokenizer(tmp_path / "glm", glm)
+    found = trained_text(tokenizer, encoded(tokenizer, {"messages": TALK}))
+    assert found == ["the worker waits é<|im_start|>", "the delta 😀<|im_start|>"]
+    tokenizer = chat_tokenizer(
+        tmp_path / "none", "{% for message in messages %}{{ '\\n' + message.content }}{% endfor %}"
+    )
+    ids = encoded(tokenizer, {"messages": TALK})
+    assert trained_text(tokenizer, ids) == [f"\nthe worker waits é{TURN_END}", f"\nthe delta 😀{TURN_END}"]
+    assert len(np.flatnonzero(ids & BEGINS)) == 2
+
+
+@pytest.mark.parametrize(
+    "system", ["", "{% if messages[0].role != 'system' %}<|im_start|>system\nhelp<|im_end|>{% endif %}"]
+)
+def test_a_conversation_that_begins_with_an_answer(tmp_path: Path, system: str) -> None:
+    tokenizer = chat_tokenizer(tmp_path, system + CHATML)
+    found = trained_text(tokenizer, encoded(tokenizer, {"messages": TALK[2:]}))
+    assert found == [f"the worker waits é{TURN_END}", f"the delta 😀{TURN_END}"]
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["plain", "marked"])
+def test_answers_of_weight_0_and_empty_ones_are_not_trained_on(tmp_path: Path, template: str) -> None:
+    tokenizer = chat_tokenizer(tmp_path, template)
+    talk = [*TALK[:2], TALK[2] | {"weight": 0}, TALK[3], TALK[4] | {"weight": 1}, TALK[3], TALK[2] | {"content": " "}]
+    encode = ConversationEncoder(tokenizer, load_chat_template(tokenizer), "assistant").encoder()
+    ignored = Counter[str]()
+    (ids,) = encode([json.dumps({"messages": talk})], ignored)
+    assert trained_text(tokenizer, ids) == [f"the delta 😀{TURN_END}"]
+    assert ignored == {EMPTY: 1}
+    everything = encoded(tokenizer, {"messages": talk}, "all")
+    assert "the worker waits é" not in "".join(trained_text(tokenizer, everything))
+
+
+CALL: dict[str, Any] = {"role": "assistant", "tool_calls": [{"function": {"name": "wait", "arguments": {"s": 1}}}]}
+CALLING = (  # as DeepSeek's template: it asks whether the content is null, and puts the arguments into text
+    "{% for message in messages %}{% if message.content is none %}{{ '<|im_start|>assistant\n<call>' + "
+    "message.tool_calls[0].function.arguments + '<|im_end|>\n' }}{% else %}{{ '<|im_start|>' + message.role + '\n' + "
+    "message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_tool_calls_reach_the_template_with_a_null_content(tmp_path: Path) -> None:
+    example = example_of({"messages": [TALK[1], CALL | {"content": None}, {"role": "tool", "content": "1"}, TALK[4]]})
+    tokenizer = chat_tokenizer(tmp_path, CALLING)
+    found = trained_text(tokenizer, encoded(tokenizer, example))
+    assert found == [f'<call>{{"s": 1}}{TURN_END}', f"the delta 😀{TURN_END}"]
+
+
+def test_tool_calls_that_the_template_does_not_render_are_not_trained_on(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path)
+    encode = ConversationEncoder(tokenizer, load_chat_template(tokenizer), "assistant").encoder()
+    ignored = Counter[str]()
+    (ids,) = encode([json.dumps({"messages": [TALK[1], CALL, TALK[3], TALK[4]]})], ignored)
+    assert trained_text(tokenizer, ids) == [f"the delta 😀{TURN_END}"]
+    assert ignored == {NOT_RENDERED: 1}
+
+
+def test_thoughts_that_the_template_leaves_out_are_trained_on(tmp_path: Path) -> None:
+    """DeepSeek R1's template renders every answer without them, and its prompt opens them."""
+    tokenizer = chat_tokenizer(
+        tmp_path, CHATML.replace("message.content", "(message.content.split('</think>') | last)")
+    )
+    (found,) = trained_text(tokenizer, encoded(tokenizer, {"messages": THINKING}))
+    assert found == f"hm</think>yes{TURN_END}"
+
+
+def test_content_in_parts_reaches_the_template_as_it_takes_it(tmp_path: Path) -> None:
+    parts = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in TALK]
+    in_parts = CHATML.replace("message.content", "message.content[0]['text']")
+    expected = encoded(chat_tokenizer(tmp_path), {"messages": TALK}).tolist()
+    assert encoded(chat_tokenizer(tmp_path), {"messages": parts}).tolist() == expected
+    for talk in (TALK, parts):
+        assert encoded(chat_tokenizer(tmp_path, in_parts), {"messages": talk}).tolist() == expected
+
+
+def test_the_date_of_a_template_is_the_given_one(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path, "{{ strftime_now('%d %b %Y') }}" + CHATML)
+    template = load_chat_template(tokenizer, date(2024, 2, 29))
+    (ids,) = ConversationEncoder(tokenizer, template, "assistant").encoder()([json.dumps({"messages": TALK})])
+    assert tokenizer.fast().decode((ids & IDS).tolist()).startswith("29 Feb 2024")
+
+
+def test_the_date_changes_only_the_sets_of_templates_that_show_it(tmp_path: Path) -> None:
+    tokenizer = chat_tokenizer(tmp_path)
+    one, other = (
+        ConversationEncoder(tokenizer, load_chat_template(tokenizer, date(2024, 1, d)), "all") for d in (1, 2)
+    )
+    assert one.identity() == other.identity()
+
+
+@pytest.mark.parametrize(
+    ("bomb", "message"),
+    [
+        ("{{ 'b' * 3000000000 }}", "more than 1024 MiB"),
+        ("{{ 'b' * 30000000 }}", "30000"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
+    ],
+)
+def test_a_template_that_takes_too_much_ends(
+    tmp_path: Path, bomb: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.data.tokens.rendering.CPU_S", 1)
+    with pytest.raises(DataError, match=f"tokenizer' .*{message}.*do not use it"):
+        encoded(chat_tokenizer(tmp_path, bomb + CHATML), {"messages": TALK})
+    assert len(encoded(chat_tokenizer(tmp_path), {"messages": TALK})), "others can still be rendered"
 
 
 def test_a_template_that_rejects_a_conversation(tmp_path: Path) -> None:
@@ -198,6 +330,9 @@ def test_both_conventions_of_messages() -> None:
     share_gpt = [{"from": "human", "value": "who?"}, {"from": "gpt", "value": "you"}]
     roles = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "you"}]
     assert example_of({"conversations": share_gpt}) == {"messages": roles}
+    for bot in ("Assistant", "bot", "GPT", "model"):
+        named = [{"role": "Human", "content": "who?"}, {"role": bot, "content": "you"}]
+        assert example_of({"messages": named}) == {"messages": roles}
 
 
 def test_what_belongs_to_a_conversation() -> None:
@@ -227,6 +362,8 @@ def test_what_belongs_to_a_conversation() -> None:
         ("chat", {"messages": TALK, "tools": "{"}, '"tools" is not valid JSON'),
         ("chat", {"messages": TALK, "tools": {"name": "wait"}}, '"tools" is an object, not an empty list'),
         ("chat", {"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
+        ("chat", {"messages": [TALK[1] | {"content": [{"type": "image_url"}]}]}, r"messages\[0\].*type 'image_url'"),
+        ("chat", {"messages": [TALK[2] | {"weight": 0.5}]}, r"weight of its messages\[0\] is 0.5, not 0 or 1"),
         ("completion", {"prompt": "x", "completion": TALK}, "must be texts, or both lists"),
     ],
 )
@@ -238,7 +375,46 @@ def test_rows_that_are_no_conversation(row_format: Any, row: Any, message: str) 
 def test_the_line_of_a_wrong_row_is_named(tmp_path: Path) -> None:
     file = write_rows(tmp_path / "talk.jsonl", [{"messages": TALK}, {"messages": []}])
     with pytest.raises(DataError, match=r"talk.jsonl, line 2: its \"messages\" is an empty list"):
+        prepare(recipe(file, tmp_path, "on_error = 'stop'"), tmp_path / "set", processes=1)
+
+
+def test_rows_that_cannot_be_used_are_skipped_counted_and_shown(tmp_path: Path) -> None:
+    strange = [{"role": "user", "content": "who?"}, {"role": "narrator", "content": "the worker"}]
+    file = write_conversations(tmp_path / "talk.jsonl", 20)
+    good = prepare(recipe(file, tmp_path, "holdout = 0.0"), tmp_path / "good", processes=1)
+    lines = file.read_text().splitlines()
+    lines[3:3] = ['{"messages": [', json.dumps({"messages": [{"role": "user", "content": 7}]})]
+    file.write_text("\n".join([*lines, json.dumps({"messages": strange})]))
+    index = prepare(recipe(file, tmp_path, "holdout = 0.0"), tmp_path / "set", processes=1)
+    assert index.digest() == good.digest()
+    found = index.conversations
+    assert found is not None
+    assert found.skipped == 3
+    assert found.faults[0].startswith(f"{file}, line 4: not valid JSON")
+    assert 'line 5: its messages[0] has no "content"' in found.faults[1]
+    assert "line 23: " in found.faults[2]
+    assert "narrator" in found.faults[2]
+    assert any(sentence.startswith("3 rows were skipped: ") for sentence in found.left_out())
+
+
+def test_a_set_of_which_most_rows_cannot_be_used_is_rejected(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "talk.jsonl", [{"messages": TALK}, {"messages": []}, {"text": "x"}])
+    with pytest.raises(DataError, match=r"2 of 3 rows cannot be used; the first is .*talk.jsonl, line 2"):
         prepare(recipe(file, tmp_path), tmp_path / "set", processes=1)
+
+
+def test_what_a_template_that_rewrites_costs_is_shown(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "talk.jsonl", [{"messages": THINKING * 3}] * 4)
+    tokenizer = chat_tokenizer(tmp_path, FORGETFUL)
+    made_of = recipe_of(spec(file, tmp_path, "holdout = 0.0").data, tokenizer, shard_tokens=1000)
+    index = prepare(made_of, tmp_path / "set", processes=1)
+    found = index.conversations
+    assert found is not None
+    assert found.split == 4
+    lengths = [len(encoded(tokenizer, {"messages": THINKING * n})) for n in (1, 2, 3)]
+    assert found.repeated == 4 * (lengths[1])
+    assert sum(shard.documents or 0 for shard in index.training) == 4
+    assert "repeat" in found.left_out()[0]
 
 
 def test_conversations_in_parquet(tmp_path: Path) -> None:
@@ -246,7 +422,7 @@ def test_conversations_in_parquet(tmp_path: Path) -> None:
     import pyarrow.parquet
 
     rows: list[dict[str, Any]] = [{"id": n, "messages": conversation(n), "tools": None} for n in range(20)]
-    rows[3]["messages"][1]["tool_calls"] = [{"name": "wait"}]  # null in all other messages
+    rows[3]["messages"][1]["tool_calls"] = [{"name": "wait"}]  # null in all other messages, and not rendered
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "talk.parquet")
     lines = write_rows(tmp_path / "talk.jsonl", rows)
     indexes = [

@@ -8,7 +8,7 @@ gigabyte at once. A cut changes at most the tokens next to it.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO, Protocol
 
@@ -28,6 +28,8 @@ class Piece:
     begins: bool  # the document begins with this piece
     ends: bool  # the document ends with this piece
     held_out: bool
+    where: Callable[[], str] = str  # names the file and line of a conversation; computed only for errors
+    fault: str | None = None  # why a row is no conversation; it has no text then
 
 
 class Task(Protocol):

@@ -6,10 +6,11 @@ resumes, `datasets` skips the rows that were read before.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece
-from worker.data.sources.rows import RowError, RowFormat, without_nulls
+from worker.data.sources.rows import RowFormat, row_pieces, without_nulls
 from worker.errors import DataError
 
 PREFIX = "hub:"
@@ -34,10 +35,8 @@ def hub_tasks(
     texts: list[Piece] = []
     size, done = 0, skip
     for number, row in enumerate(_stream(source, skip), start=skip):
-        try:
-            found = list(row_format.pieces({name: without_nulls(value) for name, value in row.items()}, hold_out))
-        except RowError as error:
-            raise DataError(f"{source}, row {number}: {error}") from error
+        values = {name: without_nulls(value) for name, value in row.items()}
+        found = list(row_pieces(row_format, values, hold_out, partial(str, f"{source}, row {number}")))
         texts += found
         size += sum(piece.size for piece in found)
         if size >= task_bytes:

@@ -9,8 +9,7 @@ from typing import Any
 
 from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece, line_start
 from worker.data.sources.files import NamedFiles, changed
-from worker.data.sources.rows import RowError, RowFormat
-from worker.errors import DataError
+from worker.data.sources.rows import RowFormat, faulty, row_pieces
 
 
 @dataclass(frozen=True)
@@ -49,15 +48,13 @@ class LinesTask:
 
 
 def line_pieces(line: bytes, row_format: RowFormat, hold_out: HoldOut, where: Callable[[], str]) -> Iterator[Piece]:
-    """Yield the text of one line. Raises DataError, in which `where()` names the line."""
+    """Yield the text of one line, which `where()` names: see `row_pieces`."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where()}: not valid JSON ({error}); fix the line or remove it") from error
-    try:
-        yield from row_format.pieces(found, hold_out)
-    except RowError as error:
-        raise DataError(f"{where()}: {error}") from error
+        yield faulty(row_format, f"not valid JSON ({error}); fix the line or remove it", where)
+        return
+    yield from row_pieces(row_format, found, hold_out, where)
 
 
 def _chunks(file: Any, length: int) -> Iterator[bytes]:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece
 from worker.data.sources.files import NamedFiles
-from worker.data.sources.rows import RowError, RowFormat, TextRows, without_nulls
+from worker.data.sources.rows import RowError, RowFormat, TextRows, row_pieces, without_nulls
 from worker.errors import DataError
 
 _BATCH_ROWS = 256
@@ -43,18 +44,12 @@ class RowsTask:
                 if row + len(batch) > self.first:
                     for number, found in enumerate(batch.to_pylist(), start=row):
                         if self.first <= number < self.stop:
-                            yield from self._row(found, number)
+                            values = {name: without_nulls(value) for name, value in found.items()}
+                            where = partial(str, f"{self.path}, row {number} of row group {self.group}")
+                            yield from row_pieces(self.row_format, values, self.hold_out, where)
                 row += len(batch)
                 if row >= self.stop:
                     return
-
-    def _row(self, found: dict[str, Any], number: int) -> Iterator[Piece]:
-        try:
-            yield from self.row_format.pieces(
-                {name: without_nulls(value) for name, value in found.items()}, self.hold_out
-            )
-        except RowError as error:
-            raise DataError(f"{self.path}, row {number} of row group {self.group}: {error}") from error
 
 
 def row_tasks(

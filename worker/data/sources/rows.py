@@ -5,22 +5,24 @@ those of TRL's dataset formats (https://huggingface.co/docs/trl/dataset_formats)
 
     text        {"text": "…"}, or another column
     chat        {"messages": [{"role": …, "content": …}, …]}, with or without "tools" and "chat_template_kwargs";
-                or {"conversations": [{"from": …, "value": …}, …]}
+                or {"conversations": [{"from": …, "value": …}, …]}. A message with "weight": 0 is not trained on
     completion  {"prompt": …, "completion": …}, two texts or two lists of messages
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from worker.data.sources.documents import HoldOut, Piece, document
+from worker.errors import DataError
 
 Format = Literal["text", "chat", "completion"]
 
 _MESSAGES = ("messages", "conversations")
 _OPTIONS = ("tools", "chat_template_kwargs")
-_SHARE_GPT_ROLES = {"human": "user", "gpt": "assistant"}
+_ROLES = {"human": "user"} | dict.fromkeys(("ai", "bot", "chatbot", "chatgpt", "gpt", "model"), "assistant")
+_ROLES |= {role: role for role in ("assistant", "system", "user")}
 
 
 class RowError(Exception):
@@ -33,8 +35,8 @@ class RowFormat(Protocol):
     def columns(self, names: Sequence[str]) -> list[str]:
         """Return which columns to read of a file that has the columns `names`. Raises RowError."""
 
-    def pieces(self, row: Any, hold_out: HoldOut) -> Iterator[Piece]:
-        """Yield the text of a row, in order. Raises RowError."""
+    def pieces(self, row: Any, hold_out: HoldOut, where: Callable[[], str] = str) -> Iterator[Piece]:
+        """Yield the text of a row, in order. `where` names the row in errors. Raises RowError."""
 
     def identity(self) -> list[str]:
         """Return values that distinguish it from any other format."""
@@ -51,7 +53,7 @@ class TextRows:
             raise RowError(f"it has no column {self.column!r}; {self._remedy(names)}")
         return [self.column]
 
-    def pieces(self, row: Any, hold_out: HoldOut) -> Iterator[Piece]:
+    def pieces(self, row: Any, hold_out: HoldOut, where: Callable[[], str] = str) -> Iterator[Piece]:
         _check_object(row, f"a text in {self.column!r}")
         if self.column not in row:
             raise RowError(f"it has no {self.column!r}; {self._remedy(row)}")
@@ -80,7 +82,7 @@ class ConversationRows:
     def columns(self, names: Sequence[str]) -> list[str]:
         return [*self._needed(names), *(name for name in _OPTIONS if name in names)]
 
-    def pieces(self, row: Any, hold_out: HoldOut) -> Iterator[Piece]:
+    def pieces(self, row: Any, hold_out: HoldOut, where: Callable[[], str] = str) -> Iterator[Piece]:
         _check_object(row, "a conversation" if self.format == "chat" else '"prompt" and "completion"')
         needed = self._needed(row)
         found: dict[str, Any]
@@ -97,7 +99,7 @@ class ConversationRows:
             content = text.encode()
         except UnicodeEncodeError as error:
             raise _lone_surrogate(error) from error
-        yield Piece(text, len(content), begins=True, ends=True, held_out=hold_out(content))
+        yield Piece(text, len(content), begins=True, ends=True, held_out=hold_out(content), where=where)
 
     def identity(self) -> list[str]:
         return [self.format]
@@ -121,6 +123,22 @@ class ConversationRows:
 def row_format(name: Format, column: str) -> RowFormat:
     """Return the format called `name`; of text in `column`."""
     return TextRows(column) if name == "text" else ConversationRows(name)
+
+
+def row_pieces(row_format: RowFormat, row: Any, hold_out: HoldOut, where: Callable[[], str]) -> Iterator[Piece]:
+    """Yield the text of a row. A row that is no conversation gives a piece with its `fault`: whether it is skipped is
+    decided later. Raises DataError, which names the row, if it has no text."""
+    try:
+        yield from row_format.pieces(row, hold_out, where)
+    except RowError as error:
+        yield faulty(row_format, str(error), where)
+
+
+def faulty(row_format: RowFormat, fault: str, where: Callable[[], str]) -> Piece:
+    """Return the piece for a row that cannot be used. Raises DataError for one of text."""
+    if isinstance(row_format, TextRows):
+        raise DataError(f"{where()}: {fault}")
+    return Piece("", 0, begins=True, ends=True, held_out=False, where=where, fault=fault)
 
 
 def without_nulls(value: Any) -> Any:
@@ -155,14 +173,21 @@ def _message(found: Any, name: str) -> dict[str, Any]:
         raise RowError(f"its {name} is {_type(found)}, not an object with a role and a content; fix or remove it")
     message = {key: value for key, value in found.items() if value is not None}
     if "from" in message and "role" not in message:
-        role = message.pop("from")
-        message = {"role": _SHARE_GPT_ROLES.get(role, role) if isinstance(role, str) else role} | message
+        message = {"role": message.pop("from")} | message
     if "value" in message and "content" not in message:
         message["content"] = message.pop("value")
-    if not isinstance(message.get("role"), str):
+    role = message.get("role")
+    if not isinstance(role, str):
         raise RowError(f'its {name} has no "role"; fix or remove it')
+    message["role"] = _ROLES.get(role.lower(), role)
     if not isinstance(message.get("content", ""), str | list) or not message.keys() - {"role"}:
         raise RowError(f'its {name} has no "content"; fix or remove it')
+    for part in message["content"] if isinstance(message.get("content"), list) else []:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = repr(part.get("type")) if isinstance(part, dict) else _type(part)
+            raise RowError(f"its {name} has a part of the type {kind}; only parts of text can be trained on")
+    if message.get("weight", 1) not in (0, 1):
+        raise RowError(f"the weight of its {name} is {message['weight']!r}, not 0 or 1; fix or remove it")
     return message
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 
 from protocol.messages import HexDigest
 from protocol.validation_errors import explain_all
-from worker.data.tokens.conversations import TrainOn
+from worker.data.tokens.answers import TrainOn
 from worker.data.tokens.marks import IDS
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
@@ -64,7 +64,7 @@ class Shard(_Strict):
 
 class Conversations(_Strict):
     """A set of conversations, in sequences of `sequence_length` tokens and the one after them. `packing`: a sequence
-    may have several. The other members show what was left out: see `LeftOut`."""
+    may have several. The other members show what was left out, and what was repeated: see `LeftOut`."""
 
     sequence_length: Annotated[int, Field(gt=0, le=1 << 24)]
     train_on: TrainOn
@@ -72,10 +72,24 @@ class Conversations(_Strict):
     longest: _Count
     truncated: _Count
     dropped: dict[str, _Count]
+    ignored: dict[str, _Count] = Field(default_factory=dict)
+    skipped: _Count = 0
+    faults: tuple[str, ...] = ()
+    split: _Count = 0
+    repeated: _Count = 0
 
     def left_out(self) -> list[str]:
-        """Return what was left out, a sentence each."""
+        """Return what was left out, and what was repeated, a sentence each."""
         sentences = [f"{count:,} conversations were dropped: {reason}" for reason, count in self.dropped.items()]
+        sentences += [f"{count:,} answers are not trained on: {reason}" for reason, count in self.ignored.items()]
+        if self.skipped:
+            more = "" if self.skipped <= len(self.faults) else f"; and {self.skipped - len(self.faults):,} more"
+            sentences.append(f"{self.skipped:,} rows were skipped: {'; '.join(self.faults)}{more}")
+        if self.split:
+            sentences.append(
+                f"{self.split:,} conversations are there once for each answer, since the chat template renders earlier "
+                f"answers differently: these repeat {self.repeated:,} tokens"
+            )
         if self.truncated:
             sentences.append(
                 f"{self.truncated:,} conversations were truncated to {self.sequence_length + 1:,} tokens; the longest "

@@ -18,7 +18,8 @@ import os
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -64,6 +65,7 @@ SHARD_TOKENS = 1 << 26
 TOKENIZER = "tokenizer"
 _CHUNK_BYTES = 1 << 20
 _LOCK_POLL_S = 0.5
+_ENOUGH_SKIPPED = 1000  # rows, to give up before all have been read
 _ELSEWHERE = "choose another directory, or delete this one"
 _START_OVER = "delete the directory and start again"
 
@@ -117,8 +119,9 @@ def recipe_of(
         sources.append(find_source(held_out, rows, 1.0))
     conversations = None
     if data.format != "text":
-        encoder = ConversationEncoder(tokenizer, load_chat_template(tokenizer), data.trains_on)
-        conversations = ConversationEncoding(encoder, data.sequence_length, data.packing)
+        template = load_chat_template(tokenizer, data.date or datetime.now(UTC).date())
+        encoder = ConversationEncoder(tokenizer, template, data.trains_on)
+        conversations = ConversationEncoding(encoder, data.sequence_length, data.packing, data.on_error == "skip")
     return Recipe(sources, tokenizer, shard_tokens, conversations=conversations)
 
 
@@ -143,6 +146,10 @@ class _Written(BaseModel):
     @property
     def all_tokens(self) -> int:
         return total(self.shards) + self.tokens
+
+    @property
+    def all_documents(self) -> int:
+        return sum(shard.documents or 0 for shard in self.shards) + self.documents
 
 
 class _State(BaseModel):
@@ -216,6 +223,8 @@ def _prepare(
                 held_out.sync()
                 state.completed(task, training.written, held_out.written)
                 _write(out / PROGRESS, state.model_dump_json())
+                if state.training.left_out.skipped + state.held_out.left_out.skipped >= _ENOUGH_SKIPPED:
+                    _check_usable(_names(recipe), training.written, held_out.written)
                 report(Progress(state.size, of, training.written.all_tokens + held_out.written.all_tokens))
                 if stop is not None and stop.is_set():
                     raise Stopped("stopped while preparing the training set")
@@ -235,9 +244,22 @@ def _tokenised(recipe: Recipe, state: _State, processes: int) -> Generator[TaskT
         state.source, state.tasks, state.rows = state.source + 1, 0, 0
 
 
+def _names(recipe: Recipe) -> str:
+    return ", ".join(source.name for source in recipe.sources)
+
+
+def _check_usable(names: str, *parts: _Written) -> None:
+    """Raise DataError if more than half of the rows had to be skipped."""
+    skipped = sum(part.left_out.skipped for part in parts)
+    used = sum(part.all_documents + sum(part.left_out.dropped.values()) for part in parts)
+    if skipped > used:
+        first = next(fault for part in parts for fault in part.left_out.faults)
+        raise DataError(f"{names}: {skipped} of {skipped + used} rows cannot be used; the first is {first}")
+
+
 def _finish(recipe: Recipe, out: Path, made_from: str, training: _Written, held_out: _Written) -> Index:
-    names = ", ".join(source.name for source in recipe.sources)
-    left_out = training.left_out + held_out.left_out
+    names, left_out = _names(recipe), training.left_out + held_out.left_out
+    _check_usable(names, training, held_out)
     if not training.shards:
         dropped = "".join(f"; {count} conversations have {reason}" for reason, count in left_out.dropped.items())
         raise DataError(f"{names} has no text to train on{dropped}; add text, or hold out less")
@@ -247,9 +269,7 @@ def _finish(recipe: Recipe, out: Path, made_from: str, training: _Written, held_
             sequence_length=given.sequence_length,
             train_on=given.conversations.train_on,
             packing=given.packing,
-            longest=left_out.longest,
-            truncated=left_out.truncated,
-            dropped=left_out.dropped,
+            **asdict(left_out),
         )
     index = Index(
         format=1 if conversations is None else 2,

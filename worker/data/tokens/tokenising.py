@@ -8,8 +8,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -20,31 +20,55 @@ import numpy.typing as npt
 
 from worker.data.sources.documents import Piece, Task
 from worker.data.tokens.conversations import ConversationEncoder
-from worker.data.tokens.marks import TRAINED
+from worker.data.tokens.marks import BEGINS, TRAINED
 from worker.data.tokens.packing import pack
+from worker.data.tokens.rendering import BadConversation
 from worker.data.tokens.tokenizer import Ids, Tokenizer, Tokens
 from worker.errors import DataError
 
 _BATCH_BYTES = 1 << 20
 
-Encoder = Callable[[Sequence[str]], list[Ids]]
+
+_SHOWN = 5  # rows that are skipped, by file and line
+
+
+def _sum(counts: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted((Counter(counts) + Counter(others)).items()))
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What sequences of fixed length leave out of conversations: the number that were `truncated`, those that were
-    `dropped` by reason, and the tokens of the `longest` conversation before it was truncated."""
+    """What a set of conversations leaves out.
+
+    truncated   conversations that are too long for a sequence
+    dropped     conversations without anything to train on, by reason
+    longest     tokens of the longest conversation before it was truncated
+    ignored     answers that are not trained on, by reason
+    skipped     rows that are no conversation, or that the chat template rejects
+    faults      what is wrong with the first of them
+    split       conversations that became several, each an answer's own
+    repeated    tokens that these repeat
+    """
 
     truncated: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     longest: int = 0
+    ignored: dict[str, int] = field(default_factory=dict)
+    skipped: int = 0
+    faults: tuple[str, ...] = ()
+    split: int = 0
+    repeated: int = 0
 
     def __add__(self, other: "LeftOut") -> "LeftOut":
-        reasons = sorted(self.dropped | other.dropped)
         return LeftOut(
             self.truncated + other.truncated,
-            {reason: self.dropped.get(reason, 0) + other.dropped.get(reason, 0) for reason in reasons},
+            _sum(self.dropped, other.dropped),
             max(self.longest, other.longest),
+            _sum(self.ignored, other.ignored),
+            self.skipped + other.skipped,
+            (*self.faults, *other.faults)[:_SHOWN],
+            self.split + other.split,
+            self.repeated + other.repeated,
         )
 
 
@@ -62,16 +86,18 @@ class TokenisedText:
 class Collector(Protocol):
     """Collects the training or the held-out ids of a task."""
 
-    def add(self, piece: Piece, ids: Ids) -> None: ...
-
     def text(self) -> TokenisedText: ...
+
+
+Encoder = Callable[[Sequence[Piece], Sequence[Any]], None]
 
 
 class Encoding(Protocol):
     """How text becomes ids. It can be sent to other processes."""
 
     def encoder(self) -> Encoder:
-        """Return a function that tokenises several pieces of text at once."""
+        """Return a function that tokenises several pieces of text at once. Its results are added to two collectors, the
+        second for held-out text."""
 
     def collector(self) -> Collector: ...
 
@@ -84,28 +110,53 @@ class DocumentEncoding:
     dtype: npt.DTypeLike
 
     def encoder(self) -> Encoder:
-        return self.tokenizer.encoder()
+        encode = self.tokenizer.encoder()
 
-    def collector(self) -> Collector:
+        def add(batch: Sequence[Piece], parts: Sequence[Any]) -> None:
+            for piece, ids in zip(batch, encode([piece.text for piece in batch]), strict=True):
+                parts[piece.held_out].add(piece, ids)
+
+        return add
+
+    def collector(self) -> "_Documents":
         return _Documents(self.tokenizer.end, self.dtype)
 
 
 @dataclass(frozen=True)
 class ConversationEncoding:
-    """Conversations as sequences of `sequence_length` tokens; see worker/data/tokens/conversations.py."""
+    """Conversations as sequences of `sequence_length` tokens; see worker/data/tokens/conversations.py. `skip`: leave
+    out and count those that cannot be used, instead of raising DataError."""
 
     conversations: ConversationEncoder
     sequence_length: int
     packing: bool
+    skip: bool = True
 
     def identity(self) -> list[Any]:
         """Return values that determine the ids, beside the sources and the tokenizer."""
-        return [*self.conversations.identity(), self.sequence_length, self.packing]
+        return [*self.conversations.identity(), self.sequence_length, self.packing, self.skip]
 
     def encoder(self) -> Encoder:
-        return self.conversations.encoder()
+        encode = self.conversations.encoder()
 
-    def collector(self) -> Collector:
+        def add(batch: Sequence[Piece], parts: Sequence[Any]) -> None:
+            for piece in batch:
+                part, ignored = parts[piece.held_out], Counter[str]()
+                try:
+                    if piece.fault is not None:
+                        raise BadConversation(piece.fault)
+                    (ids,) = encode([piece.text], ignored)
+                except BadConversation as error:
+                    fault = f"{piece.where()}: {error}"
+                    if not self.skip:
+                        raise DataError(fault) from error
+                    part.skip(fault)
+                else:
+                    part.add(piece, ids, ignored)
+
+        return add
+
+    def collector(self) -> "_Sequences":
         tokenizer = self.conversations.tokenizer
         pad = next(each for each in (tokenizer.pad, tokenizer.end, 0) if each is not None)
         return _Sequences(self.sequence_length, pad, packing=self.packing)
@@ -156,15 +207,10 @@ def tokenise(task: Task, encode: Encoder, encoding: Encoding) -> TaskTokens:
         batch.append(piece)
         size += piece.size
         if size >= _BATCH_BYTES:
-            _encode(batch, encode, parts)
+            encode(batch, parts)
             batch, size = [], 0
-    _encode(batch, encode, parts)
+    encode(batch, parts)
     return TaskTokens(task.size, task.rows, parts[False].text(), parts[True].text())
-
-
-def _encode(batch: Sequence[Piece], encode: Encoder, parts: tuple[Collector, Collector]) -> None:
-    for piece, ids in zip(batch, encode([piece.text for piece in batch]), strict=True):
-        parts[piece.held_out].add(piece, ids)
 
 
 class _Documents:
@@ -206,19 +252,32 @@ class _Sequences:
         self._row, self._pad, self._packing = length + 1, pad, packing
         self._conversations: list[Ids] = []
         self._sizes: list[int] = []
+        self._begins: list[bool] = []
         self._left_out = LeftOut()
 
-    def add(self, piece: Piece, ids: Ids) -> None:
-        kept = ids[: self._row]
-        truncated = len(ids) > len(kept)
-        reason = None
-        if not (kept & np.uint32(TRAINED)).any():
-            cut = truncated and bool((ids & np.uint32(TRAINED)).any())
-            reason = f"nothing to train on in the first {self._row} tokens" if cut else "nothing to train on"
-        self._left_out += LeftOut(int(truncated and reason is None), {reason: 1} if reason else {}, len(ids))
-        if reason is None:
-            self._conversations.append(kept)
-            self._sizes.append(piece.size)
+    def skip(self, fault: str) -> None:
+        """Count a row that cannot be used."""
+        self._left_out += LeftOut(skipped=1, faults=(fault,))
+
+    def add(self, piece: Piece, ids: Ids, ignored: Mapping[str, int]) -> None:
+        """Add a conversation, which may have several parts. `ignored`: answers that are not trained on, by reason."""
+        parts = np.split(ids, np.flatnonzero(ids & np.uint32(BEGINS))[1:])
+        kept = [each[: self._row] for each in parts]
+        trained = [bool((each & np.uint32(TRAINED)).any()) for each in kept]
+        beyond = f"nothing to train on in the first {self._row} tokens"
+        dropped = {} if any(trained) else {beyond if (ids & np.uint32(TRAINED)).any() else "nothing to train on": 1}
+        self._left_out += LeftOut(
+            int(any(t and len(part) > self._row for t, part in zip(trained, parts, strict=True))),
+            dropped,
+            max(map(len, parts)),
+            dict(ignored) | ({beyond: len(parts) - sum(trained)} if any(trained) and not all(trained) else {}),
+            split=int(len(parts) > 1),
+            repeated=len(ids) - max(map(len, parts)),
+        )
+        used = [part for part, is_trained in zip(kept, trained, strict=True) if is_trained]
+        self._conversations += used
+        self._begins += [n == 0 for n in range(len(used))]
+        self._sizes += [piece.size if n == 0 else 0 for n in range(len(used))]
 
     def text(self) -> TokenisedText:
         lengths = [len(ids) for ids in self._conversations]
@@ -233,9 +292,8 @@ class _Sequences:
                 order.append(i)
                 at += lengths[i]
         sizes = np.array([self._sizes[i] for i in order], np.int64)
-        return TokenisedText(
-            ids.reshape(-1), np.array(starts, np.int64), sizes, np.ones(len(order), bool), self._left_out
-        )
+        begins = np.array([self._begins[i] for i in order], bool)
+        return TokenisedText(ids.reshape(-1), np.array(starts, np.int64), sizes, begins, self._left_out)
 
 
 # --- in a tokenising process --------------------------------------------------------------------------------------
