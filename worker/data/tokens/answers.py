@@ -260,7 +260,7 @@ class _Conversation:
         before, message = self.messages[:i], self.messages[i]
         text = self._text([*before, message])
         content = text_of(message)
-        if _squeezed(content) in _squeezed(text):
+        if content in text or _squeezed(content) in _squeezed(text):
             return text
         placed = self._text([*before, {**message, "content": _PLACE}])
         if placed.count(_PLACE) != 1:
@@ -272,7 +272,7 @@ class _Conversation:
         end with tags that the text does not repeat: it opens the thoughts of an answer that has none."""
         before = self.messages[:i]
         try:
-            prompt = self._text(before, prompt=True)
+            prompt = self._text(before, prompt=self.messages[i]["role"] == "assistant")
             if prompt and text.startswith(prompt):
                 return len(prompt)
         except Rejected:

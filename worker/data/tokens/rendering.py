@@ -136,16 +136,16 @@ class _Jinja:
         source = self._templates["default"]
         if (tools := example.get("tools")) is not None:
             source = self._templates.get("tool_use", source)
-        arguments = {**self._special, **example.get("chat_template_kwargs", {})}
+        arguments = {**self._special, **example.get("chat_template_kwargs", {}), "tools": tools}
 
         def render(messages: list[Message], prompt: bool) -> tuple[str, list[Span] | None]:
             adapted = [self._adapted(source, message) for message in messages]
-            return self._rendered(source, adapted, prompt, tools=tools, **arguments)
+            return self._rendered(source, adapted, prompt, arguments)
 
         return Template(source, render, self._ends)
 
     def _rendered(
-        self, source: str, messages: list[Message], prompt: bool, **arguments: Any
+        self, source: str, messages: list[Message], prompt: bool, arguments: dict[str, Any]
     ) -> tuple[str, list[Span] | None]:
         from transformers.utils import chat_template_utils as chat
 
@@ -184,7 +184,7 @@ class _Jinja:
 
     def _takes(self, source: str, content: Any) -> bool:
         try:
-            found, _ = self._rendered(source, [{"role": "user", "content": content}], False, **self._special)
+            found, _ = self._rendered(source, [{"role": "user", "content": content}], False, self._special)
         except Rejected:
             return False
         return "word" in found and "'text'" not in found  # a list as text
