@@ -1,15 +1,21 @@
-"""Text received from others, made safe to print, and lists of the names that exist.
+"""Text received from others, made safe to print; text files; and lists of the names that exist.
 
 Characters that move the cursor, set colours, rename the window, reverse the writing direction or start a new line are
 replaced by their escapes, such as \\x1b, before they reach a terminal or a log.
 """
 
+import codecs
 import difflib
 import logging
 from collections.abc import Collection
 from types import TracebackType
 
 SHOWN_NAMES = 5
+
+UTF_16 = (
+    "UTF-16, not UTF-8: convert it with `iconv -f UTF-16 -t UTF-8`, or in PowerShell, which writes UTF-16, with "
+    "`Get-Content FILE | Set-Content -Encoding utf8 NEW`"
+)
 
 
 def printable(text: str) -> str:
@@ -57,6 +63,20 @@ def existing_names(wanted: str, existing: Collection[str], what: str) -> str:
     shown = [*nearest, *(name for name in sorted(existing) if name not in nearest)][:SHOWN_NAMES]
     more = f" and {len(existing) - len(shown)} more" if len(existing) > len(shown) else ""
     return f"{what} here: {', '.join(shown)}{more}"
+
+
+def decoded(content: bytes) -> str:
+    """Return the text in a file's content, which is UTF-8, with or without a byte-order mark. Raises ValueError with
+    what it is instead."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(UTF_16 if is_utf_16(content) else "not UTF-8 text") from error
+
+
+def is_utf_16(content: bytes) -> bool:
+    """Return True if the content begins with a byte-order mark of UTF-16."""
+    return content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
 
 
 def _escaped(character: str) -> str:

@@ -30,7 +30,7 @@ def prepare(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A directory or glob of text, .jsonl or .parquet files, of .txt or .jsonl with .gz or .zst, or "
+            help="A directory or glob of text, JSON lines or .parquet files, of .txt or .jsonl with .gz or .zst, or "
             "hub:NAME[:CONFIG[:SPLIT]].",
         ),
     ],

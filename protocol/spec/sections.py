@@ -58,8 +58,9 @@ class DataSpec(Section):
         description=(
             "a directory or glob on the worker; the address of a token set by `outerstep data prepare` (https://, "
             'hf://, s3://, s3+https://, gs:// or az://); "hub:NAME[:CONFIG[:SPLIT]]"; "python-stdlib"; or "custom" for '
-            "a script's own data. A directory or glob may contain text files, .jsonl (both also with .gz or .zst), "
-            ".parquet, .bin (token ids of nanoGPT or llm.c), or a token set"
+            "a script's own data. A directory or glob may contain text files, JSON lines (.jsonl, .jsonlines, .ndjson "
+            "or .json; these and .txt also with .gz or .zst), .parquet, .bin (token ids of nanoGPT or llm.c), or a "
+            "token set"
         ),
     )
     tokenizer: Annotated[str, Field(min_length=1)] | None = Field(

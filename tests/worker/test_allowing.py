@@ -86,6 +86,8 @@ def test_links_and_dots_are_resolved_before_anything_is_compared(text: Path, tmp
         ((option, value),) = refused(source(name), root)
         assert (option, Path(value).is_relative_to(secret)) == ("--data-root", True)
     assert refused(source(f"{root}/link"), root, secret) == []
+    for name in (str(root), f"{root}/**/*.txt"):  # which follow the link
+        assert refused(source(name), root) == [("--data-root", str(secret))]
     (tmp_path / "alias").symlink_to(text)
     assert refused(source(text), tmp_path / "alias") == []
 

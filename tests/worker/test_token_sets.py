@@ -200,7 +200,9 @@ def test_a_vocabulary_is_refused_before_anything_is_prepared(prepared: Path, tmp
 def test_a_directory_of_text_may_have_an_index_of_its_own(tmp_path: Path) -> None:
     text = write_text(tmp_path / "text", seed=1)
     (text / "index.json").write_text('{"pages": []}')
-    assert isinstance(open_training_set(spec(text)), TextData)
+    assert isinstance(open_training_set(spec(f"{text}/*.txt")), TextData)
+    with pytest.raises(DataError, match=r"several kinds: JSON lines \(index.json\), text \(11.txt\); .*DIR/\*.txt"):
+        open_training_set(spec(text))
 
 
 def test_text_as_bytes_is_not_prepared(tmp_path: Path, cache: Path) -> None:

@@ -1,8 +1,9 @@
 """Open a run's training set as `data.source` and `data.tokenizer` describe it: bytes in memory, or a token set.
 
 Text that needs a tokenizer is prepared once, as `outerstep data prepare` does it, in a cache directory of this machine.
-The directory's name is derived from what the set is made of (files by name, size and time), so a second start finds it
-without reading the source. Whether workers have the same text is checked later, by the digests of their token sets.
+The directory's name is derived from what the set is made of (files by name, size, times and inode), so a second start
+finds it without reading the source. Whether workers have the same text is checked later, by the digests of their token
+sets.
 
 Text that is read as bytes is not prepared: its files are put end to end in memory. docs/wire-format.md has the rules
 (which files, the digest, what is held out).
@@ -19,13 +20,12 @@ from blake3 import blake3
 
 from outerstep.common.connections import error_text
 from protocol.spec.run import RunSpec
-from protocol.spec.sections import DataSpec
 from worker.data.fetching.remote_files import is_remote
 from worker.data.fetching.remote_set import CacheSettings, open_remote_set
 from worker.data.fetching.shard_cache import cache_directory
-from worker.data.sources.files import NamedFiles, changed, check_text, held_out_names, source_files
+from worker.data.sources.files import NamedFiles, changed, held_out_names, source_files
 from worker.data.sources.hub import PREFIX
-from worker.data.sources.source import BIN, TEXT, kind_of
+from worker.data.sources.kinds import BIN, HUB, TEXT, kind_of_files
 from worker.data.tokens import bin_files
 from worker.data.tokens.index import FILE, Index, check_sizes, check_tokenizer, is_token_set, read_index
 from worker.data.tokens.preparing import Progress, prepare, recipe_of
@@ -60,8 +60,8 @@ def open_training_set(
         return remote
     directory = Path(data.source).expanduser()
     prepared = is_token_set(directory)
-    kinds = set() if prepared else _kinds(data)
-    if prepared or (kinds == {BIN} and data.format == "text"):
+    kind = None if prepared else _kind(data.source)
+    if prepared or (kind == BIN and data.format == "text"):
         opened = open_token_set(spec, directory, tokenizer) if prepared else _open_bin_files(spec, tokenizer)
         check(opened.vocabulary)
         return opened
@@ -71,7 +71,7 @@ def open_training_set(
         )
     tokenizer = tokenizer or load_tokenizer(IN_BYTES)
     check(tokenizer.vocabulary)
-    if TEXT in kinds and tokenizer.name == IN_BYTES:
+    if kind == TEXT and tokenizer.name == IN_BYTES:
         return TextData(spec)
     recipe = recipe_of(data, tokenizer)
     cache = cache_directory("data") / recipe.digest()[:32]
@@ -93,8 +93,8 @@ def open_token_set(spec: RunSpec, directory: Path, tokenizer: Tokenizer | None) 
     return _sequences(spec, index, directory)
 
 
-def _kinds(data: DataSpec) -> set[str]:
-    return set() if data.source.startswith(PREFIX) else {kind_of(name) for name, _ in source_files(data.source)}
+def _kind(source: str) -> str:
+    return HUB if source.startswith(PREFIX) else kind_of_files(source, source_files(source))
 
 
 def _open_bin_files(spec: RunSpec, tokenizer: Tokenizer | None) -> Sequences:
@@ -139,7 +139,8 @@ class TextData(Sequences):
         source = spec.data.source
         try:
             files = source_files(source)
-            check_text(source, files)
+            if (kind := kind_of_files(source, files)) != TEXT:
+                raise DataError(f"data.source = {source!r} is {kind}, which is not read as bytes")
             self.training, self.held_out, starts, digest = _read(files, spec.data.holdout)
         except OSError as error:
             raise DataError(f"data.source = {source!r}: {error_text(error)}") from error

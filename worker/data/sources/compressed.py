@@ -142,9 +142,19 @@ def _parts(path: Path, wanted: Iterator[int], most: int | None) -> Iterator[tupl
         yield bytes(content), size
 
 
-def _decompressed(path: Path) -> Iterator[tuple[bytes, int, bool]]:
-    """Yield the decompressed content of a file in parts: (content, compressed bytes read for it, whether it is the
-    last). Raises DataError."""
+def beginning(path: Path, size: int) -> bytes:
+    """Return the first `size` bytes of the decompressed content, or all if there are fewer. Raises DataError."""
+    content = b""
+    for part, _, _ in _decompressed(path, size):
+        content += part
+        if len(content) >= size:
+            break
+    return content[:size]
+
+
+def _decompressed(path: Path, out_bytes: int = _OUT_BYTES) -> Iterator[tuple[bytes, int, bool]]:
+    """Yield the decompressed content of a file in parts of at least `out_bytes`: (content, compressed bytes read for
+    it, whether it is the last). Raises DataError."""
     member: Any = None  # the current one; a file may consist of several, end to end
     out, size = bytearray(), 0
     try:
@@ -157,7 +167,7 @@ def _decompressed(path: Path) -> Iterator[tuple[bytes, int, bool]]:
                     packed = member.unused_data
                     if member.eof:
                         member = None
-                if len(out) >= _OUT_BYTES:
+                if len(out) >= out_bytes:
                     yield bytes(out), size, False
                     out, size = bytearray(), 0
     except (zlib.error, zstandard.ZstdError) as error:

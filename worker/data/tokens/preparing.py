@@ -83,7 +83,7 @@ class Recipe:
     conversations: ConversationEncoding | None = None  # None: the sources are text
 
     def digest(self) -> str:
-        """Return the identity of the recipe: files by name, size and time, the tokenizer by its content."""
+        """Return the identity of the recipe: files by name, size, times and inode, the tokenizer by its content."""
         tokenizer = (self.tokenizer.digest, self.tokenizer.end)
         sources = [source.identity() for source in self.sources]
         parts: list[Any] = [1, sources, tokenizer, self.shard_tokens, self.task_bytes]
@@ -202,7 +202,10 @@ def _prepare(
     if (out / FILE).exists():
         index = read_index(out / FILE)
         if index.made_from != made_from:
-            raise DataError(f"{out} contains another token set, made from {index.source}; {_ELSEWHERE}")
+            raise DataError(
+                f"{out} contains another token set, or one of files that have changed since, made from "
+                f"{index.source}; {_ELSEWHERE}"
+            )
         check_sizes(index.shards, index.item, out)
         (out / PROGRESS).unlink(missing_ok=True)  # left by a process that was killed before it could delete it
         return index
@@ -306,8 +309,8 @@ def _read_state(out: Path, made_from: str, item: Item) -> _State:
         ) from error
     if state.made_from != made_from:
         raise DataError(
-            f"{out} contains an unfinished token set of other text, or with another tokenizer or other options; "
-            f"{_ELSEWHERE}"
+            f"{out} contains an unfinished token set of other text, or of files that have changed since, or with "
+            f"another tokenizer or other options; {_ELSEWHERE}"
         )
     check_sizes(state.training.shards + state.held_out.shards, item, out)
     return state

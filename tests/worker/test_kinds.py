@@ -1,0 +1,257 @@
+"""What the files of a source are taken for: by their names, their content, and the links to them."""
+
+import gzip
+import json
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from protocol.spec.run import RunSpec, parse_spec
+from protocol.spec.sections import DataSpec
+from tests.support.tokenizers import write_tokenizer
+from worker.data.open_training_set import TextData, open_training_set
+from worker.data.sources.files import source_files
+from worker.data.tokens.preparing import prepare, recipe_of
+from worker.data.tokens.tokenizer import load_tokenizer
+from worker.errors import DataError
+
+TEXTS = [f"the worker {number} sends the delta\nand waits {'for nobody ' * (number % 7)}" for number in range(200)]
+ROWS = [{"text": text, "url": "https://example.org"} for text in TEXTS]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+TABLE = "text,url\n" + "".join(f'"{text}",https://example.org\n' for text in TEXTS)
+
+
+def spec(source: object, tokenizer: str | None = None, data: str = "") -> RunSpec:
+    named = "" if tokenizer is None else f"tokenizer = {tokenizer!r}\n"
+    return parse_spec(
+        'name = "r"\nmodel.preset = "tiny"\nsync.rounds = 1\ninner.batch_size = 2\n'
+        f"[data]\nsource = {str(source)!r}\nsequence_length = 8\n{named}{data}"
+    )
+
+
+def digest_of(source: object, tokenizer: str, out: Path) -> str:
+    """The digest of the token set that `outerstep data prepare` makes."""
+    data = DataSpec(source=str(source), tokenizer=tokenizer, holdout=0.1)
+    return prepare(recipe_of(data, load_tokenizer(tokenizer)), out, processes=1).digest()
+
+
+# --- what is right today ------------------------------------------------------------------------------------------
+
+
+def write_parquet(path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'outerstep[data]'")
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"text": TEXTS}), path)
+
+
+def write_texts(directory: Path) -> None:
+    directory.mkdir()
+    for number in range(8):
+        (directory / f"{number}.txt").write_text("\n".join(TEXTS[number * 25 : number * 25 + 25]))
+
+
+OF_LINES = (
+    "40a34f329e0c1eb81efbc95b1e812b46095f0425461291c72bf6b94bb01428fb",
+    "69bef1dae426ca09f66d06523275ce1d7680fe70e3d62dd551ccdeae76db0d1d",
+)
+GOLDEN = {
+    "text": (
+        write_texts,
+        "de0dbc546cee38d1499206e9108a7e0bde6ed25918ccc70939e3ecf21860ba89",
+        "4caa03833ec675799268e14e494b6fc0523a5eacc1f59f1dd718d40572d94f1c",
+    ),
+    "a.jsonl": (lambda path: path.write_text(LINES), *OF_LINES),
+    "a.ndjson": (lambda path: path.write_text(LINES), *OF_LINES),
+    "a.jsonlines": (lambda path: path.write_text(LINES), *OF_LINES),
+    "a.json": (lambda path: path.write_text(LINES), *OF_LINES),
+    "a.jsonl.gz": (lambda path: path.write_bytes(gzip.compress(LINES.encode())), *OF_LINES),
+    "a.json.zst": (lambda path: path.write_bytes(zstandard.compress(LINES.encode())), *OF_LINES),
+    "a.jsonlines.gz": (lambda path: path.write_bytes(gzip.compress(LINES.encode())), *OF_LINES),
+    "a.parquet": (write_parquet, *OF_LINES),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_tokens_of_a_source_never_change(tmp_path: Path, name: str) -> None:
+    """Golden: a run that is under way would reject a worker whose set has another digest."""
+    write, tokens, in_bytes = GOLDEN[name]
+    write(tmp_path / name)
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
+    assert digest_of(tmp_path / name, tokenizer, tmp_path / "set") == tokens
+    assert digest_of(tmp_path / name, "bytes", tmp_path / "bytes") == in_bytes
+
+
+def test_text_as_bytes_never_changes(tmp_path: Path) -> None:
+    write_texts(tmp_path / "text")
+    data = open_training_set(spec(tmp_path / "text"))
+    assert data.summary.digest == "eefe8aa1745cf0221b49a0997cf4da6e4ad1d14d69997b021eee128755c16a79"
+
+
+# --- what is not what it seems ------------------------------------------------------------------------------------
+
+UTF_16 = "UTF-16, not UTF-8: convert it with `iconv -f UTF-16 -t UTF-8`"
+
+REFUSED = {
+    "array.json": (json.dumps(ROWS).encode(), "array.json is not text but a JSON array; .*load_dataset"),
+    "pretty.json": (json.dumps(ROWS, indent=1).encode(), "pretty.json is not text but a JSON array; .*load_dataset"),
+    "one.json": (json.dumps({"data": ROWS}, indent=1).encode(), "one.json is not text but JSON; .*DIR/"),
+    "a.csv": (TABLE.encode(), "a.csv is not text but CSV; .*load_dataset"),
+    "a.tsv": (TABLE.encode(), "a.tsv is not text but TSV; .*load_dataset"),
+    "lines.txt": (LINES.encode(), "lines.txt is not text but JSON lines; rename it to end in .jsonl"),
+    "marked.txt": (b"\xef\xbb\xbf" + LINES.encode(), "marked.txt is not text but JSON lines; rename"),
+    "a.log": (LINES.encode(), "a.log is not text but JSON lines; rename it to end in .jsonl"),
+    "long.txt": (
+        json.dumps({"text": "word " * 20_000}).encode() + b"\n",
+        "long.txt is not text but JSON lines; rename it to end in .jsonl",
+    ),
+    "lines.txt.gz": (
+        gzip.compress(LINES.encode()),
+        "lines.txt.gz is not text but JSON lines; rename it to end in .jsonl.gz",
+    ),
+    "array.txt": (json.dumps(ROWS, indent=1).encode(), "array.txt is not text but a JSON array; rename it"),
+    "wide.txt": ("many words\n".encode("utf-16") * 99, f"wide.txt is {UTF_16}"),
+    "wide.json": (LINES.encode("utf-16"), f"wide.json is {UTF_16}"),
+    "wide.jsonl": (LINES.encode("utf-16"), f"wide.jsonl, line 1: {UTF_16}"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_file_that_would_be_trained_on_with_its_keys_is_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker, with a tokenizer or without, and `data prepare` say the same."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
+    content, message = REFUSED[name]
+    (tmp_path / name).write_bytes(content)
+    tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
+    for by in (None, tokenizer):
+        with pytest.raises(DataError, match=message):
+            open_training_set(spec(tmp_path / name, by))
+    with pytest.raises(DataError, match=message):
+        digest_of(tmp_path / name, tokenizer, tmp_path / "set")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("dataset_info.json", json.dumps({"features": {"text": "string"}}, indent=1)),
+        ("state.json", json.dumps({"_data_files": []})),
+        ("a.csv", TABLE),
+    ],
+)
+def test_what_describes_a_set_is_no_text_of_it(tmp_path: Path, name: str, content: str) -> None:
+    write_texts(tmp_path / "text")
+    (tmp_path / "text" / name).write_text(content)
+    with pytest.raises(DataError, match=rf"files of several kinds: .*{name}\), text \(.*DIR/\*.txt"):
+        open_training_set(spec(tmp_path / "text"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"a": 1} is an object of JSON, and this is a sentence.\n' * 9,
+        "{}\n" * 99,
+        "[1] As Knuth writes, \n" * 9,
+        "[x] done\n{ todo }\n" * 9,
+        '{"a": 1}\nThis is how an object looks.\n' * 9,
+        "{ not JSON }\n" * 99,
+        "[" * 9999,
+    ],
+)
+def test_text_that_begins_with_a_bracket_is_text(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    assert isinstance(open_training_set(spec(tmp_path / "a.txt")), TextData)
+
+
+@pytest.mark.parametrize("name", ["array.json", "a.csv", "a.tsv"])
+def test_the_remedy_for_a_table_makes_the_same_set(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install 'outerstep[data]'")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "it's here" / name
+    source.parent.mkdir()
+    texts = {"array.json": json.dumps(ROWS), "a.csv": TABLE, "a.tsv": TABLE.replace(",", "\t")}
+    source.write_text(texts[name])
+    with pytest.raises(DataError) as refused:
+        open_training_set(spec(source))
+    *_, command = str(refused.value).partition("python -c ")
+    (code,) = shlex.split(command)
+    exec(code)
+    assert digest_of(source.with_suffix(".jsonl"), "bytes", tmp_path / "set") == OF_LINES[1]
+
+
+# --- links --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """A directory with a file, a linked file and a linked directory, whose files link back in loops."""
+    directory, elsewhere = tmp_path / "text", tmp_path / "elsewhere"
+    (elsewhere / "deep").mkdir(parents=True)
+    directory.mkdir()
+    for path in (directory / "a.txt", elsewhere / "b.txt", elsewhere / "deep" / "c.txt"):
+        path.write_text(path.name)
+    (directory / "linked.txt").symlink_to(elsewhere / "b.txt")
+    (directory / "folder").symlink_to(elsewhere)
+    for number in range(3):
+        (elsewhere / "deep" / f"up{number}").symlink_to(elsewhere)
+        (elsewhere / f"around{number}").symlink_to(directory)
+    return directory
+
+
+def names(source: object) -> list[str]:
+    return [name for name, _ in source_files(str(source))]
+
+
+def test_links_are_followed_and_loops_are_not(linked: Path) -> None:
+    """Three links to the same directory in it would be 3^40 files, until a path is too long."""
+    everything = ["a.txt", "folder/b.txt", "folder/deep/c.txt", "linked.txt"]
+    assert names(linked) == names(f"{linked}/**/*.txt") == names(f"{linked}/**") == everything
+    assert names(f"{linked}/*") == names(f"{linked}/*.txt") == ["a.txt", "linked.txt"]
+    assert names(f"{linked}/fold*/*.txt") == ["folder/b.txt"]
+    assert names(f"{linked}/folder/*.txt") == ["b.txt"]
+    assert names(f"{linked}/**/deep/*") == ["folder/deep/c.txt"]
+    assert names(linked / "linked.txt") == ["linked.txt"]
+
+
+def test_a_directory_of_one_link(linked: Path, tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "here").symlink_to(linked)
+    assert len(names(tmp_path / "one")) == 4
+
+
+@pytest.mark.parametrize("pattern", ["", "/*", "/*.txt", "/**/*.txt", "/gone.txt"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, pattern: str) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("text")
+    (tmp_path / "text" / "gone.txt").symlink_to(tmp_path / "missing")
+    with pytest.raises(DataError, match="gone.txt is a link to .*missing, which does not exist"):
+        source_files(f"{tmp_path}/text{pattern}")
+    (tmp_path / "text" / "gone.txt").rename(tmp_path / "text" / ".#gone.txt")  # as an editor locks a file
+    assert pattern == "/gone.txt" or names(f"{tmp_path}/text{pattern}") == ["a.txt"]
+
+
+# --- text that changes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_changed_text_of_the_same_size_and_time_is_prepared_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """As `cp -p` and `rsync -t` leave it. The worker trained on the old text."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
+    write_texts(tmp_path / "text")
+    tokenizer, file = str(write_tokenizer(tmp_path / "tokenizer")), tmp_path / "text" / "3.txt"
+    before, time = open_training_set(spec(tmp_path / "text", tokenizer)).summary, file.stat().st_mtime_ns
+    assert open_training_set(spec(tmp_path / "text", tokenizer)).summary == before
+    assert len(list((tmp_path / "cache" / "outerstep" / "data").iterdir())) == 1, "it is prepared once"
+    new = file if how == "in place" else tmp_path / "new"
+    new.write_text(file.read_text().replace("worker", "banana"))
+    os.utime(new, ns=(time, time))
+    new.rename(file)
+    assert open_training_set(spec(tmp_path / "text", tokenizer)).summary.digest != before.digest
