@@ -85,6 +85,9 @@ class DataSpec(Section):
             "the text"
         ),
     )
+    dtype: Literal["uint16", "uint32"] | None = Field(
+        None, description="the type of the ids in .bin files without a header; default: uint16, as nanoGPT writes them"
+    )
     train_on: Literal["assistant", "completion", "all"] | None = Field(
         None,
         description=(
@@ -173,7 +176,7 @@ class DataSpec(Section):
 
     def without_effect(self, given: set[str]) -> list[str]:
         """Return a sentence for each of the `given` keys that has no effect."""
-        unused = {"packing", "date", "on_error"} if self.format == "text" else {"column"}
+        unused = {"packing", "date", "on_error"} if self.format == "text" else {"column", "dtype"}
         return [
             f'data.{key} does nothing with format = "{self.format}": leave it out' for key in sorted(unused & given)
         ]

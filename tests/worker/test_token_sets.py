@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shlex
 import subprocess
 import sys
 import threading
@@ -313,6 +314,45 @@ def test_files_that_do_not_fit_together(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"odd")
     with pytest.raises(DataError, match="odd.bin has 3 bytes, .* uint16 ids"):
         open_training_set(spec(tmp_path / "odd.bin"))
+
+
+WIDE = {
+    "uint32": (numbers(0, 1000, "<u4"), r'its ids are uint32; set data.dtype = "uint32"$', ""),
+    "a large vocabulary": (numbers(100_000, 30_000, "<u4"), r'its ids are uint32; set data.dtype = "uint32"$', ""),
+    "int64": (numbers(0, 1000, "<i8"), "its ids are int64; .*numpy.fromfile", ""),
+    "large int64": (numbers(100_000, 30_000, "<i8"), "its ids are int64; .*numpy.fromfile", ""),
+    "int64 as uint32": (numbers(0, 1000, "<i8"), "its ids are int64", 'dtype = "uint32"'),
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_wider_ids_than_are_read_are_refused(tmp_path: Path, case: str) -> None:
+    """Every other id was 0, and trained on."""
+    tokens, message, data = WIDE[case]
+    path = write_bin(tmp_path / "d" / "train.bin", tokens)
+    with pytest.raises(DataError, match=f"train.bin is read as .* every other id is 0 or nearly: {message}") as no:
+        open_training_set(spec(path, data=data))
+    if "python -c" in str(no.value):
+        exec(shlex.split(str(no.value).partition("python -c ")[2])[0])
+        path = tmp_path / "d" / "train.uint32.bin"
+    opened = open_training_set(spec(path, data='dtype = "uint32"'))
+    assert opened.vocabulary == tokens.max() + 1
+    assert {row[0] for row in rows(opened)} <= set(tokens[::8].tolist())
+
+
+def test_ids_of_a_few_values_are_not_taken_for_wider_ones(tmp_path: Path) -> None:
+    for vocabulary in (1, 4):
+        tokens = numbers(0, 999) % vocabulary
+        assert open_training_set(spec(write_bin(tmp_path / "d" / "train.bin", tokens))).vocabulary == vocabulary
+
+
+def test_a_dtype_that_does_nothing(tmp_path: Path) -> None:
+    header = write_bin(tmp_path / "d" / "train.bin", numbers(0, 500), 20240520)
+    with pytest.raises(DataError, match="has uint16 ids by its header, but data.dtype is uint32"):
+        open_training_set(spec(header, data='dtype = "uint32"'))
+    for source in (write_text(tmp_path / "text", seed=1), "https://example.org/set"):
+        with pytest.raises(DataError, match="data.dtype is for .bin files .* leave it out"):
+            open_training_set(spec(source, data='dtype = "uint16"'))
 
 
 def test_files_by_another_tokenizer(tmp_path: Path) -> None:

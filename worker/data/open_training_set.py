@@ -54,13 +54,18 @@ def open_training_set(
     """
     data = spec.data
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
-    if is_remote(data.source):
+    directory = Path(data.source).expanduser()
+    is_url = is_remote(data.source)
+    prepared = not is_url and is_token_set(directory)
+    kind = None if is_url or prepared else _kind(data.source)
+    if data.dtype is not None and kind != BIN:
+        raise DataError(
+            f"data.dtype is for .bin files without a header, and data.source = {data.source!r} has none: leave it out"
+        )
+    if is_url:
         remote = open_remote_set(spec, tokenizer, shards or CacheSettings(), stop or threading.Event())
         check(remote.vocabulary)
         return remote
-    directory = Path(data.source).expanduser()
-    prepared = is_token_set(directory)
-    kind = None if prepared else _kind(data.source)
     if prepared or (kind == BIN and data.format == "text"):
         opened = open_token_set(spec, directory, tokenizer) if prepared else _open_bin_files(spec, tokenizer)
         check(opened.vocabulary)
@@ -99,7 +104,7 @@ def _kind(source: str) -> str:
 
 def _open_bin_files(spec: RunSpec, tokenizer: Tokenizer | None) -> Sequences:
     files = source_files(spec.data.source)
-    index = bin_files.index_of(files, spec.data.source, spec.data.holdout, tokenizer)
+    index = bin_files.index_of(files, spec.data.source, spec.data.holdout, tokenizer, spec.data.dtype)
     root = files[0][1]
     for _ in Path(files[0][0]).parts:
         root = root.parent
