@@ -112,6 +112,8 @@ def prepare(
         return
     for line in _summary(index, out, row_format):
         say(line)
+    if (note := _holdout_note(index, holdout if held_out is None else None)) is not None:
+        say(f"note: {note}", err=True)
 
 
 def show(
@@ -151,6 +153,8 @@ def show(
         out.print(f"{name:<16}{value}", markup=False)
     out.print()
     out.print(_shards_table(index))
+    if (note := _holdout_note(index, None)) is not None:
+        out.print(f"\nnote: {note}", markup=False)
     for each in sampled:
         _print_sample(out, each)
 
@@ -234,6 +238,14 @@ def _summary(index: Any, out: Path, row_format: str) -> Iterator[str]:
         yield f'in the spec: data.format = "{row_format}", data.sequence_length = {found.sequence_length}'
     if not tokens[1]:
         yield "nothing is held out, so runs have no held-out loss: give --holdout or --held-out, and another --out"
+
+
+def _holdout_note(index: Any, asked: float | None) -> str | None:
+    """Return a sentence if another share is held out than was `asked` for; None: unknown."""
+    files = _load("worker.data.sources.files", command="outerstep data")
+    held_out, training = (sum(each.tokens for each in shards) for shards in (index.held_out, index.training))
+    note: str | None = files.holdout_note(held_out, training, asked)
+    return note
 
 
 def _facts(index: Any, verified: bool) -> Iterator[tuple[str, str]]:

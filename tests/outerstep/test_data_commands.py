@@ -69,6 +69,17 @@ def test_nothing_held_out_is_told(command: Command, text: Path, tmp_path: Path) 
     assert "no held-out loss: give --holdout or --held-out" in done.stdout
 
 
+def test_a_share_that_was_not_asked_for_is_noted(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    for name, length in (("a.txt", 700), ("b.txt", 69_000)):
+        (tmp_path / "text" / name).write_text("x" * length)
+    done = command("prepare", tmp_path / "text", "--tokenizer", "bytes", "--out", tmp_path / "out")
+    assert "note: 99.0% of the tokens are held out, not 5.0%" in done.stderr
+    assert (
+        "note: 99.0% of the tokens are held out, more than are trained on" in command("show", tmp_path / "out").stdout
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -9,7 +9,8 @@ import torch
 import zstandard
 
 from protocol.spec.run import RunSpec, parse_spec
-from worker.data.open_training_set import TextData
+from tests.support.tokenizers import write_tokenizer
+from worker.data.open_training_set import TextData, open_training_set
 from worker.data.sources.rows import TextRows
 from worker.data.sources.source import find_source
 from worker.errors import DataError
@@ -30,6 +31,12 @@ batch_size = {batch}
 [sync]
 rounds = 1
 """)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
 
 
 @pytest.fixture
@@ -127,6 +134,31 @@ def test_something_is_held_out_of_a_few_files(tmp_path: Path) -> None:
     data = TextData(spec(str(tmp_path), holdout=0.0001))
     assert len(data.held_out) == 100
     assert len(TextData(spec(str(tmp_path), holdout=0.0)).held_out) == 0
+
+
+@pytest.mark.parametrize("tokenizer", [None, "tokenizer"])
+@pytest.mark.parametrize(("large", "noted"), [("b.txt", "99.0% of the tokens"), ("a.txt", "1.0% of the tokens")])
+def test_a_share_that_is_far_from_the_one_asked_for_is_noted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, large: str, noted: str, tokenizer: str | None
+) -> None:
+    """Of two files, b.txt is held out, however large it is."""
+    (tmp_path / "text").mkdir()
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / "text" / name).write_text("x." * (9900 if name == large else 100))
+    named = None if tokenizer is None else str(write_tokenizer(tmp_path / tokenizer))
+    found = spec(str(tmp_path / "text"), holdout=0.05)
+    found = found.model_copy(update={"data": found.data.model_copy(update={"tokenizer": named})})
+    open_training_set(found)
+    (warning,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert f"{noted} are held out, not 5.0%" in warning
+
+
+def test_a_share_near_the_one_asked_for_is_not_noted(text: Path, caplog: pytest.LogCaptureFixture) -> None:
+    open_training_set(spec(str(text), holdout=0.2))
+    (text.parent / "one.txt").write_text("x" * 999)
+    open_training_set(spec(str(text.parent / "one.txt"), holdout=0.2))
+    open_training_set(spec(str(text.parent / "one.txt"), holdout=0.0))
+    assert "are held out" not in caplog.text
 
 
 def test_held_out_batches_are_bounded(tmp_path: Path) -> None:

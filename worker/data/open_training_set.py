@@ -23,7 +23,7 @@ from protocol.spec.run import RunSpec
 from worker.data.fetching.remote_files import is_remote
 from worker.data.fetching.remote_set import CacheSettings, open_remote_set
 from worker.data.fetching.shard_cache import cache_directory
-from worker.data.sources.files import NamedFiles, changed, held_out_names, source_files
+from worker.data.sources.files import NamedFiles, changed, held_out_names, holdout_note, source_files
 from worker.data.sources.hub import PREFIX
 from worker.data.sources.kinds import BIN, HUB, TEXT, kind_of_files
 from worker.data.tokens import bin_files
@@ -66,10 +66,30 @@ def open_training_set(
         remote = open_remote_set(spec, tokenizer, shards or CacheSettings(), stop or threading.Event())
         check(remote.vocabulary)
         return remote
-    if prepared or (kind == BIN and data.format == "text"):
-        opened = open_token_set(spec, directory, tokenizer) if prepared else _open_bin_files(spec, tokenizer)
+    asked: float | None = data.holdout
+    if prepared:
+        asked, opened = None, open_token_set(spec, directory, tokenizer)
         check(opened.vocabulary)
-        return opened
+    elif kind == BIN and data.format == "text":
+        files = source_files(data.source)
+        asked, opened = None if bin_files.held_out_files(files) else asked, _open_bin_files(spec, files, tokenizer)
+        check(opened.vocabulary)
+    else:
+        opened = _open_text(spec, kind, tokenizer, check, stop)
+    if (note := holdout_note(opened.tokens[1], opened.tokens[0], asked)) is not None:
+        log.warning("data.source = %r: %s", data.source, note)
+    return opened
+
+
+def _open_text(
+    spec: RunSpec,
+    kind: str | None,
+    tokenizer: Tokenizer | None,
+    check: Callable[[int], object],
+    stop: threading.Event | None,
+) -> Sequences:
+    """Return a source of text of this kind, prepared if necessary. See `open_training_set`."""
+    data = spec.data
     if tokenizer is None and data.format != "text":
         raise DataError(
             f'data.format = "{data.format}" needs data.tokenizer: the tokenizer of the model, with its chat template'
@@ -102,8 +122,7 @@ def _kind(source: str) -> str:
     return HUB if source.startswith(PREFIX) else kind_of_files(source, source_files(source))
 
 
-def _open_bin_files(spec: RunSpec, tokenizer: Tokenizer | None) -> Sequences:
-    files = source_files(spec.data.source)
+def _open_bin_files(spec: RunSpec, files: NamedFiles, tokenizer: Tokenizer | None) -> Sequences:
     index = bin_files.index_of(files, spec.data.source, spec.data.holdout, tokenizer, spec.data.dtype)
     root = files[0][1]
     for _ in Path(files[0][0]).parts:

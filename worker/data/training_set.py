@@ -137,6 +137,7 @@ class Sequences:
         self._trims = conversations is not None and not conversations.packing
         self._training, self._held_out = training, held_out
         self.vocabulary, self.bytes_per_token = vocabulary, bytes_per_token
+        self.tokens = sum(training.tokens), sum(held_out.tokens)  # to train on, and held out, of any length
         self.held_out_tokens = sum(tokens for tokens in held_out.tokens if tokens > self._length)
         if index is not None and conversations is not None:
             self.held_out_tokens = sum(shard.trained or 0 for shard in index.held_out)

@@ -19,6 +19,8 @@ PYTHON_STDLIB = "python-stdlib"
 _SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BUILD_SPECIFIC = "_sysconfigdata"  # these files describe the machine that Python was built on
 
+_FAR = 3  # factor from the share that was asked for, from which on it is noted
+
 NamedFiles = list[tuple[str, Path]]
 
 
@@ -102,6 +104,21 @@ def held_out_names(names: Iterable[str], holdout: float) -> set[str]:
     draws = {name: draw(name.encode()) for name in names}
     limit = max(holdout, np.nextafter(min(draws.values()), 1))
     return {name for name in draws if draws[name] < limit}
+
+
+def holdout_note(held_out: int, training: int, asked: float | None) -> str | None:
+    """Return a sentence if the share of held-out tokens is far from the one that was `asked` for, or above a half if
+    that is unknown (None); otherwise None. Documents are held out as a whole, however long they are."""
+    share = held_out / max(held_out + training, 1)
+    if asked is not None and held_out and not asked / _FAR <= share <= asked * _FAR:
+        return (
+            f"{share:.1%} of the tokens are held out, not {asked:.1%}: whole documents are held out, such as text "
+            "files, and these are few or differ much in size. Split the large ones, or choose what is held out with "
+            "`outerstep data prepare --held-out`"
+        )
+    return (
+        f"{share:.1%} of the tokens are held out, more than are trained on" if asked is None and share > 0.5 else None
+    )
 
 
 def changed(path: object) -> DataError:

@@ -61,7 +61,7 @@ def index_of(
         raise DataError(f"data.source = {source!r} has ids of two dtypes: {names}; select files of one with a glob")
     size = sum(path.stat().st_size for _, path in files)
     log.info("reading %s once to compute its digest: %.1f GB", source, size / 1e9)
-    held_out = {each.name for each in described if _HELD_OUT.search(PurePath(each.name).name.lower())}
+    held_out = held_out_files(files)
     (found,) = dtypes
     parts: tuple[list[Shard], list[Shard]] = ([], [])
     largest = 0
@@ -90,6 +90,11 @@ def index_of(
         training=parts[0],
         held_out=parts[1],
     )
+
+
+def held_out_files(files: NamedFiles) -> set[str]:
+    """Return the files that are held out by their names."""
+    return {name for name, _ in files if _HELD_OUT.search(PurePath(name).name.lower())}
 
 
 def _describe(name: str, path: Path, given: DtypeName | None) -> _File:
