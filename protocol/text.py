@@ -75,8 +75,8 @@ def decoded(content: bytes) -> str:
 
 
 def is_utf_16(content: bytes) -> bool:
-    """Return True if the content begins with a byte-order mark of UTF-16."""
-    return content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    """Return True if the content is text after a byte-order mark of UTF-16."""
+    return len(content) > 2 and content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
 
 
 def _escaped(character: str) -> str:

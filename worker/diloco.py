@@ -356,7 +356,7 @@ class DiLoCo:
         Call it before `with`: the coordinator compares the set between workers as they join. `source` is where this
         machine has the data, if not where the spec says; `data_root` lists the directories and addresses that the spec
         may name, like `outerstep worker --data-root`. Raises RuntimeError once joined, ValueError for a run whose
-        scripts bring their own data, NotAllowed, and DataError.
+        scripts bring their own data and for sequences longer than the model allows, NotAllowed, and DataError.
         """
         if self._has_entered:
             raise RuntimeError("call training_set() before `with`: the training set is compared when the run is joined")
@@ -367,6 +367,9 @@ class DiLoCo:
             )
         spec = self.spec.with_source(source)
         permit_data(spec, tuple(data_root), own_source=source is not None)
+        described = getattr(getattr(self.model, "config", None), "to_dict", None)
+        if described is not None and (fault := spec.length_fault(described())) is not None:
+            raise ValueError(fault)
         data = open_training_set(spec, stop=self.client.stop)
         self._resources.callback(data.close)
         summary = data.summary

@@ -57,6 +57,9 @@ MAX_LAYERS = 4096
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
+# And for the longest sequence.
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
+
 _SOURCES = ("preset", "config", "factory", "pretrained")
 
 
@@ -170,3 +173,37 @@ def least_parameters(config: dict[str, Any]) -> int:
         max((config[key] for key in keys if isinstance(config.get(key), int)), default=0) for keys in (_LAYERS, _WIDTHS)
     )
     return max(layers, 1) * max(width, 0) ** 2
+
+
+def length_fault(config: dict[str, Any], sequence_length: int) -> str | None:
+    """Return why a model with this configuration of transformers cannot train on sequences of this length; None if it
+    can, as far as the configuration says. Rotary positions beyond the last would be trained without an error."""
+    config, key = _of_text(config), positions_key(config)
+    if key is None or not 0 < (most := int(max(config[key], _scaled(config, config[key])))) < sequence_length:
+        return None
+    return (
+        f"data.sequence_length = {sequence_length:,} is more than the {most:,} positions of the model ({key}): set "
+        f"data.sequence_length to {most} or less, or, for a model with rotary positions, raise {key} in its "
+        "configuration"
+    )
+
+
+def positions_key(config: dict[str, Any]) -> str | None:
+    """Return the key of a configuration that gives the number of positions; None if none does."""
+    config = _of_text(config)
+    return next((key for key in _POSITIONS if isinstance(config.get(key), int)), None)
+
+
+def _of_text(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a configuration that is the language model's."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
+
+
+def _scaled(config: dict[str, Any], positions: int) -> float:
+    """Return the positions of a model whose rotary positions are scaled; 0 if they are not."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(rope, dict) or not isinstance(factor := rope.get("factor"), int | float):
+        return 0
+    original = rope.get("original_max_position_embeddings")
+    return factor * (original if isinstance(original, int) else positions)

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from protocol.codecs import CODECS
 from protocol.errors import SpecError
 from protocol.fragments import MAX_FRAGMENTS
-from protocol.spec.model import ModelSpec, inner_defaults, least_parameters
+from protocol.spec.model import ModelSpec, inner_defaults, least_parameters, length_fault
 from protocol.spec.sections import (
     CheckpointSpec,
     DataSpec,
@@ -117,6 +117,12 @@ class RunSpec(Section):
         return self
 
     @model_validator(mode="after")
+    def _a_sequence_fits_into_the_model(self) -> "RunSpec":
+        if (fault := self.length_fault(self.model.config or {})) is not None:
+            raise ValueError(fault)
+        return self
+
+    @model_validator(mode="after")
     def _the_model_fits_into_fragments(self) -> "RunSpec":
         least, most = least_parameters(self.model.config or {}), MAX_FRAGMENTS * self.sync.fragment_elements
         if least > most:
@@ -144,6 +150,11 @@ class RunSpec(Section):
         if self.data.format == "text" or self.data.date is not None:
             return self
         return self.model_copy(update={"data": self.data.model_copy(update={"date": today})})
+
+    def length_fault(self, config: dict[str, Any]) -> str | None:
+        """Return why a model with this configuration of transformers cannot train on the run's sequences; None if it
+        can, or if scripts bring their own data."""
+        return None if self.data.source == "custom" else length_fault(config, self.data.sequence_length)
 
     def number_in_set(self, unit: int) -> int:
         """Return the number of a work unit within its training set, which is the worker's own if data is private."""

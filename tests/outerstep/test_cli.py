@@ -172,6 +172,10 @@ def test_bad_usage_is_one_clear_message_and_exit_code_2(arguments: list[str], sa
         (SPEC.replace("demo", "Not A Name"), "name = 'Not A Name'"),
         ("name = 'x'\nmodel.preset = 'tiny'\n", "sync: this key is missing"),
         (SPEC.replace("tiny", "huge"), "model.preset = 'huge'"),
+        (
+            SPEC.replace('preset = "tiny"', 'config = { model_type = "gpt2" }') + "[data]\nsequence_length = 1025\n",
+            "data.sequence_length = 1,025 is more than the 1,024 positions of the model (n_positions)",
+        ),
     ],
 )
 def test_a_wrong_spec_is_refused_before_any_request(tmp_path: Path, spec: str, said: str):

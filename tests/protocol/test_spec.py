@@ -270,6 +270,15 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
         edited("rounds = 4", "rounds = 4\nfragment_elements = 10"),
         ["sync.fragment_elements = 10", "greater than or equal to 256"],
     ),
+    "too few learned positions": (
+        edited('preset = "tiny"', 'config = { model_type = "gpt2", n_positions = 64 }')
+        + "\n[data]\nsequence_length = 65\n",
+        ["data.sequence_length = 65 is more than the 64 positions of the model (n_positions)"],
+    ),
+    "too few rotary positions": (
+        edited('preset = "tiny"', 'config = { model_type = "llama", max_position_embeddings = 64 }'),
+        ["data.sequence_length = 256 is more than the 64 positions of the model (max_position_embeddings)"],
+    ),
     "two faults": (
         edited("rounds = 4", "rounds = -1\nzstd = 7"),
         ["sync.rounds = -1", "sync.zstd = 7", "; "],

@@ -16,7 +16,7 @@ def save_trained(directory: Path, *, seed: int = 7, shard_size: str = "5GB", **c
         "intermediate_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "max_position_embeddings": 64,
+        "max_position_embeddings": 256,
         "eos_token_id": 10,
     }
     with torch.random.fork_rng(devices=[]):

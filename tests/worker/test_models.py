@@ -1,6 +1,7 @@
 """Models from presets, configurations and functions; export and sampling."""
 
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from outerstep.cli.run.advice import known_config
+from protocol.errors import SpecError
 from protocol.spec.model import PRESETS
 from protocol.spec.run import RunSpec, parse_spec
+from tests.support.trained import save_trained
 from worker.errors import ModelError
 from worker.export import sample
 from worker.models import building
@@ -110,6 +114,55 @@ def test_any_configuration_of_transformers() -> None:
 def test_models_that_cannot_be_built(model: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         build_model(spec(model), CPU)
+
+
+LENGTHS = {
+    "learned": ('config = { model_type = "gpt2", n_embd = 16, n_layer = 1, n_head = 2 }', 1024, "n_positions"),
+    "rotary": (
+        'config = { model_type = "llama", vocab_size = 256, hidden_size = 8, intermediate_size = 8, '
+        "num_hidden_layers = 1, num_attention_heads = 1 }",
+        2048,
+        "max_position_embeddings",
+    ),
+    "scaled": (
+        'config = { model_type = "llama", vocab_size = 256, hidden_size = 8, intermediate_size = 8, '
+        "num_hidden_layers = 1, num_attention_heads = 1, max_position_embeddings = 1024, rope_scaling = { rope_type = "
+        '"linear", factor = 4.0 } }',
+        4096,
+        "max_position_embeddings",
+    ),
+    "trained": ('pretrained = "{}"', 256, "max_position_embeddings"),
+    "a factory": ('factory = "tests.worker.test_models:short"', 64, "n_positions"),
+}
+
+
+def short() -> nn.Module:
+    return gpt2(256)
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_sequences_that_are_longer_than_the_model_allows(case: str, tmp_path: Path) -> None:
+    """Learned positions ended in an IndexError at the first step, rotary ones were trained to the end."""
+    model, most, key = LENGTHS[case]
+    save_trained(tmp_path / "trained")
+
+    def of(length: int) -> RunSpec:
+        text = f'name = "r"\nsync.rounds = 1\n[model]\n{model.replace("{}", str(tmp_path / "trained"))}\n'
+        return parse_spec(f"{text}[data]\nsequence_length = {length}\n")
+
+    build_model(of(most), CPU)
+    message = f"sequence_length = {most + 1:,} is more than the {most:,} positions of the model .{key}."
+    with pytest.raises((ModelError, SpecError), match=message):
+        build_model(of(most + 1), CPU)
+    if case not in ("a factory", "scaled"):  # known to the worker only; known from the spec
+        fault = of(most + 1).length_fault(known_config(of(most + 1).model))
+        assert re.search(message, fault or ""), "run create says it too"
+        assert of(most).length_fault(known_config(of(most).model)) is None
+
+
+def test_a_preset_has_as_many_positions_as_a_sequence_has_tokens() -> None:
+    found = parse_spec('name = "r"\nsync.rounds = 1\nmodel.preset = "tiny"\ndata.sequence_length = 5000\n')
+    assert build_model(found, CPU).config.max_position_embeddings == 5000  # type: ignore[union-attr]
 
 
 def gpt2(vocabulary: int) -> nn.Module:

@@ -66,7 +66,7 @@ def build_model(
     with _SEEDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
         model = (
-            _factory_model(spec.model)
+            _factory_model(spec)
             if spec.model.factory
             else _transformers_model(spec, trains_on or device, max_parameters, base)
         )
@@ -136,6 +136,7 @@ def _transformers_model(spec: RunSpec, device: torch.device, max_parameters: int
     if spec.model.pretrained is not None:
         return _pretrained_model(spec, device, max_parameters, base)
     config = _config(spec)
+    _check_length(config, spec)
     if getattr(config, "vocab_size", None) is None:
         raise ModelError("model.config has no vocab_size: it is not the configuration of a causal language model")
     label = "model.config" if spec.model.preset is None else f"model.preset = {spec.model.preset!r}"
@@ -159,6 +160,7 @@ def _pretrained_model(spec: RunSpec, device: torch.device, max_parameters: int, 
             _import_for("a frozen model in 4 bits (nf4)", "bitsandbytes", "qlora")
     trained = _pretrained(spec.model)
     config, generation_config = trained.config(), trained.generation_config()
+    _check_length(config, spec)
     attention, label = _attention(device, config), f"model.pretrained = {spec.model.pretrained!r}"
     _check_size(config, label, max_parameters, attention)
     config.use_cache = False
@@ -175,6 +177,12 @@ def _pretrained_model(spec: RunSpec, device: torch.device, max_parameters: int, 
     if generation_config is not None:
         model.generation_config = generation_config
     return model
+
+
+def _check_length(config: Any, spec: RunSpec) -> None:
+    """Raise ModelError if the run's sequences are longer than the model allows."""
+    if isinstance(config, PreTrainedConfig) and (fault := spec.length_fault(config.to_dict())) is not None:
+        raise ModelError(fault)
 
 
 def _pretrained(spec: ModelSpec) -> Pretrained:
@@ -257,11 +265,13 @@ def _import_for(what: str, package: str, extra: str) -> Any:
 # --- the user's own function --------------------------------------------------------------------------------------
 
 
-def _factory_model(spec: ModelSpec) -> nn.Module:
-    assert spec.factory is not None
-    model = call_user_function("model.factory", spec.factory)
+def _factory_model(spec: RunSpec) -> nn.Module:
+    factory = spec.model.factory
+    assert factory is not None
+    model = call_user_function("model.factory", factory)
     if not isinstance(model, nn.Module):
-        raise ModelError(f"model.factory = {spec.factory!r} returned {type(model).__name__}, not a torch.nn.Module")
+        raise ModelError(f"model.factory = {factory!r} returned {type(model).__name__}, not a torch.nn.Module")
+    _check_length(getattr(model, "config", None), spec)
     return model
 
 
@@ -280,6 +290,7 @@ def sizes_of(spec: RunSpec, max_parameters: int = MAX_PARAMETERS) -> Sizes:
         config, label = _pretrained(model_spec).config(), f"model.pretrained = {model_spec.pretrained!r}"
     else:
         config, label = _config(spec), "the run's model"
+    _check_length(config, spec)
     model = _check_size(config, label, max_parameters, _attention(torch.device("cpu"), config))
     whole = sum(each.numel() for each in model.parameters())
     if model_spec.lora is None:

@@ -3,12 +3,16 @@
 The bounds were measured with a small model (docs/log.md). The notes show what to check, and how much it cost there.
 """
 
+import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from outerstep.plan import diloco_gap, is_extrapolated
 from protocol.codecs import CODECS
+from protocol.spec.model import ModelSpec, positions_key
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import DataSpec
 
@@ -50,6 +54,34 @@ def _known_end(data: DataSpec) -> int | None:
         return read_index(source / FILE).end if is_token_set(source) else None
     except DataError:  # the workers will report it
         return None
+
+
+def known_config(model: ModelSpec) -> dict[str, Any]:
+    """Return the model's configuration, as far as this machine knows it: from the spec, a directory or the cache of the
+    hub, with the number of positions that transformers adds if none is given. Empty if it is unknown."""
+    given = model.config or {} if model.pretrained is None else _pretrained_config(model.pretrained, model.revision)
+    if positions_key(given) is not None or "model_type" not in given:
+        return given
+    try:
+        from transformers import CONFIG_MAPPING
+    except ModuleNotFoundError:
+        return given
+    kind = given["model_type"]
+    return {**CONFIG_MAPPING[kind]().to_dict(), **given} if kind in CONFIG_MAPPING else given
+
+
+def _pretrained_config(source: str, revision: str | None) -> dict[str, Any]:
+    file: Any = Path(source).expanduser() / "config.json"
+    if not file.is_file():
+        with suppress(ModuleNotFoundError, ValueError):  # not installed; not a repository's name
+            from huggingface_hub import try_to_load_from_cache
+
+            file = try_to_load_from_cache(source, "config.json", revision=revision)
+    try:
+        found = json.loads(Path(file).read_bytes()) if isinstance(file, str | Path) else None
+    except (OSError, ValueError):  # the workers will report it
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _privacy(spec: RunSpec) -> Iterator[str]:

@@ -13,7 +13,7 @@ from outerstep.cli.options import (
     with_connection,
 )
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
-from outerstep.cli.run.advice import advice
+from outerstep.cli.run.advice import advice, known_config
 from outerstep.cli.run.baseline import baseline_of
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, counted, held_out_text, natural
 from outerstep.display import round_table, table, worker_table
@@ -82,6 +82,8 @@ def create(
         text = baseline_of(text, parsed, people)
         parsed = parse_spec(text)
         say(f"one worker with {parsed.inner.batch_size} sequences per inner step, the work of {people}", err=True)
+    if (fault := parsed.length_fault(known_config(parsed.model))) is not None:
+        raise SpecError(f"{spec}: {fault}")
     with connection.open() as client:
         run, new = client.create_run(text)
     if output is Format.JSON:
