@@ -232,14 +232,15 @@ class Client:
     def _unreachable(self, error: httpx.TransportError) -> Transient:
         url = str(self.http.base_url)
         check_address(url, error)
-        return Transient(f"cannot reach the coordinator at {url}: {error_text(error)}")
+        reason = error_text(error, trust_env=self.http.trust_env)
+        return Transient(f"cannot reach the coordinator at {url}: {reason}")
 
 
 def connect(url: str, token: str, *, ca: Path | None = None, trust_env: bool = True) -> Client:
     """Return a client of the coordinator at `url`. `ca`: a PEM file of additional trusted certificates; `trust_env`:
-    use HTTP_PROXY and similar variables. Raises ValueError if the file has no certificates."""
+    use HTTP_PROXY and similar variables. Raises ValueError if the file has no certificates, and WrongVariable."""
     headers = {**request_headers("operator"), "authorization": f"Bearer {token}"}
-    verify = ssl_context(ca)
+    verify = ssl_context(ca, trust_env=trust_env)
     return Client(httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT, trust_env=trust_env, verify=verify))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import torch
 
-from outerstep.common.connections import error_text
+from outerstep.common.connections import WrongVariable, error_text
 from outerstep.common.exit_codes import Exit
 from protocol.compiled import KERNELS
 from protocol.errors import CodecError, NoCoordinator, NotUnderstood, OuterstepError, Problem, Remedy
@@ -113,6 +113,9 @@ def _ended(
     ) as error:
         log.error("%s", error)
         return Exit.REFUSED
+    except WrongVariable as error:
+        log.error("%s", error)
+        return Exit.USAGE
     except OuterstepError as error:
         log.error("%s", error)
         return Exit.RETRY

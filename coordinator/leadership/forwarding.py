@@ -268,9 +268,9 @@ class _Answer:
         except ClientDisconnect:
             return None
         except httpx.HTTPError as error:
-            logger.info("the leader at %s does not answer: %s", request.url.host, error_text(error))
+            logger.info("the leader at %s does not answer: %s", request.url.host, error_text(error, trust_env=False))
             self.refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            return unready(f"the leader does not answer: {error_text(error)}")
+            return unready(f"the leader does not answer: {error_text(error, trust_env=False)}")
         return None
 
     async def cut(self, problem: Problem) -> None:

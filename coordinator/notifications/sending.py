@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from coordinator.logs import scrubbed
 from coordinator.notifications.formats import Notification, Request, format_of, new_id, request_of
 from coordinator.notifications.outbox import Outbox, Pending
-from outerstep.common.connections import error_text, keep_urls_out_of_logs
+from outerstep.common.connections import WrongVariable, error_text, keep_urls_out_of_logs, ssl_context
 from protocol.errors import OuterstepError
 from protocol.text import printable
 
@@ -71,9 +71,9 @@ def webhook_of(url: SecretStr | None, format_: str | None, secret: SecretStr | N
 
 
 def new_client() -> httpx.AsyncClient:
-    """Return an HTTP client for one attempt. It follows no redirects."""
+    """Return an HTTP client for one attempt. It follows no redirects. Raises WrongVariable."""
     keep_urls_out_of_logs()
-    return httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False)
+    return httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, verify=ssl_context())
 
 
 async def send(webhook: Webhook, each: Notification, now: float, open_: Open = new_client) -> int:
@@ -85,7 +85,7 @@ async def send(webhook: Webhook, each: Notification, now: float, open_: Open = n
             return await _post(http, request, webhook)
     except TimeoutError as error:
         raise DeliveryError(f"{webhook.host}: no answer within {TIMEOUT_S:.0f} s") from error
-    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, WrongVariable) as error:
         raise DeliveryError(f"{webhook.host}: {scrubbed(error_text(error), webhook.secrets)}") from error
 
 

@@ -20,7 +20,7 @@ import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
 from coordinator.store.blobs import SignedRequest, StoreOutage, Uploaded
-from outerstep.common.connections import error_text, keep_urls_out_of_logs
+from outerstep.common.connections import error_text, keep_urls_out_of_logs, ssl_context
 from protocol.errors import OuterstepError
 
 if TYPE_CHECKING:
@@ -210,7 +210,9 @@ def probed(objects: "Objects", public_url: str | None = None) -> tuple[SignedAcc
     """Return direct access to a bucket, None if its store does not allow it, and a sentence about it."""
     keep_urls_out_of_logs()
     try:
-        access = SignedAccess(Signer.of(objects.bucket), httpx.Client(timeout=TIMEOUT), public_url)
+        access = SignedAccess(
+            Signer.of(objects.bucket), httpx.Client(timeout=TIMEOUT, verify=ssl_context()), public_url
+        )
         fault = access.probe(objects)
     except OuterstepError as error:
         fault = str(error)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from outerstep.common.connections import WrongVariable
 from outerstep.common.exit_codes import Exit
 from outerstep.shadowing import refuse_shadow
 from protocol.errors import OuterstepError, Problem, Remedy, SpecError, Transient
@@ -23,7 +24,7 @@ class UsageError(OuterstepError):
 def exit_code(error: OuterstepError) -> Exit:
     """Return the exit code of a command that ends with `error`."""
     match error:
-        case UsageError() | SpecError():
+        case UsageError() | SpecError() | WrongVariable():
             return Exit.USAGE
         case Transient():
             return Exit.RETRY

@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from outerstep.common.connections import proxy_of
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS, BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer
 from protocol.messages import Assignment, CheckpointDetail, JoinReply, Page, RoundDetail
 from protocol.text import printable
@@ -195,8 +196,11 @@ def _unknown_problem(said: str, status: int, retry_after_s: float | None) -> Tra
 
 
 def _where(answer: Answer) -> str:
-    """Return method and URL of the request without the query, which may contain a secret after a redirect."""
-    return f"{answer.request.method} {str(answer.request.url).partition('?')[0]}"
+    """Return method and URL of the request, and the proxy of the environment if it went through one. Without the query,
+    which may contain a secret after a redirect."""
+    url = str(answer.request.url).partition("?")[0]
+    proxy = proxy_of(url)
+    return f"{answer.request.method} {url}" + ("" if proxy is None else f", through the proxy {proxy},")
 
 
 def _encoding(answer: Answer) -> str | None:

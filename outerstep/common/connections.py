@@ -1,9 +1,11 @@
-"""Connections to a coordinator, for both clients: trusted certificates, TCP's congestion control, and errors in words.
+"""HTTP connections, for all clients: what the environment and --ca say of them, TCP's congestion control, and errors in
+words.
 
 Libraries wrap the system's errors, and `str` of those is for programmers (`[Errno 111]`, `_ssl.c:1006`). So these
 functions look for the system's own error among the causes.
 """
 
+import importlib.util
 import logging
 import os
 import re
@@ -13,9 +15,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-from protocol.errors import NoCoordinator
+from protocol.errors import NoCoordinator, OuterstepError
 
 CA_VARIABLE = "OUTERSTEP_CA"
 CONGESTION_VARIABLE = "OUTERSTEP_TCP"  # another congestion control to request, by its name in the kernel
@@ -37,19 +41,102 @@ _WITHOUT_MESSAGE = {
 }
 
 
-def ssl_context(ca: Path | None) -> ssl.SSLContext | bool:
+class WrongVariable(OuterstepError):
+    """An environment variable has a value with which HTTP libraries cannot make any connection."""
+
+
+def ssl_context(ca: Path | None = None, *, trust_env: bool = True) -> ssl.SSLContext | bool:
     """Return what httpx takes as `verify`: the certificates in the PEM file `ca` are trusted besides the usual ones.
-    Raises ValueError if the file has none."""
+    Every HTTP client is made with it. Raises ValueError if the file has none, and WrongVariable, unless `trust_env` is
+    False, if the environment names certificates or a proxy that cannot be used."""
+    if trust_env:
+        _check_environment()
     if ca is None:
         return True
     context = ssl.create_default_context()
-    try:
-        context.load_verify_locations(ca)
-    except ssl.SSLError as error:
-        raise ValueError(f"{ca} has no certificate in PEM") from error
-    except OSError as error:
-        raise ValueError(f"{ca}: {error.strerror}") from error
+    if (fault := _fault_of_certificates(ca, context)) is not None:
+        raise ValueError(f"{ca}: {fault}")
     return context
+
+
+def _fault_of_certificates(file: Path, context: ssl.SSLContext) -> str | None:
+    try:
+        context.load_verify_locations(file)
+    except ssl.SSLError:
+        return "it has no certificate in PEM"
+    except OSError as error:
+        return error.strerror
+    return None
+
+
+# --- what the environment says ------------------------------------------------------------------------------------
+
+_PROXY_SCHEMES = ("http", "https", "socks5", "socks5h")
+
+
+class Proxy(NamedTuple):
+    """A proxy, and the environment variable that names it ("" if the system's settings do)."""
+
+    variable: str
+    value: str
+
+    @property
+    def url(self) -> str:
+        return self.value if "://" in self.value else f"http://{self.value}"
+
+    def __str__(self) -> str:
+        """The variable with its value, without the user's name and password."""
+        shown = re.sub(r"[^/]*@", "…@", self.value, count=1)
+        return f"{self.variable}={shown}" if self.variable else shown
+
+
+def proxy_of(url: str) -> Proxy | None:
+    """Return the proxy through which HTTP clients request `url`, None without one."""
+    parts = urlsplit(url)
+    if proxy_bypass(parts.hostname or ""):
+        return None
+    found = _proxies()
+    return found.get(parts.scheme) or found.get("all")
+
+
+def _proxies() -> dict[str, Proxy]:
+    """Return the proxies for http, https and all addresses."""
+    found = {}
+    for scheme, value in getproxies().items():
+        if scheme in ("http", "https", "all"):
+            names = (name for name in os.environ if name.lower() == f"{scheme}_proxy" and os.environ[name] == value)
+            found[scheme] = Proxy(next(names, ""), value)
+    return found
+
+
+def _check_environment() -> None:
+    """Raise WrongVariable if a client could not even be made, or would trust no certificate at all."""
+    for proxy in _proxies().values():
+        if (fault := _fault_of_proxy(proxy)) is not None:
+            raise WrongVariable(f"{proxy}: {fault}")
+    if file := os.environ.get("SSL_CERT_FILE"):
+        if (fault := _fault_of_certificates(Path(file), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))) is not None:
+            raise WrongVariable(f"SSL_CERT_FILE={file}: {fault}")
+    elif (folders := os.environ.get("SSL_CERT_DIR")) and not any(map(os.path.isdir, folders.split(os.pathsep))):
+        raise WrongVariable(f"SSL_CERT_DIR={folders}: no such directory")
+
+
+def _fault_of_proxy(proxy: Proxy) -> str | None:
+    parts = urlsplit(proxy.url)
+    try:
+        has_address = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port
+        has_address = False
+    if not has_address:
+        return "it is not the address of a proxy, such as http://proxy.example.org:3128"
+    if parts.scheme not in _PROXY_SCHEMES:
+        return f"a proxy is used by http, https or socks5, not by {parts.scheme}"
+    if parts.scheme.startswith("socks") and importlib.util.find_spec("socksio") is None:
+        return "a SOCKS proxy needs the package socksio; run: pip install 'httpx[socks]'"
+    return None
+
+
+# --- TCP ----------------------------------------------------------------------------------------------------------
 
 
 def set_congestion_control(opened: socket.socket) -> str:
@@ -104,8 +191,23 @@ def congestion_text(congestion_control: str) -> str:
             return congestion_control
 
 
-def error_text(error: BaseException) -> str:
-    """Return why a request failed, in the words of the system error that caused `error`."""
+# --- errors in words ----------------------------------------------------------------------------------------------
+
+
+def error_text(error: BaseException, *, trust_env: bool = True) -> str:
+    """Return why a request failed, in the words of the system error that caused `error`. If the request went through a
+    proxy, this names it. `trust_env`: whether the client uses the environment's proxies."""
+    proxy = proxy_of(url) if trust_env and (url := _requested(error)) is not None else None
+    return _reason(error) if proxy is None else f"through the proxy {proxy}: {_reason(error)}"
+
+
+def _requested(error: BaseException) -> str | None:
+    """Return the address of the request that ended with this error of httpx; None for any other error."""
+    request = getattr(error, "_request", None)  # `request` raises RuntimeError if there is none
+    return None if request is None else str(request.url)
+
+
+def _reason(error: BaseException) -> str:
     for each in causes_of(error):
         if isinstance(each, ssl.SSLCertVerificationError):
             return f"its certificate is not trusted: {each.verify_message.rstrip('.')}"
@@ -123,13 +225,18 @@ def check_address(url: str, error: BaseException) -> None:
     """Raise NoCoordinator if every request to `url` would fail as this one did, with `error`."""
     origin = urlsplit(url)
     address = f"{origin.scheme}://{origin.netloc}"
+    proxy = proxy_of(url)
+    through = "" if proxy is None else f" (through the proxy {proxy})"
     for each in causes_of(error):
         if isinstance(each, ssl.SSLCertVerificationError):
             raise NoCoordinator(
-                f"the certificate of {address} is not trusted: {each.verify_message.rstrip('.')}{_advice(each)}"
+                f"the certificate of {address} is not trusted{through}: "
+                f"{each.verify_message.rstrip('.')}{_advice(each)}"
             ) from error
         if isinstance(each, ssl.SSLError) and each.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
-            raise NoCoordinator(f"{address} does not speak HTTPS; give http://{origin.netloc}") from error
+            if proxy is not None and urlsplit(proxy.url).scheme == "https":  # clients speak TLS with the proxy, too
+                raise NoCoordinator(f"the proxy {proxy} does not speak HTTPS; most have an http:// address") from error
+            raise NoCoordinator(f"{address} does not speak HTTPS{through}; give http://{origin.netloc}") from error
     # A TLS server closes the connection when it receives plain HTTP.
     if type(error).__name__ == "RemoteProtocolError" and origin.scheme == "http" and _speaks_tls(origin):
         raise NoCoordinator(f"{address} speaks only HTTPS; give https://{origin.netloc}") from error
@@ -140,7 +247,11 @@ def _advice(error: ssl.SSLCertVerificationError) -> str:
         return "; use the name that the certificate is for"
     if error.verify_code in (_NOT_YET_VALID, _EXPIRED):
         return f"; this machine's clock says {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, set it if that is wrong"
-    return f"; give the certificate, or its issuer's, by --ca FILE or {CA_VARIABLE}"
+    advice = f"; give the certificate, or its issuer's, by --ca FILE or {CA_VARIABLE}"
+    for variable in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        if value := os.environ.get(variable):
+            return f"{advice} ({variable}={value} replaces the usual certificates)"
+    return advice
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:

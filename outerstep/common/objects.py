@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import obstore
 from obstore import exceptions, store
 
+from outerstep.common.connections import proxy_of
 from protocol.digest import Buffer
 from protocol.errors import OuterstepError, Transient
 
@@ -295,7 +296,9 @@ class Objects:
         if status:
             return Transient(f"cannot {action} {name}: the store answers {answer}")
         if unanswered := _UNANSWERED.search(_first_line(text)):
-            reached = f"nothing answers at {unanswered[1]} ({unanswered[2]}): check that it can be reached from here"
+            proxy = proxy_of(unanswered[1])
+            where = unanswered[1] if proxy is None else f"{unanswered[1]}, through the proxy {proxy}"
+            reached = f"nothing answers at {where} ({unanswered[2]}): check that it can be reached from here"
             return Transient(f"cannot {action} {name}: {reached}")
         return Transient(f"cannot {action} {name}: {_first_line(text)}")
 

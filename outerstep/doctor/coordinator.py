@@ -10,12 +10,11 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
 from outerstep.common.answers import ERROR_BYTES, beginning, raise_for_problem, read_message
-from outerstep.common.connections import causes_of, check_address, error_text
+from outerstep.common.connections import Proxy, causes_of, check_address, error_text, proxy_of
 from outerstep.common.quantities import duration_text
 from outerstep.doctor.examination import Finding, fine, warning, wrong
 from protocol.errors import NoCoordinator, NotUnderstood, OuterstepError, Transient
@@ -38,15 +37,10 @@ class Greeting:
     took_s: float
 
 
-def proxy_of(url: str) -> str | None:
-    """Return the proxy that the environment names for `url`, or None."""
-    parts = urlsplit(url)
-    return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
-
-
 def resolve(url: str) -> list[str] | OSError:
     """Return the IP addresses of the URL's or the proxy's host, or the error."""
-    parts = urlsplit(proxy_of(url) or url)
+    proxy = proxy_of(url)
+    parts = urlsplit(url if proxy is None else proxy.url)
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -54,16 +48,23 @@ def resolve(url: str) -> list[str] | OSError:
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 
 
-def judge_host(url: str, proxy: str | None, resolved: list[str] | OSError) -> list[Finding]:
-    host = urlsplit(proxy or url).hostname or ""
+def judge_host(url: str, proxy: Proxy | None, resolved: list[str] | OSError) -> list[Finding]:
+    host = urlsplit(url if proxy is None else proxy.url).hostname or ""
+    through = "" if proxy is None else f", the proxy of {proxy},"
     if isinstance(resolved, OSError):
         unknown = isinstance(resolved, socket.gaierror) and resolved.errno == socket.EAI_NONAME
         remedy = "fix the URL, or this machine's DNS" if unknown else _DNS
-        return [wrong("host", f"{host} was not found: {resolved.strerror}", remedy, passing=True)]
-    through = "" if proxy is None else f", the proxy from the environment ({proxy})"
+        if proxy is not None:
+            remedy = _without(proxy, url)
+        return [wrong("host", f"{host}{through} was not found: {resolved.strerror}", remedy, passing=True)]
     if resolved == [host]:
-        return [fine("host", f"{host}{through}")]
+        return [fine("host", f"{host}{through.rstrip(',')}")]
     return [fine("host", f"{host}{through} is {', '.join(resolved[:4])}")]
+
+
+def _without(proxy: Proxy, url: str) -> str:
+    variable = proxy.variable or "the system's proxy settings"
+    return f"fix {variable}, or connect without the proxy: NO_PROXY={urlsplit(url).hostname}"
 
 
 def greet(
@@ -90,6 +91,8 @@ def judge_connection(url: str, seen: Greeting | httpx.TransportError) -> list[Fi
     except NoCoordinator as error:
         said, _, remedy = str(error).partition("; ")
         return [wrong("connection", said, remedy)]
+    if (proxy := proxy_of(url)) is not None:
+        return [wrong("connection", f"{where}: {error_text(seen)}", _without(proxy, url), passing=True)]
     causes = list(causes_of(seen))
     if any(isinstance(each, ConnectionRefusedError) for each in causes):
         remedy = (

@@ -10,7 +10,7 @@ import httpx
 import torch
 
 from outerstep import __version__, rest
-from outerstep.common.connections import starts_slowly_after_silence
+from outerstep.common.connections import proxy_of, starts_slowly_after_silence
 from outerstep.doctor import coordinator, machine, membership, network, training, trial
 from outerstep.doctor.examination import Examination, Finding, Listener, fine
 from outerstep.doctor.trial import TrialSteps, take_steps_apart
@@ -93,7 +93,7 @@ def _reach(
     monotonic: Callable[[], float],
 ) -> bool:
     """True if a coordinator answers. The token is only sent after that."""
-    proxy = coordinator.proxy_of(url)
+    proxy = proxy_of(url)
     exam.check(
         "host",
         lambda _: coordinator.resolve(url),

@@ -5,11 +5,13 @@ import logging
 import re
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -19,7 +21,7 @@ from outerstep import DiLoCo
 from outerstep.cli import app
 from outerstep.common import connections
 from outerstep.common.exit_codes import Exit
-from outerstep.doctor import network
+from outerstep.doctor import coordinator, network
 from outerstep.doctor.examination import State
 from protocol.errors import NoCoordinator
 from tests.outerstep.conftest import Served, serving
@@ -27,6 +29,8 @@ from tests.outerstep.examples import SPEC
 from tests.support.http_server import Handler
 from tests.support.http_server import serving as serving_pages
 from worker.agent import run_worker
+from worker.line.retry import describe
+from worker.link.client import open_http
 from worker.settings import WorkerSettings
 
 FOR_PROGRAMMERS = re.compile(r"Errno|_ssl\.c|Error\b|Traceback|has no attribute")
@@ -41,8 +45,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
 def secured(certificate: Certificate, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A coordinator that serves HTTPS by a certificate that nobody has signed."""
     tls = ["--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key)]
-    with serving(tmp_path_factory.mktemp("secured") / "data", "0", *tls) as coordinator:
-        yield coordinator
+    with serving(tmp_path_factory.mktemp("secured") / "data", "0", *tls) as served:
+        yield served
 
 
 class Quiet(http.server.ThreadingHTTPServer):
@@ -200,6 +204,85 @@ def test_nobody_there_is_worth_another_try() -> None:
     code, line = said_by_command("http://coordinator.invalid")
     assert (code, "its name is not known here" in line) == (Exit.RETRY, True), line
     assert not FOR_PROGRAMMERS.search(line)
+
+
+# --- what the environment says ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("ALL_PROXY", "ftp://127.0.0.1:9", "not by ftp"),
+        ("HTTP_PROXY", "127.0.0.1:99999", "not the address of a proxy"),
+        ("HTTPS_PROXY", "http://", "not the address of a proxy"),
+        ("SSL_CERT_FILE", "/nonexistent/ca.pem", "No such file or directory"),
+        ("SSL_CERT_FILE", __file__, "no certificate in PEM"),
+        ("SSL_CERT_DIR", "/nonexistent", "no such directory"),
+    ],
+)
+def test_a_variable_with_which_no_client_can_be_made_is_named(
+    variable: str,
+    value: str,
+    said: str,
+    said_by_worker: Callable[[str], tuple[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was a traceback, or --ca was blamed."""
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    monkeypatch.setenv(variable, value)
+    for code, line in (said_by_command("http://127.0.0.1:9"), said_by_worker("http://127.0.0.1:9")):
+        assert code == Exit.USAGE
+        assert f"{variable}={value}: " in line
+        assert said in line
+        assert not FOR_PROGRAMMERS.search(line)
+
+
+def test_socks_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+    code, line = said_by_command("http://127.0.0.1:9")
+    assert code == Exit.USAGE
+    assert "all_proxy=socks5://127.0.0.1:9: " in line
+    assert "pip install 'httpx[socks]'" in line
+
+
+@pytest.fixture
+def without_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("NO_PROXY", "no_proxy", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.usefixtures("without_no_proxy")
+def test_a_dead_proxy_is_named_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator was said to refuse the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("HTTP_PROXY", f"http://me:secret@127.0.0.1:{port}")
+    url, said = "http://coordinator.example.org", f"through the proxy HTTP_PROXY=http://…@127.0.0.1:{port}: connection"
+    code, line = said_by_command(url)
+    assert (code, said in line) == (Exit.RETRY, True), line
+    with open_http(url) as http, pytest.raises(httpx.ConnectError) as refused:
+        http.get("/healthz")
+    assert said in describe(refused.value)
+    (found,) = coordinator.judge_connection(url, refused.value)
+    assert said in found.said
+    assert found.remedy == "fix HTTP_PROXY, or connect without the proxy: NO_PROXY=coordinator.example.org"
+    monkeypatch.setenv("NO_PROXY", "coordinator.example.org")
+    assert "proxy" not in describe(refused.value)
+
+
+@pytest.mark.usefixtures("without_no_proxy")
+def test_a_proxy_that_answers_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving_pages(Missing) as proxy:
+        monkeypatch.setenv("HTTP_PROXY", proxy)
+        code, line = said_by_command("http://coordinator.example.org")
+        assert (code, f"through the proxy HTTP_PROXY={proxy}, answered 404" in line) == (Exit.REFUSED, True), line
+        monkeypatch.setenv("HTTPS_PROXY", proxy.replace("http:", "https:"))
+        code, line = said_by_command("https://coordinator.example.org")
+        assert (code, f"the proxy HTTPS_PROXY={proxy.replace('http:', 'https:')} does not speak HTTPS" in line) == (
+            Exit.REFUSED,
+            True,
+        ), line
 
 
 # --- TCP after a silence ------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Http(httpx.Client):
 
 def open_http(url: str, ca: Path | None = None) -> Http:
     """Return an `Http` with a worker's timeouts and connection limits. It also trusts the certificates in the file
-    `ca`. Close it after use. Raises ValueError for a file without certificates."""
+    `ca`. Close it after use. Raises ValueError for a file without certificates, and WrongVariable."""
     most = max(UP[1], DOWN[1]) + OTHERS
     limits = httpx.Limits(max_connections=most, max_keepalive_connections=most, keepalive_expiry=KEPT_OPEN_S)
     headers = request_headers("worker")

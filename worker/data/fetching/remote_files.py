@@ -16,7 +16,7 @@ from urllib.parse import quote
 import httpx
 
 from outerstep.common.answers import check_not_encoded, header_number, read_body
-from outerstep.common.connections import error_text
+from outerstep.common.connections import error_text, ssl_context
 from protocol.errors import BeyondLimits, OuterstepError, Transient
 from worker.errors import DataError
 
@@ -62,7 +62,7 @@ class HttpFiles:
     def __init__(self, base: str, *, headers: dict[str, str] | None = None, shown: str | None = None) -> None:
         self._base, self._shown = base.rstrip("/"), (shown or base).rstrip("/")
         headers = {**(headers or {}), "Accept-Encoding": "identity"}
-        self._http = httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=True)
+        self._http = httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=True, verify=ssl_context())
 
     def url(self, name: str) -> str:
         return f"{self._shown}/{name}"
