@@ -206,7 +206,12 @@ def _work_alone(
         raise BoxError("--no-sync trains in one process: start it without torchrun and --gpus")
     directory = settings.state_dir or state_directory(spec.name, f"{settings.name}.no-sync")
     _check_state_directory(directory)
-    with _step_log(settings, ALONE) as step_log, StateDir(directory) as files:
+
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds):
+            raise Stopped("asked to stop")
+
+    with _step_log(settings, ALONE) as step_log, StateDir(directory, pause=pause) as files:
         box = set_up(spec, settings, device, stop=stop, state_dir=directory)
         _log_setup(spec.name, settings, box)
         load_initial = initial_parameters(box.model, spec.model)

@@ -50,7 +50,7 @@ from worker.accounts.stages import RoundTrace
 from worker.allowing import permit_data
 from worker.data.open_training_set import open_training_set
 from worker.data.training_set import TrainingSet
-from worker.errors import Stopped
+from worker.errors import RunEnded, Stopped
 from worker.link.client import Client, open_http
 from worker.link.membership import Heartbeat, Membership, SharedMembership
 from worker.link.worker_token import with_worker_token
@@ -155,7 +155,6 @@ class DiLoCo:
         self._schedules = RunSchedules(scheduler, self._optimizers, run.spec.total_inner_steps)
         if evaluate is not None and not callable(evaluate):
             raise TypeError(f"evaluate is of type {type(evaluate).__name__}: give a function without parameters")
-        self._files = StateDir(rank_directory(state_dir, ranks.rank)) if state_dir is not None else None
         self._evaluate = None if evaluate is None else partial(reported_by, evaluate)
         self._initial, self._scaler = initial, scaler
         if data is not None and run.spec.data.private:
@@ -175,6 +174,13 @@ class DiLoCo:
             client.trace(trace)
             self._resources.callback(trace.end)
         self._progress = Progress(client.traffic, client.stages, clock, use, ranks, rounds=run.spec.sync.rounds)
+        self._files = (
+            None
+            if state_dir is None
+            else StateDir(
+                rank_directory(state_dir, ranks.rank), pause=self._pause_while_wanted, show=self._progress.hold
+            )
+        )
         self._membership = (
             SharedMembership(client, name, request, self._files, ranks)
             if ranks.size > 1
@@ -498,6 +504,14 @@ class DiLoCo:
         rounds = Rounds(exchange, training, saver, heartbeat)
         resources.callback(rounds.close)
         return Joined(state, heartbeat, rounds)
+
+    def _pause_while_wanted(self, seconds: float) -> None:
+        """Wait. Raises Stopped, RunEnded, and the heartbeat's error if nothing needs what is waited for any more."""
+        self.client.pause(seconds)
+        if self._joined is not None:
+            self._joined.heartbeat.raise_failure()
+            if self._joined.heartbeat.run_ended.is_set():
+                raise RunEnded("the run ended while this worker waited for room on its disk")
 
     def _check_running(self) -> None:
         """Raise RuntimeError or Stopped if this worker does no inner steps any more."""

@@ -19,6 +19,8 @@ from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
+from outerstep.common.files import FULL, free_bytes
+from outerstep.common.quantities import bytes_text
 from protocol.errors import NoCoordinator, OuterstepError
 
 CA_VARIABLE = "OUTERSTEP_CA"
@@ -216,9 +218,23 @@ def _reason(error: BaseException) -> str:
         if isinstance(each, FileExistsError | NotADirectoryError):
             return f"{each.filename} is not a directory"
         if isinstance(each, OSError) and not isinstance(each, ssl.SSLError) and each.errno:
-            return (f"{each.filename}: " if each.filename else "") + os.strerror(each.errno).lower()
+            return (f"{each.filename}: " if each.filename else "") + _in_a_sentence(each) + _room(each)
     message = _FOR_PROGRAMMERS.sub("", str(error)).rstrip(".")
     return message or _WITHOUT_MESSAGE.get(type(error).__name__, type(error).__name__)
+
+
+def _in_a_sentence(error: OSError) -> str:
+    text = error.strerror or os.strerror(error.errno or 0)
+    return text[:1].lower() + text[1:]
+
+
+def _room(error: OSError) -> str:
+    """Return how much room the disk of the error's file has, if it is full."""
+    if error.errno not in FULL or not error.filename:
+        return ""
+    with suppress(OSError):
+        return f" ({bytes_text(free_bytes(Path(error.filename)))} free there)"
+    return ""
 
 
 def check_address(url: str, error: BaseException) -> None:

@@ -1,4 +1,5 @@
-"""Files that survive a crash or a kill: locks, fsync, atomic replacement, and writes past the page cache.
+"""Files that survive a crash or a kill: locks, fsync, atomic replacement, and writes past the page cache. And errors
+that name the file.
 
 Direct I/O is used where the file system supports it: a new page in the page cache costs more than everything else that
 happens to its bytes (docs/log.md), and the writer keeps them in memory for as long as they are read anyway.
@@ -7,9 +8,10 @@ happens to its bytes (docs/log.md), and the writer keeps them in memory for as l
 import errno
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Protocol, Self
 from weakref import WeakSet
 
 import numpy as np
@@ -21,6 +23,28 @@ PAGE_BYTES = 4096
 LEAST_BYTES = 1 << 20  # smaller writes are not worth two waits for the disk, one for the bytes and one for the fsync
 NEW = ".new"  # suffix of a file that will replace the one without it
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
+
+
+# --- errors -------------------------------------------------------------------------------------------------------
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # no room on the disk, or none left of the user's quota
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file `path` in an OSError of the block that names none: those of open files, such as of writes."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
+
+
+def free_bytes(path: Path) -> int:
+    """Return the bytes that this user may still write on the disk of `path`, which need not exist. Raises OSError."""
+    found = os.statvfs(next(each for each in (path, *path.absolute().parents) if each.exists()))
+    return found.f_bavail * found.f_frsize
 
 
 # --- locks --------------------------------------------------------------------------------------------------------
@@ -76,26 +100,59 @@ def fsync(path: Path) -> None:
     """Make a file's content or a directory's entries durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def replace_file(path: Path, write: Callable[["Writer"], object], mode: int = 0o666) -> None:
+class Sink(Protocol):
+    """What is written to: a file, or a counter of bytes."""
+
+    def write(self, data: Buffer) -> int: ...
+
+    def flush(self) -> None: ...
+
+
+def replace_file(path: Path, write: Callable[[Sink], object], mode: int = 0o666) -> None:
     """Replace the content of `path` with what `write` writes, durably. After a crash the file has either the old or the
     new content, complete.
 
-    `mode` applies to a new file, minus the umask. Raises OSError.
+    `mode` applies to a new file, minus the umask. Raises OSError, and then leaves nothing half-written.
     """
     temporary = path.with_name(path.name + NEW)
     # After a power failure in the middle of a rename, both names may lead to one file: do not overwrite that one.
     temporary.unlink(missing_ok=True)
-    with Writer(temporary, mode) as file:
-        write(file)
-        file.end()
-        os.fsync(file.fileno())
+    try:
+        with naming(path), Writer(temporary, mode) as file:
+            write(file)
+            file.end()
+            os.fsync(file.fileno())
+    except OSError:
+        temporary.unlink(missing_ok=True)  # it would take the room that others need
+        raise
     temporary.rename(path)
     fsync(path.parent)
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def write(self, data: Buffer) -> int:
+        size = memoryview(data).nbytes
+        self.bytes += size
+        return size
+
+    def flush(self) -> None:
+        pass
+
+
+def size_of(write: Callable[[Sink], object]) -> int:
+    """Return how many bytes `write` writes."""
+    counter = _Counter()
+    write(counter)
+    return counter.bytes
 
 
 # --- direct I/O ---------------------------------------------------------------------------------------------------
@@ -120,7 +177,8 @@ def write_new(path: Path, content: Buffer) -> None:
     view = memoryview(content)
     descriptor = _open(path, os.O_EXCL, 0o644, direct=len(view) >= LEAST_BYTES)
     try:
-        _write(descriptor, view, 0)
+        with naming(path):
+            _write(descriptor, view, 0)
     finally:
         os.close(descriptor)
 

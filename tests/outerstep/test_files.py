@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outerstep.common.files import LEAST_BYTES, NEW, PAGE_BYTES, Writer, aligned, replace_file, write_new
+from outerstep.common.files import LEAST_BYTES, NEW, PAGE_BYTES, Sink, Writer, aligned, replace_file, write_new
 
 SIZES = [0, 1, PAGE_BYTES + 1, LEAST_BYTES - 1, LEAST_BYTES, LEAST_BYTES + 1, LEAST_BYTES + 3 * PAGE_BYTES - 1]
 
@@ -84,7 +84,7 @@ def test_a_replacement_does_not_overwrite_a_file_that_an_interrupted_rename_has_
     path.write_bytes(b"old")
     path.with_name(path.name + NEW).hardlink_to(path)
 
-    def fail(file: Writer) -> None:
+    def fail(file: Sink) -> None:
         file.write(b"new")
         raise OSError("the power fails")
 

@@ -1,6 +1,7 @@
 """What a worker lives through: lines that break in the middle of a body, disks that are full or that lose things, a
 coordinator that goes back to a backup; and what an operator does to it."""
 
+import re
 import shutil
 import threading
 from functools import partial
@@ -21,6 +22,7 @@ from protocol.digest import content_digest, digest
 from protocol.errors import Problem
 from protocol.messages import Metrics
 from protocol.spec.run import parse_spec
+from tests.support.full_disk import small_disk
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -30,6 +32,7 @@ from worker.diloco import DiLoCo
 from worker.errors import RunEnded
 from worker.link.client import Client, open_http
 from worker.rounds.exchange import Exchange
+from worker.state import state_dir
 
 
 def event_kinds(run: Toy) -> list[str]:
@@ -200,6 +203,60 @@ def test_a_drained_run_lets_its_workers_finish_the_round(tmp_path: Path) -> None
             http.patch("/v1/runs/toy", json={"state": "running"}).raise_for_status()
         run.worker("b")
         assert run.told("b").state_digest == run.final().state_digest
+
+
+def test_a_worker_whose_own_disk_is_full_waits_for_room_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It said "no space left on device" and left."""
+    phases: list[str | None] = []
+    with small_disk(tmp_path / "disk") as disk, coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=3), tmp_path)
+        workers: list[DiLoCo] = []
+
+        def fill(diloco: DiLoCo) -> None:
+            workers[:] = [diloco]
+            if (diloco.round, diloco.inner_step) == (1, 1):
+                disk.fill()
+
+        class Waits(Client):
+            def pause(self, seconds: float) -> None:
+                assert seconds == state_dir.LOOKS_S
+                workers[0].joined.heartbeat.beat()
+                phases.append(run.told("a").metrics.phase)
+                if len(phases) == 3:
+                    disk.make_room()
+
+        with caplog.at_level("INFO"):
+            run.worker("a", state_dir=disk.root / "state", on_step=fill, client_class=Waits)
+        assert run.told("a").state_digest == run.final().state_digest
+    assert phases == ["disk full"] * 3
+    said = [each for each in caplog.messages if str(disk.root) in each]
+    assert len(said) == 2, said
+    assert re.search(rf"the disk of {disk.root}/state is full: \S+ needs [\d.]+ kB, [\d.]+ \S*B are free", said[0])
+    assert said[1].startswith("there is room in")
+
+
+def test_waiting_for_room_ends_with_the_run(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk, coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=3), tmp_path)
+
+        class Waits(Client):
+            def pause(self, seconds: float) -> None:
+                with run.coordinator.client() as http:
+                    http.patch("/v1/runs/toy", json={"state": "stopped"}).raise_for_status()
+                workers[0].joined.heartbeat.beat()
+
+        workers: list[DiLoCo] = []
+
+        def fill(diloco: DiLoCo) -> None:
+            workers[:] = [diloco]
+            if (diloco.round, diloco.inner_step) == (1, 1):
+                disk.fill()
+
+        run.worker("a", state_dir=disk.root / "state", on_step=fill, client_class=Waits)
+        assert workers[0].round == 1
+        assert sorted(each.name for each in (disk.root / "state").glob("*.new")) == []
 
 
 def test_each_worker_has_its_own_h(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ class Progress:
         if stages.trace is not None:
             stages.trace.phase(self._phase)
         self._shown = Metrics(phase="join")
+        self._held_by: str | None = None
         self._inner_step: int | None = None
         self._losses: Tensor | None = None  # the sum over the inner steps
         self._reports = 0  # inner steps whose loss was reported
@@ -72,6 +73,12 @@ class Progress:
             self._stages.trace.phase(self._phase)
         with self._lock:
             self._shown = self._shown.model_copy(update={"phase": name, **values})
+
+    def hold(self, reason: str | None) -> None:
+        """Show `reason` instead of the phase, in which the worker can do nothing because of it; None: show the phase
+        again."""
+        with self._lock:
+            self._held_by = reason
 
     def begin_round(self, round_number: int) -> None:
         self._losses, self._reports, self._of_step = None, 0, []
@@ -181,7 +188,9 @@ class Progress:
     def metrics(self) -> Metrics:
         up, down = self._moved()
         with self._lock:
-            now = {"inner_step": self._inner_step, "upload_bytes": up, "download_bytes": down}
+            now: dict[str, object] = {"inner_step": self._inner_step, "upload_bytes": up, "download_bytes": down}
+            if self._held_by is not None:
+                now["phase"] = self._held_by
             return self._shown.model_copy(update=now)
 
 

@@ -177,7 +177,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self.run_ended = threading.Event()
         self._directive = Directive.CONTINUE
-        self.failure: OuterstepError | None = None
+        self.failure: OuterstepError | OSError | None = None
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -210,8 +210,9 @@ class Heartbeat:
                 self.beat()
             except Stopped:
                 return
-            except OuterstepError as error:
-                # A permanent refusal, of the rejoin for example. The training loop raises it at its next step.
+            except (OuterstepError, OSError) as error:
+                # A permanent refusal, of the rejoin for example, or a disk that cannot keep the new token. The training
+                # loop raises it at its next step.
                 self.failure = error
                 return
 

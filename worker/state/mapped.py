@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outerstep.common import files
+from outerstep.common.quantities import bytes_text
 from protocol.digest import Buffer
 
 _F32 = 4  # bytes
@@ -22,9 +23,11 @@ _MADV_POPULATE_WRITE = 23  # Python has no name for it
 
 class MappedArrays:
     """Arrays of float32 in one file, each from a page boundary on: `values[i]` has `sizes[i]` elements. One mapping has
-    all of them, because each mapping takes a file descriptor. Raises ValueError if `file` is of another size."""
+    all of them, because each mapping takes a file descriptor. `path`: what errors name. Raises ValueError if `file` is
+    of another size."""
 
-    def __init__(self, file: BinaryIO, sizes: Sequence[int]) -> None:
+    def __init__(self, file: BinaryIO, sizes: Sequence[int], path: Path) -> None:
+        self._path = path
         self._room = _room(sizes)
         *self._starts, size = accumulate(self._room, initial=0)
         self._file = file
@@ -38,8 +41,9 @@ class MappedArrays:
         """Return arrays of zeros that end with the process. Raises OSError if they do not fit on the disk: later, that
         would kill the process."""
         file = cast(BinaryIO, tempfile.TemporaryFile(dir=directory, buffering=0))  # noqa: SIM115
-        _allocate(file, sum(_room(sizes)), directory)
-        return cls(file, sizes)
+        with files.naming(directory):
+            _allocate(file, sum(_room(sizes)))
+        return cls(file, sizes, directory)
 
     @classmethod
     def kept(cls, path: Path, sizes: Sequence[int]) -> Self:
@@ -53,14 +57,15 @@ class MappedArrays:
             pass
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         file = cast(BinaryIO, os.fdopen(descriptor, "r+b", buffering=0))
-        _allocate(file, size, path)
+        with files.naming(path):
+            _allocate(file, size)
         files.fsync(path.parent)
-        return cls(file, sizes)
+        return cls(file, sizes, path)
 
     @classmethod
     def existing(cls, path: Path, sizes: Sequence[int]) -> Self:
         """Return the arrays in the file at `path`. Raises OSError, and ValueError if it is of another size."""
-        return cls(cast(BinaryIO, path.open("r+b", buffering=0)), sizes)
+        return cls(cast(BinaryIO, path.open("r+b", buffering=0)), sizes, path)
 
     def _array(self, start: int, n: int) -> Tensor:
         if self._pages is None or not n:
@@ -72,12 +77,14 @@ class MappedArrays:
         the pages that it replaces. Raises OSError."""
         view, at = memoryview(data).cast("B"), self._starts[index] + _F32 * start
         while view:
-            written = os.pwrite(self._file.fileno(), view, at)
+            with files.naming(self._path):
+                written = os.pwrite(self._file.fileno(), view, at)
             view, at = view[written:], at + written
 
     def sync(self) -> None:
         """Make the arrays durable. Raises OSError."""
-        os.fdatasync(self._file.fileno())
+        with files.naming(self._path):
+            os.fdatasync(self._file.fileno())
 
     def populate(self, index: int) -> None:
         """Map the pages of an array for writing, all at once: one by one, it takes several times as long."""
@@ -99,10 +106,10 @@ def _room(sizes: Sequence[int]) -> list[int]:
     return [-(-_F32 * n // unit) * unit for n in sizes]
 
 
-def _allocate(file: BinaryIO, size: int, path: Path) -> None:
+def _allocate(file: BinaryIO, size: int) -> None:
     if not size:
         return
     try:
         os.posix_fallocate(file.fileno(), 0, size)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, f"{error.strerror} for {bytes_text(size)}") from error

@@ -26,7 +26,7 @@ from blake3 import blake3
 from torch import Tensor
 from torch.optim import Optimizer
 
-from outerstep.common.files import Writer
+from outerstep.common.files import Sink
 from protocol.digest import DIGEST_BYTES, Buffer, digest
 from protocol.fragments import Layout
 from protocol.messages import RunDetail
@@ -135,7 +135,7 @@ def remove_other_states(files: StateDir, *, shared: bool, processes: int) -> Non
 class _Hashed:
     """A file that hashes what `torch.save` writes into it."""
 
-    def __init__(self, file: Writer, after_piece: Callable[[], object]) -> None:
+    def __init__(self, file: Sink, after_piece: Callable[[], object]) -> None:
         self._file, self.hasher, self._after_piece = file, blake3(), after_piece
 
     def write(self, data: Buffer) -> int:
@@ -152,7 +152,7 @@ class _Hashed:
         self._file.flush()
 
 
-def write_document(document: dict[str, Any], file: Writer, after_piece: Callable[[], object] = lambda: None) -> None:
+def write_document(document: dict[str, Any], file: Sink, after_piece: Callable[[], object] = lambda: None) -> None:
     """Write `document` as `torch.save` does, followed by the BLAKE3 digest of that. `after_piece` is called after each
     large piece of it."""
     hashed = _Hashed(file, after_piece)

@@ -1,6 +1,9 @@
-"""The worker's state directory: its lock, its tokens, its snapshot. Every file is replaced atomically and durably."""
+"""The worker's state directory: its lock, its tokens, its snapshot. Every file is replaced atomically and durably, and
+waits for room while the disk is full."""
 
+import itertools
 import json
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -9,7 +12,8 @@ from types import TracebackType
 from typing import Self
 
 from outerstep.common import files
-from outerstep.common.files import Writer
+from outerstep.common.files import Sink
+from outerstep.common.quantities import bytes_text, duration_text
 from worker.errors import StateDirBusy
 
 SNAPSHOT = "snapshot.pt"
@@ -19,6 +23,12 @@ STATE_FILE = "state-{}-of-{}.bin"  # the outer state of one of several processes
 _MEMBER = "member.json"
 WORKER_TOKEN = "token.json"
 LOCK = "lock"
+
+LOOKS_S = 5.0  # between attempts while the disk is full
+LOGS_EVERY = 120  # attempts
+DISK_FULL = "disk full"  # the phase that is shown meanwhile
+
+log = logging.getLogger(__name__)
 
 _HELD: set[Path] = set()  # directories that this process has locked
 
@@ -49,10 +59,20 @@ def rank_directory(directory: Path | str, rank: int) -> Path:
 
 
 class StateDir:
-    """A directory used by one process at a time. Use as a context manager; raises StateDirBusy and OSError."""
+    """A directory used by one process at a time. Use as a context manager; raises StateDirBusy and OSError.
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    While its disk is full, `pause` is called with the seconds until the next attempt; what it raises ends the waiting.
+    None: a full disk is an OSError. `show` is called with what the worker does instead of its phase; None: no more.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        pause: Callable[[float], object] | None = None,
+        show: Callable[[str | None], object] = lambda phase: None,
+    ) -> None:
+        self.path, self._pause, self._show = Path(path), pause, show
 
     def __enter__(self) -> Self:
         if not self.path.is_dir():
@@ -82,9 +102,40 @@ class StateDir:
         _HELD.discard(self.path.resolve())
         self._lock.close()  # releases the lock
 
-    def replace(self, name: str, write: Callable[[Writer], object]) -> None:
-        """Replace file `name` by what `write` writes (see `files.replace_file`)."""
-        files.replace_file(self.path / name, write, 0o600)
+    def replace(self, name: str, write: Callable[[Sink], object]) -> None:
+        """Replace file `name` by what `write` writes (see `files.replace_file`); while the disk is full, wait for room.
+        Raises OSError, and what `pause` raises."""
+        try:
+            files.replace_file(self.path / name, write, 0o600)
+        except OSError as error:
+            if error.errno not in files.FULL or self._pause is None:
+                raise
+            self._show(DISK_FULL)
+            try:
+                self._replace_later(name, write, self._pause)
+            finally:
+                self._show(None)
+
+    def _replace_later(self, name: str, write: Callable[[Sink], object], pause: Callable[[float], object]) -> None:
+        needed = files.size_of(write)
+        for attempt in itertools.count():
+            free = files.free_bytes(self.path)
+            if attempt % LOGS_EVERY == 0:
+                log.warning(
+                    "the disk of %s is full: %s needs %s, %s are free; this worker waits for room",
+                    *(self.path, name, bytes_text(needed), bytes_text(free)),
+                )
+            pause(LOOKS_S)
+            if files.free_bytes(self.path) < needed:
+                continue
+            try:
+                files.replace_file(self.path / name, write, 0o600)
+            except OSError as error:
+                if error.errno not in files.FULL:  # a quota, or what only root may use
+                    raise
+            else:
+                log.info("there is room in %s again, after %s", self.path, duration_text(LOOKS_S * (attempt + 1)))
+                return
 
     def worker_token(self) -> WorkerToken | None:
         """Return the saved token; None if there is none. Raises ValueError for a damaged file."""
