@@ -10,6 +10,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from outerstep.common.files import check_new, check_room, new_directory
 from protocol.messages import RunDetail
 from protocol.spec.model import BYTES, MAX_PARAMETERS, ModelSpec
 from worker.allowing import permit_factory
@@ -63,11 +64,11 @@ def export(
     peft does it, or with `merge` merged into the model they belong to. A model from the user's own function becomes
     model.safetensors and the run's spec.toml, and so do the trained parameters alone if the spec does not describe the
     model; a script's peft adapters become adapter_model.safetensors. The run's tokenizer is written too, or a warning
-    if this machine does not have it. Raises FileExistsError, ModelError if there is nothing to merge, and what
+    if this machine does not have it. If writing fails, nothing is left in `directory`. Raises FileExistsError, OSError,
+    ModelError if there is nothing to merge, and what
     `load_checkpoint` raises.
     """
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise FileExistsError(f"{directory} exists and is not an empty directory; choose another")
+    check_new(directory)
     run = client.run_detail()
     adapted = run.spec.model.lora is not None
     if merge and not adapted:
@@ -75,9 +76,6 @@ def export(
     load = partial(load_checkpoint, factories=factories) if run.spec.model.is_given else load_bare_parameters
     load = partial(load, max_parameters=max_parameters, average=average)
     model, tokenizer = load(client, state_round), tokenizer_of(run)
-    directory.mkdir(parents=True, exist_ok=True)
-    if tokenizer is not None:
-        tokenizer.save(directory)
     _name_special_tokens(model, run.spec.model, tokenizer)
     if buffers := own_buffers(model):
         log.warning(
@@ -87,24 +85,28 @@ def export(
         )
     if merge:
         model = model.merge_and_unload()  # type: ignore[operator]
-    if adapted and not merge:
-        # Not the embedding: peft would ask the hub whether its size is that of the original model.
-        model.save_pretrained(directory, save_embedding_layers=False)  # type: ignore[operator]
-    elif isinstance(model, PreTrainedModel):
-        _cache(model)
-        model.save_pretrained(directory)
-    elif (adapters := _named_as_by_peft(model)) is not None:
-        save_file(adapters, directory / "adapter_model.safetensors")
-        log.warning(
-            "the export has the adapters of a script, and the run does not know their configuration: copy the "
-            "adapter_config.json that the script's model.save_pretrained() writes to %s before peft loads it",
-            directory,
-        )
-    else:
-        save_model(model, str(directory / "model.safetensors"))
-    (directory / "spec.toml").write_text(client.spec_text())
-    for file in directory.glob("*.safetensors"):  # safetensors makes them readable by their owner only
-        file.chmod((directory / "spec.toml").stat().st_mode)
+    check_room(directory, sum(each.nbytes for each in model.parameters() if each.requires_grad or not adapted or merge))
+    with new_directory(directory) as new:
+        if tokenizer is not None:
+            tokenizer.save(new)
+        if adapted and not merge:
+            # Not the embedding: peft would ask the hub whether its size is that of the original model.
+            model.save_pretrained(new, save_embedding_layers=False)  # type: ignore[operator]
+        elif isinstance(model, PreTrainedModel):
+            _cache(model)
+            model.save_pretrained(new)
+        elif (adapters := _named_as_by_peft(model)) is not None:
+            save_file(adapters, new / "adapter_model.safetensors")
+            log.warning(
+                "the export has the adapters of a script, and the run does not know their configuration: copy the "
+                "adapter_config.json that the script's model.save_pretrained() writes to %s before peft loads it",
+                directory,
+            )
+        else:
+            save_model(model, str(new / "model.safetensors"))
+        (new / "spec.toml").write_text(client.spec_text())
+        for file in new.glob("*.safetensors"):  # safetensors makes them readable by their owner only
+            file.chmod((new / "spec.toml").stat().st_mode)
     return model
 
 

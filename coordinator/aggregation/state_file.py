@@ -16,6 +16,7 @@ import numpy.typing as npt
 from coordinator.screening.measuring import squares
 from coordinator.store.blobs import Reader
 from coordinator.store.payloads import StoredPayload
+from outerstep.common.files import naming
 from protocol.digest import StateHash
 from protocol.errors import WireError, WireFault
 from protocol.outer_step import outer_step_by
@@ -92,14 +93,15 @@ def write_state(
         path.unlink()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     try:
-        _write_all(descriptor, memoryview(head), 0)
-        theta_at = len(head)
-        for theta, momentum in chunks:
-            state_hash.update(theta.data, momentum.data)
-            _write_all(descriptor, theta.data.cast("B"), theta_at)
-            _write_all(descriptor, momentum.data.cast("B"), theta_at + 4 * elements)
-            theta_at += theta.nbytes
-        os.ftruncate(descriptor, theta_at + 4 * elements)
+        with naming(path):
+            _write_all(descriptor, memoryview(head), 0)
+            theta_at = len(head)
+            for theta, momentum in chunks:
+                state_hash.update(theta.data, momentum.data)
+                _write_all(descriptor, theta.data.cast("B"), theta_at)
+                _write_all(descriptor, momentum.data.cast("B"), theta_at + 4 * elements)
+                theta_at += theta.nbytes
+            os.ftruncate(descriptor, theta_at + 4 * elements)
     finally:
         os.close(descriptor)
     return state_hash.digest()

@@ -26,6 +26,7 @@ from coordinator.store import postgresql, sqlite
 from coordinator.store.blobs import StoreOutage
 from coordinator.store.data_directory import RESTORED
 from coordinator.store.tables import Base
+from outerstep.common.files import FULL
 from protocol import __version__
 from protocol.errors import OuterstepError, Problem, Transient
 from protocol.messages import Cause
@@ -247,12 +248,12 @@ def fault_of(error: BaseException) -> Fault | None:
         return Fault(Cause.STORAGE_UNAVAILABLE, str(error))
     if isinstance(error, PoolTimeout):
         return Fault(Cause.STORAGE_UNAVAILABLE, "the database is busy with other transactions")
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in FULL:
         return Fault(Cause.STORAGE_FULL, sqlite.DISK_FULL)
     if isinstance(error, StoreOutage):
         return Fault(Cause.STORAGE_UNAVAILABLE, str(error), of_bucket=True)
-    if isinstance(error, OSError) and error.errno == errno.EROFS:
-        return Fault(Cause.STORAGE_UNAVAILABLE, "the coordinator's disk is read-only")
+    if isinstance(error, OSError) and (reason := _FAULTS.get(error.errno or 0)) is not None:
+        return Fault(Cause.STORAGE_UNAVAILABLE, reason)
     return None
 
 
@@ -261,6 +262,14 @@ def at_start(error: Exception) -> Exception:
     bucket, because the next start may succeed, otherwise `error` itself."""
     fault = fault_of(error) if isinstance(error, StoreOutage | DBAPIError) else None
     return error if fault is None else Transient(fault.reason)
+
+
+_FAULTS = {
+    errno.EROFS: "the coordinator's disk is read-only",
+    errno.EIO: "the coordinator's disk has errors (input/output error)",
+    errno.EMFILE: "the coordinator has too many open files (ulimit -n)",
+    errno.ENFILE: "the coordinator's machine has too many open files",
+}
 
 
 def disk_is_full(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import READ_BYTES, Body, digest_of
+from outerstep.common.files import naming
 from outerstep.common.ranges import Range, overlap, without
 from protocol.digest import digest
 from protocol.errors import Problem
@@ -105,8 +106,9 @@ class PartialUpload:
                     piece = memoryview(bytearray(min(READ_BYTES, last - at)))
                     part.read_into(piece, at - start)
                     written = 0
-                    while written < len(piece):
-                        written += os.pwrite(descriptor, piece[written:], at + written)
+                    with naming(self._target):
+                        while written < len(piece):
+                            written += os.pwrite(descriptor, piece[written:], at + written)
             finally:
                 os.close(descriptor)
 

@@ -1,6 +1,7 @@
 """The command line. A command's module is imported only when that command is used, so `outerstep --help` is quick.
 Commands import their heavy libraries only when they run, so their --help needs no extra."""
 
+import errno
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -11,7 +12,7 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from outerstep import __version__
-from outerstep.common.exit_codes import IN_WORDS
+from outerstep.common.exit_codes import IN_WORDS, Exit
 from protocol.errors import OuterstepError
 from protocol.text import PrintableFormatter
 
@@ -28,6 +29,15 @@ class CommandGroup(TyperGroup):
 
             say(f"outerstep: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(exit_code(error)) from error
+        except OSError as error:
+            if error.errno in (None, errno.EPIPE):  # the reader of the output has enough, which typer handles
+                raise
+            from outerstep.cli.printing import say
+            from outerstep.common.connections import error_text
+
+            where = "" if error.filename else "the output or an open file: "
+            say(f"outerstep: {where}{error_text(error)}", err=True)
+            raise typer.Exit(Exit.RETRY) from error
 
 
 class Entry(NamedTuple):

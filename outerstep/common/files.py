@@ -8,14 +8,17 @@ happens to its bytes (docs/log.md), and the writer keeps them in memory for as l
 import errno
 import fcntl
 import os
+import re
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 from weakref import WeakSet
 
 import numpy as np
 
+from outerstep.common.quantities import bytes_text
 from protocol.digest import Buffer
 from protocol.errors import OuterstepError
 
@@ -30,15 +33,31 @@ _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # no room on the disk, or none left of the user's quota
 
 
+_IN_RUST = re.compile(r"\(os error (\d+)\)")  # in the errors of libraries that are no OSError: safetensors, tokenizers
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name the file `path` in an OSError of the block that names none: those of open files, such as of writes."""
+    """Name the file `path` in an OSError of the block that names none: those of open files, such as of writes. Raise
+    the system's errors in libraries in Rust as OSError."""
     try:
         yield
     except OSError as error:
         if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
+    except Exception as error:
+        if (found := _IN_RUST.search(str(error))) is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def check_room(path: Path, needed_bytes: int) -> None:
+    """Raise OSError if the disk of `path` has less room than this."""
+    if free_bytes(path) < needed_bytes:
+        message = f"{os.strerror(errno.ENOSPC)} for {bytes_text(needed_bytes)}"
+        raise OSError(errno.ENOSPC, message, str(path))
 
 
 def free_bytes(path: Path) -> int:
@@ -153,6 +172,37 @@ def size_of(write: Callable[[Sink], object]) -> int:
     counter = _Counter()
     write(counter)
     return counter.bytes
+
+
+UNFINISHED = ".unfinished"  # files of a directory that is being written
+
+
+def check_new(directory: Path) -> None:
+    """Raise FileExistsError unless `directory` is missing or empty, apart from what a killed process has left in it."""
+    if directory.exists() and (not directory.is_dir() or any(each.name != UNFINISHED for each in directory.iterdir())):
+        raise FileExistsError(f"{directory} exists and is not an empty directory; choose another")
+
+
+@contextmanager
+def new_directory(directory: Path) -> Iterator[Path]:
+    """Yield a directory to write files into, which are moved into `directory` at the end of the block. If it raises,
+    nothing of it is left. Raises FileExistsError as `check_new` does, and OSError."""
+    check_new(directory)
+    existed, unfinished = directory.exists(), directory / UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        with naming(directory):
+            unfinished.mkdir(parents=True)
+            yield unfinished
+            for each in unfinished.iterdir():
+                each.rename(directory / each.name)
+            unfinished.rmdir()
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not existed:
+            with suppress(OSError):
+                directory.rmdir()
+        raise
 
 
 # --- direct I/O ---------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from outerstep.common.files import LEAST_BYTES, NEW, PAGE_BYTES, Sink, Writer, aligned, replace_file, write_new
+from outerstep.common.connections import error_text
+from outerstep.common.files import LEAST_BYTES, NEW, PAGE_BYTES, Sink, Writer, aligned, naming, replace_file, write_new
 
 SIZES = [0, 1, PAGE_BYTES + 1, LEAST_BYTES - 1, LEAST_BYTES, LEAST_BYTES + 1, LEAST_BYTES + 3 * PAGE_BYTES - 1]
 
@@ -75,6 +76,23 @@ def test_a_writer_takes_it_piece_by_piece_and_what_was_there_goes(tmp_path: Path
             file.flush()
         file.end()
     assert path.read_bytes() == written
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), ValueError("I/O error: Input/output error (os error 5)")]
+)
+def test_errors_of_open_files_name_the_file(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(OSError, match=r"file") as raised, naming(tmp_path / "file"):
+        raise error
+    assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(tmp_path / "file"))
+    assert error_text(raised.value) == f"{tmp_path}/file: input/output error"
+
+
+def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no number"), naming(tmp_path):
+        raise ValueError("no number")
+    with pytest.raises(FileNotFoundError, match="other"), naming(tmp_path):
+        (tmp_path / "other").read_bytes()
 
 
 def test_a_replacement_does_not_overwrite_a_file_that_an_interrupted_rename_has_left_under_both_names(

@@ -1,8 +1,11 @@
 """Exports with their tokenizer: what `from_pretrained` makes of them."""
 
+import errno
 import json
 import logging
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness.coordinator import InThread, coordinator_thread
+from outerstep.common.connections import error_text
 from outerstep.common.exit_codes import Exit
+from outerstep.common.files import UNFINISHED
 from protocol.messages import Scope
 from protocol.spec.run import parse_spec
+from tests.support.full_disk import SmallDisk, small_disk
 from tests.support.tokenizers import END, write_tokenizer
 from tests.worker import toy
 from tests.worker.runs import create, work
@@ -45,6 +51,34 @@ def exported(running: InThread, directory: Path) -> Path:
     with open_http(running.url) as http:
         export(Client(http, "words", running.token(Scope.VIEWER)), directory)
     return directory
+
+
+@pytest.fixture
+def exported_to(tmp_path: Path) -> Iterator[tuple[SmallDisk, Path]]:
+    with small_disk(tmp_path / "disk") as disk:
+        yield disk, disk.root / "model"
+
+
+def test_an_export_to_a_full_disk_leaves_nothing_that_blocks_the_next_try(
+    trained: InThread, exported_to: tuple[SmallDisk, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It left half a directory."""
+    disk, directory = exported_to
+    disk.fill()
+    with pytest.raises(OSError, match=f"{directory}|{UNFINISHED}") as full:
+        exported(trained, directory)
+    assert full.value.errno == errno.ENOSPC
+    assert re.search(r"no space left on device.* \([\d.]+ \S*B free there\)$", error_text(full.value))
+    assert not directory.exists()
+    monkeypatch.setattr("worker.export.check_room", lambda *_: None)  # found while it is written, by safetensors
+    with pytest.raises(OSError, match=f"{directory}|{UNFINISHED}") as full:
+        exported(trained, directory)
+    assert full.value.errno == errno.ENOSPC
+    assert not directory.exists()
+    disk.make_room()
+    (directory / UNFINISHED).mkdir(parents=True)  # what a process leaves that was killed
+    assert (exported(trained, directory) / "model.safetensors").is_file()
+    assert not (directory / UNFINISHED).exists()
 
 
 def test_an_export_has_the_runs_tokenizer_and_generates(trained: InThread, tmp_path: Path) -> None:

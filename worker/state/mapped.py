@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from outerstep.common import files
-from outerstep.common.quantities import bytes_text
 from protocol.digest import Buffer
 
 _F32 = 4  # bytes
@@ -41,8 +40,7 @@ class MappedArrays:
         """Return arrays of zeros that end with the process. Raises OSError if they do not fit on the disk: later, that
         would kill the process."""
         file = cast(BinaryIO, tempfile.TemporaryFile(dir=directory, buffering=0))  # noqa: SIM115
-        with files.naming(directory):
-            _allocate(file, sum(_room(sizes)))
+        _allocate(file, sum(_room(sizes)), directory)
         return cls(file, sizes, directory)
 
     @classmethod
@@ -57,8 +55,7 @@ class MappedArrays:
             pass
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         file = cast(BinaryIO, os.fdopen(descriptor, "r+b", buffering=0))
-        with files.naming(path):
-            _allocate(file, size)
+        _allocate(file, size, path)
         files.fsync(path.parent)
         return cls(file, sizes, path)
 
@@ -106,10 +103,8 @@ def _room(sizes: Sequence[int]) -> list[int]:
     return [-(-_F32 * n // unit) * unit for n in sizes]
 
 
-def _allocate(file: BinaryIO, size: int) -> None:
-    if not size:
-        return
-    try:
-        os.posix_fallocate(file.fileno(), 0, size)
-    except OSError as error:
-        raise OSError(error.errno, f"{error.strerror} for {bytes_text(size)}") from error
+def _allocate(file: BinaryIO, size: int, path: Path) -> None:
+    files.check_room(path, size - 512 * os.fstat(file.fileno()).st_blocks)
+    if size:
+        with files.naming(path):
+            os.posix_fallocate(file.fileno(), 0, size)

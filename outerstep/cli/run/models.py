@@ -20,6 +20,7 @@ from outerstep.cli.printing import Format, FormatOption, print_json, say, say_pa
 from outerstep.cli.run.runs import RunArgument, read_spec
 from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
 from outerstep.common.connections import error_text
+from outerstep.common.files import check_new
 from outerstep.common.quantities import count_text, held_out_text
 from protocol.errors import OuterstepError
 
@@ -70,8 +71,9 @@ def export(
     most = parse_max_parameters(max_parameters)
     token = connection.token()
     try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise UsageError(f"--out: {out} exists and is not an empty directory; choose another")
+        check_new(out)
+    except FileExistsError as error:
+        raise UsageError(f"--out: {error}") from error
     except OSError as error:
         raise UsageError(f"--out: {error_text(error)}") from error
     check_not_hidden("worker")
@@ -91,7 +93,7 @@ def export(
                 average=average,
             )
         except OSError as error:
-            raise UsageError(f"--out: {error}") from error
+            raise UsageError(f"--out: {error_text(error)}") from error
     say(f"the model of run {run} is in {out}")
 
 

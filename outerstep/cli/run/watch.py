@@ -24,6 +24,7 @@ from outerstep.cli.printing import (
     time_text,
 )
 from outerstep.cli.run.runs import RunArgument
+from outerstep.common.connections import error_text
 from outerstep.display import event_line
 from outerstep.follow import follow
 from outerstep.live_view import display_for
@@ -199,7 +200,7 @@ def _tracker_errors(to: TrackerName) -> Iterator[None]:
         yield
     except OSError as error:
         if error.filename is not None or error.errno in _DISK_ERRORS:
-            raise UsageError(f"--out: {error}") from error
+            raise UsageError(f"--out: {error_text(error)}") from error
         raise Transient(
             f"--to {to}: {error or type(error).__name__}; the same command continues where it stopped"
         ) from error

@@ -16,7 +16,6 @@ are needed sooner and not begun yet, whichever thread runs first; it would other
 """
 
 import copy
-import errno
 import fcntl
 import logging
 import os
@@ -29,7 +28,9 @@ from typing import IO, Literal
 
 from blake3 import blake3
 
-from outerstep.common.files import try_lock
+from outerstep.common.connections import error_text
+from outerstep.common.files import FULL, free_bytes, naming, try_lock
+from outerstep.common.quantities import bytes_text
 from protocol.errors import Transient
 from worker.errors import DataError, NoRoom, Stopped
 from worker.line.retry import Retry, Signal
@@ -37,7 +38,6 @@ from worker.line.retry import Retry, Signal
 _CHUNK_BYTES = 1 << 20
 _LOCK_POLL_S = 0.2  # while another worker fetches the same shard
 _NAME = re.compile(r"[0-9a-f]{64}(\.(?P<bytes>\d+)\.part)?")
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 log = logging.getLogger(__name__)
 
@@ -151,11 +151,12 @@ class ShardCache:
         try:
             self._try(shard, keep)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise self._unusable(error) from error
             with self._locked():
                 self._delete(shard.size, keep)
-            raise Transient(f"the disk of the data cache {self._directory} is full") from error
+            room = f"{bytes_text(shard.size)} are needed, {bytes_text(free_bytes(self._directory))} free"
+            raise Transient(f"the disk of the data cache {self._directory} is full: {room}") from error
 
     def _try(self, shard: RemoteShard, keep: Mapping[str, int]) -> None:
         with self._part(shard, keep) as part:
@@ -244,7 +245,9 @@ class ShardCache:
             os.close(lock)
 
     def _unusable(self, error: OSError) -> DataError:
-        return DataError(f"the data cache {self._directory} cannot be written: {error}; choose another --data-cache")
+        return DataError(
+            f"the data cache {self._directory} cannot be written: {error_text(error)}; choose another --data-cache"
+        )
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:
@@ -256,8 +259,9 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
 
 def _write(file: IO[bytes], chunk: bytes) -> None:
     view = memoryview(chunk)
-    while view:  # a raw file may write only a part of it
-        view = view[file.write(view) :]
+    with naming(Path(file.name)):
+        while view:  # a raw file may write only a part of it
+            view = view[file.write(view) :]
 
 
 def _hash_into(hasher: blake3, file: IO[bytes]) -> int:

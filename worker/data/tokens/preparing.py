@@ -27,7 +27,8 @@ import numpy as np
 from blake3 import blake3
 from pydantic import BaseModel, Field, ValidationError
 
-from outerstep.common.files import NEW, replace_file, try_lock
+from outerstep.common.connections import error_text
+from outerstep.common.files import NEW, naming, replace_file, try_lock
 from protocol.spec.sections import DataSpec
 from protocol.validation_errors import explain_all
 from worker.data.sources.documents import TASK_BYTES
@@ -192,7 +193,9 @@ def prepare(
         with _locked(out, stop):
             return _prepare(recipe, out, processes or cores(), report, stop)
     except OSError as error:
-        raise DataError(f"preparing {out} failed: {error}; run the same command again to continue") from error
+        raise DataError(
+            f"preparing {out} failed: {error_text(error)}; run the same command again to continue"
+        ) from error
 
 
 def _prepare(
@@ -374,8 +377,9 @@ class _ShardWriter:
     def sync(self) -> None:
         """Make the appended ids durable."""
         if self._file is not None:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            with naming(Path(self._file.name)):
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
     def finish_shard(self) -> None:
         """Finish the growing shard, if there is one."""
@@ -406,7 +410,8 @@ class _ShardWriter:
     def _append(self, content: bytes) -> None:
         if self._file is None:
             self._file = (self._directory / self._name).open("wb")
-        self._file.write(content)
+        with naming(Path(self._file.name)):
+            self._file.write(content)
         self._hasher.update(content)
 
     def _resume(self) -> None:
