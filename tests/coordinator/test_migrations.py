@@ -129,7 +129,8 @@ def test_a_full_disk_is_told_from_other_faults(tmp_path: Path) -> None:
     with engine.connect() as connection, pytest.raises(sa.exc.DatabaseError) as spoilt:
         connection.execute(sa.text("CREATE TABLE t (x)"))
     assert fault_of(other.value) is None
-    for error in (read_only.value, spoilt.value, OSError(errno.EROFS, "read-only")):
+    of_files = [OSError(number, "any") for number in (errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)]
+    for error in (read_only.value, spoilt.value, *of_files):
         fault = fault_of(error)
         assert fault is not None
         assert fault.cause is Cause.STORAGE_UNAVAILABLE

@@ -273,6 +273,17 @@ def test_what_nobody_expected_keeps_its_traceback():
     assert isinstance(CliRunner().invoke(group, ["broken"]).exception, ZeroDivisionError)
 
 
+def test_an_output_that_cannot_be_written_is_one_line():
+    """It was a traceback: the output on a full disk, for example."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "outerstep", "token", "ls", "--help"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (
+        75,
+        "outerstep: the output or an open file: no space left on device\n",
+    )
+
+
 def test_diloco_is_imported_on_first_use():
     import outerstep
     from worker.diloco import DiLoCo
