@@ -24,6 +24,9 @@ FILE = "outerstep.db"  # in the data directory, unless a URL says otherwise
 MOVED = f"{FILE}.moved"  # what is left of it after a move to PostgreSQL
 BUSY_S = 10  # how long a transaction waits for others; those of a coordinator take milliseconds
 
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+RESTORE = "restore a backup into a new data directory (outerstep coordinator restore)"
+
 DISK_FULL = "the coordinator's disk is full: uploads are rejected until there is space"
 
 _SLASHES = "three slashes before a relative path and four before an absolute one: sqlite:////var/lib/outerstep.db"
@@ -52,8 +55,8 @@ def exists(url: URL) -> bool:
 
 
 def lock(url: URL) -> IO[str]:
-    """Lock the database until the returned file is closed. Raises OuterstepError if another process has locked it; may
-    raise OSError.
+    """Lock the database until the returned file is closed. Raises OuterstepError if another process has locked it or if
+    it is damaged; may raise OSError.
 
     SQLite's own locks allow several processes to write in turn. But a coordinator keeps what it wrote in memory, so it
     must be the only process. The lock of the data directory is not enough: two data directories may name the same
@@ -63,7 +66,24 @@ def lock(url: URL) -> IO[str]:
     if not path.parent.is_dir():  # not created here: on an unmounted disk, a new database would replace the real one
         raise FileNotFoundError(errno.ENOENT, "the database's directory does not exist", os.fspath(path.parent))
     refusal = f"the database {path} is in use by another coordinator; stop it, or give each one its own"
-    return open_locked(path.with_name(f"{path.name}.lock"), refusal)
+    held = open_locked(path.with_name(f"{path.name}.lock"), refusal)
+    if (damage := _damage(path)) is not None:
+        held.close()
+        raise OuterstepError(f"the database {path} is damaged ({damage}) and was not changed: {RESTORE}")
+    return held
+
+
+def _damage(path: Path) -> str | None:
+    """Return what is wrong with the pages of the database; None if nothing is, or if it cannot be opened at all.
+    Reading all of it takes a few seconds for a gigabyte."""
+    if not path.exists():
+        return None
+    try:
+        with closing(sqlite3.connect(path, timeout=BUSY_S)) as connection:
+            (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
+    except sqlite3.DatabaseError as error:
+        return str(error) if error.sqlite_errorcode & 0xFF in _DAMAGED else None
+    return None if found == "ok" else " ".join(str(found).split())
 
 
 def engines(url: URL) -> tuple[Engine, Engine]:
@@ -146,6 +166,8 @@ def fault(error: DBAPIError) -> tuple[Cause, str] | None:
             return Cause.STORAGE_UNAVAILABLE, "another process has locked the coordinator's database"
         case sqlite3.SQLITE_READONLY:
             return Cause.STORAGE_UNAVAILABLE, "the coordinator's database is read-only"
-        case sqlite3.SQLITE_IOERR | sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+        case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
+            return Cause.STORAGE_UNAVAILABLE, f"the coordinator's database is damaged ({error.orig}): {RESTORE}"
+        case sqlite3.SQLITE_IOERR | sqlite3.SQLITE_CANTOPEN:
             return Cause.STORAGE_UNAVAILABLE, f"the coordinator's database failed: {error.orig}"
     return None
