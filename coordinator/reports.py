@@ -233,6 +233,16 @@ def stored_checkpoint(run: LiveRun, round_: int, fragment: int) -> StoredBlob:
         return StoredBlob(run.names.checkpoint(round_, fragment, row.digest), row.digest, row.size)
 
 
+def lost_files(run: LiveRun) -> str | None:
+    """Return why the run can neither continue nor be exported from its files; None if it can."""
+    if run.outer.damage is not None:
+        return run.outer.damage
+    damaged = run.outer.damaged_checkpoints
+    if not damaged or retention.complete_checkpoints(run):
+        return None
+    return f"no intact checkpoint is left, so nobody can join, resume or export the run: {damaged[max(damaged)]}"
+
+
 def stored_delta(run: LiveRun, round_: int, fragment: int, digest: bytes) -> StoredBlob:
     """Return the blob of a published delta."""
     with run.context.database.read() as session:

@@ -41,7 +41,8 @@ ADVANCEMENT = list(FragmentState)
 def reason_of(run: LiveRun) -> str:
     """Return what the run is doing or waiting for."""
     if run.ended:
-        return f"the run is {run.state} after {run.round} of {expected_rounds(run)} rounds"
+        ended = f"the run is {run.state} after {run.round} of {expected_rounds(run)} rounds"
+        return ended if run.outer.damage is None else f"{ended}; {run.outer.damage}"
     opening = run.open
     if opening is None or fault_of(run) is not None:
         return status(run)

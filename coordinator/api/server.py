@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
+from coordinator import reports
 from coordinator.http.access import Caller, LineChecker, OperatorOfAll, Service, charge
 from coordinator.http.bodies import LimitedRoute, chunks, max_body
 from coordinator.http.openapi import Document, Responses, problem_responses
@@ -154,6 +155,8 @@ REMEDIES = {
     "was removed on purpose disappears from the list after ten minutes",
     "aggregator": "Start it again, in the coordinators' version. One that was removed on purpose disappears from the "
     "list after ten minutes; meanwhile the others and the leader do its work",
+    "files": "Put the files back, or restore the data directory from a backup (`outerstep coordinator restore`). "
+    "`outerstep run rm {run}` removes a run that has ended and that nobody needs",
     "notifications": "Test the webhook with `outerstep coordinator notify-test`; to change it, restart the coordinator",
 }
 
@@ -174,6 +177,11 @@ def _status(service: Coordinator, connections: int) -> ServerStatus:
         now=service.now(),
         findings=[
             *_findings(service.alerts.conditions, service.storage.fault, database, notifications),
+            *(
+                _finding("files", run.name, lost)
+                for run in service.runs()
+                if (lost := reports.lost_files(run)) is not None
+            ),
             *(
                 _finding("coordinator", None, scrubbed(each))
                 for each in (service.peers.troubles() if service.peers else ())

@@ -69,7 +69,7 @@ def lock(url: URL) -> IO[str]:
     held = open_locked(path.with_name(f"{path.name}.lock"), refusal)
     if (damage := _damage(path)) is not None:
         held.close()
-        raise OuterstepError(f"the database {path} is damaged ({damage}) and was not changed: {RESTORE}")
+        raise OuterstepError(f"the database {path} cannot be opened: {damage}; it was not changed; {RESTORE}")
     return held
 
 
@@ -83,7 +83,7 @@ def _damage(path: Path) -> str | None:
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     except sqlite3.DatabaseError as error:
         return str(error) if error.sqlite_errorcode & 0xFF in _DAMAGED else None
-    return None if found == "ok" else " ".join(str(found).split())
+    return None if found == "ok" else f"it is damaged: {' '.join(str(found).split())}"
 
 
 def engines(url: URL) -> tuple[Engine, Engine]:
@@ -167,7 +167,7 @@ def fault(error: DBAPIError) -> tuple[Cause, str] | None:
         case sqlite3.SQLITE_READONLY:
             return Cause.STORAGE_UNAVAILABLE, "the coordinator's database is read-only"
         case sqlite3.SQLITE_CORRUPT | sqlite3.SQLITE_NOTADB:
-            return Cause.STORAGE_UNAVAILABLE, f"the coordinator's database is damaged ({error.orig}): {RESTORE}"
+            return Cause.STORAGE_UNAVAILABLE, f"the coordinator's database is damaged ({error.orig}); {RESTORE}"
         case sqlite3.SQLITE_IOERR | sqlite3.SQLITE_CANTOPEN:
             return Cause.STORAGE_UNAVAILABLE, f"the coordinator's database failed: {error.orig}"
     return None

@@ -24,6 +24,7 @@ from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, Fragm
 from coordinator.sync import checkpointing, delegating, retention
 from coordinator.sync.deltas import rebuild_delta_if_damaged
 from coordinator.trust.guard import check_values
+from outerstep.common.connections import error_text
 from protocol.errors import OuterstepError, WireError
 from protocol.wire import Payload
 
@@ -206,8 +207,9 @@ def restore(run: LiveRun) -> None:
     except (OuterstepError, OSError) as error:  # other runs continue; this one reports what it needs
         if disk_is_full(error) or isinstance(error, StoreOutage):
             raise  # not damage: the next start finds space or the store, or fails again
-        logger.exception("%s: the outer state cannot be restored", run.name)
-        outer.block(str(error))
+        reason = error_text(error)
+        logger.error("%s: the outer state cannot be restored: %s", run.name, reason)
+        outer.block(reason)
         return
     outer.files.remove_all_but({outer.files.path(fragment, each.round) for fragment, each in enumerate(outer.states)})
 

@@ -116,8 +116,8 @@ class Readiness(Health):
 
 
 class Finding(ReplyModel):
-    """Something that is wrong. `about`: the type of its notification, or `database` or `notifications`; `run`: null if
-    it is about the server; `remedy`: what to do next."""
+    """Something that is wrong. `about`: the type of its notification, or `database`, `files` or `notifications`;
+    `run`: null if it is about the server; `remedy`: what to do next."""
 
     about: str
     run: str | None

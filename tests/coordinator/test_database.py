@@ -12,6 +12,8 @@ from coordinator.server import make_server
 from coordinator.settings import Settings
 from coordinator.store.database import Database, url_of
 from harness.coordinator import coordinator_thread
+from outerstep.cli.errors import exit_code
+from outerstep.common.exit_codes import Exit
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, play_round
 
@@ -33,6 +35,21 @@ def test_three_slashes_are_relative_and_four_absolute(tmp_path: Path, monkeypatc
     Database(url_of("sqlite:///relative.db", tmp_path / "data")).close()
     Database(url_of(f"sqlite:///{tmp_path}/absolute.db", tmp_path / "data")).close()
     assert {path.name for path in tmp_path.iterdir() if path.suffix == ".db"} == {"relative.db", "absolute.db"}
+
+
+@pytest.mark.parametrize("first_page", [0, 1, 20])
+def test_a_damaged_database_is_refused_with_one_sentence(tmp_path: Path, first_page: int) -> None:
+    """It was a traceback of SQLAlchemy, or nothing before a request needed the page."""
+    with coordinator_thread(tmp_path) as running:
+        crew(running, "r", ["a"])
+    file = tmp_path / "outerstep.db"
+    content = bytearray(file.read_bytes())
+    content[4096 * first_page :: 7] = b"\xa5" * len(content[4096 * first_page :: 7])
+    file.write_bytes(content)
+    with pytest.raises(OuterstepError, match=r"outerstep\.db cannot be opened: .*; restore a backup") as refused:
+        Database(url_of(None, tmp_path))
+    assert exit_code(refused.value) is Exit.REFUSED
+    assert file.read_bytes() == content
 
 
 @pytest.mark.parametrize(

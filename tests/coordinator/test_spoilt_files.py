@@ -343,14 +343,39 @@ def test_a_run_whose_database_has_lost_a_delta_says_so_and_does_not_disturb_the_
         assert "waits for workers" in info(running, "sound")["reason"]
 
 
-def test_a_run_whose_files_are_all_lost_says_so_and_does_not_disturb_the_others(tmp_path: Path) -> None:
+def test_a_run_whose_files_are_all_lost_says_so_and_does_not_disturb_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The start said "ready" and no more, and `status` that nothing was wrong."""
     with coordinator_thread(tmp_path / "data") as running:
         crew(running, "lost", ["a"])
         crew(running, "sound", ["a"])
-        lost = running.live("lost")
-    for name in names(lost, "checkpoints"):
-        lost.blobs.delete(name)
-    shutil.rmtree(lost.outer.files.folder)
+        (a,) = crew(running, "finished", ["a"], rounds=1)
+        play_round([a], 0)
+        running.await_state("finished", 1)
+        lost = [running.live(name) for name in ("lost", "finished")]
+    for each in lost:
+        for name in names(each, "checkpoints"):
+            each.blobs.delete(name)
+        shutil.rmtree(each.outer.files.folder)
+    caplog.clear()
     with coordinator_thread(tmp_path / "data") as running:
-        assert "restore the data directory" in info(running, "lost")["reason"]
+        for name in ("lost", "finished"):
+            assert "restore the data directory" in info(running, name)["reason"]
+            (logged,) = [each for each in caplog.messages if each.startswith(f"{name}: the outer state")]
+            assert f"restore the data directory of the run {name} from a backup" in logged
         assert "waits for workers" in info(running, "sound")["reason"]
+        with running.client() as client:
+            found = client.get("/v1/status").json()["findings"]
+        assert [(each["about"], each["run"]) for each in found] == [("files", "finished"), ("files", "lost")]
+
+
+def test_a_run_without_an_intact_checkpoint_is_a_finding(shared: InThread, run: str) -> None:
+    """Its state may be with aggregators, which write no other checkpoint before one is due."""
+    crew(shared, run, ["a"])
+    shared.live(run).outer.mark_damaged(0, "fragment 0 of checkpoint 0 is missing")
+    with shared.client() as client:
+        (found,) = [each for each in client.get("/v1/status").json()["findings"] if each["run"] == run]
+    assert found["about"] == "files"
+    assert "no intact checkpoint is left" in found["message"]
+    assert f"outerstep run rm {run}" in found["remedy"]
