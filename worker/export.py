@@ -65,8 +65,7 @@ def export(
     model.safetensors and the run's spec.toml, and so do the trained parameters alone if the spec does not describe the
     model; a script's peft adapters become adapter_model.safetensors. The run's tokenizer is written too, or a warning
     if this machine does not have it. If writing fails, nothing is left in `directory`. Raises FileExistsError, OSError,
-    ModelError if there is nothing to merge, and what
-    `load_checkpoint` raises.
+    ModelError if there is nothing to merge, and what `load_checkpoint` raises.
     """
     check_new(directory)
     run = client.run_detail()
