@@ -37,6 +37,11 @@ STRANGERS: dict[str, tuple[Answer, type[Exception], str]] = {
         Transient,
         f"GET {URL} answered 502: '<h1>Bad Gateway</h1>'",
     ),
+    "a load balancer without a healthy coordinator": (
+        Answer(503),
+        Transient,
+        f"GET {URL} answered 503 with nothing, as a proxy or load balancer does that reaches no coordinator",
+    ),
     "a proxy that wants less": (Answer(429, b"slow down"), Transient, f"GET {URL} answered 429: 'slow down'"),
     "a proxy's timeout": (Answer(408), Transient, f"GET {URL} answered 408: ''"),
     "a document of another kind": (Answer(500, b'{"type": "about:blank"}'), Transient, "answered 500"),

