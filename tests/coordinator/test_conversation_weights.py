@@ -1,5 +1,6 @@
 """Conversations: work weighs as many tokens as a unit of the set is trained on, on average."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -98,3 +99,14 @@ def test_rolled_back_work_is_subtracted_with_its_weight(shared: InThread, run: s
     client = shared.client()
     client.post(f"/v1/runs/{run}/rollback", json={"to": 1, "from_round": 2}).raise_for_status()
     assert info(shared, run)["tokens"] == UNITS * 25
+
+
+def test_the_day_of_a_run_is_in_its_spec(shared: InThread, run: str) -> None:
+    """Chat templates show it: all workers make the same token set, on whatever day they join."""
+    shared.create_run(spec_toml(run, data=CHAT))
+    found = info(shared, run)
+    assert found["spec"]["data"]["date"] == datetime.fromtimestamp(found["created_at"], UTC).date().isoformat()
+    shared.create_run(spec_toml(f"{run}-2", data=CHAT + "date = 2024-02-29\n"))
+    assert info(shared, f"{run}-2")["spec"]["data"]["date"] == "2024-02-29"
+    shared.create_run(spec_toml(f"{run}-3"))
+    assert info(shared, f"{run}-3")["spec"]["data"]["date"] is None
