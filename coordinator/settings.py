@@ -11,6 +11,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from protocol.text import decoded
+
 
 class Settings(BaseSettings):
     """The coordinator's settings. The settings of a run are in its run spec."""
@@ -242,7 +244,7 @@ def _read(secret: SecretStr) -> str:
         return text
     path = Path(text[1:])
     try:
-        return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        return decoded(path.read_bytes()).strip()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"{path}: {reason}") from error

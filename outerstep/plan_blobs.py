@@ -23,6 +23,7 @@ from outerstep.plan import (
 )
 from protocol.errors import OuterstepError
 from protocol.spec.sections import CheckpointSpec
+from protocol.text import decoded
 
 MONTH_S = 365.25 / 12 * 86_400
 GB = 1e9
@@ -114,7 +115,7 @@ def read_prices(path: Path | None = None) -> PriceTable:
     """Return the prices in a file; None: those that come with Outerstep. Raises OuterstepError."""
     source = resources.files("outerstep") / "prices.toml" if path is None else path
     try:
-        document = tomllib.loads(source.read_text(encoding="utf-8"))
+        document = tomllib.loads(decoded(source.read_bytes()))
         date = document.pop("date")
         return PriceTable(str(date), TypeAdapter(dict[str, Prices]).validate_python(document))
     except KeyError as error:

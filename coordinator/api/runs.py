@@ -26,6 +26,7 @@ from coordinator.units import epochs
 from protocol.errors import Problem
 from protocol.messages import EpochInfo, Page, RollBack, RunChange, RunDetail, RunInfo, RunState, UnitRangeInfo
 from protocol.spec.run import MAX_SPEC_BYTES
+from protocol.text import decoded
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=LimitedRoute)
 
@@ -45,9 +46,9 @@ _REPEATED: Responses = {"200": {"model": RunDetail, "description": "A run with t
 async def create_run(request: Request, response: Response, service: Service, _: Admin, by: By) -> RunDetail:
     """Create a run from a TOML spec. Repeating it with the same spec answers 200 and changes nothing."""
     try:
-        text = (await request.body()).decode()
-    except UnicodeDecodeError as error:
-        raise Problem("invalid-spec", f"the spec is not UTF-8: {error}") from error
+        text = decoded(await request.body())
+    except ValueError as error:
+        raise Problem("invalid-spec", f"the spec is {error}") from error
     run, created = await run_in_threadpool(service.create_run, text, by)
     if not created:
         response.status_code = 200

@@ -18,7 +18,7 @@ from outerstep.cli.errors import UsageError
 from outerstep.common.connections import CA_VARIABLE, error_text
 from outerstep.common.quantities import parse_count
 from protocol.spec.model import MAX_PARAMETERS
-from protocol.text import printable
+from protocol.text import decoded, printable
 
 DEFAULT_URL = "http://127.0.0.1:8470"
 TOKEN_VARIABLE = "OUTERSTEP_TOKEN"
@@ -118,9 +118,9 @@ def find_token(token: str | None, token_file: Path | None, environment: Mapping[
     elif token_file is not None:
         source = f"--token-file {token_file}"
         try:
-            found = token_file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not a text file"
+            found = decoded(token_file.read_bytes()).strip()
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
             raise UsageError(f"{source}: {reason}") from error
     else:
         source, found = TOKEN_VARIABLE, environment.get(TOKEN_VARIABLE, "").strip()

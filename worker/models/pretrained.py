@@ -253,7 +253,7 @@ def _without_code(config: PreTrainedConfig) -> None:
 def _parts(index: Path) -> list[str]:
     """Return the names of the weights' files. Raises ModelError if the index is not valid."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         if not names or any(Path(name).name != name for name in names):
             raise ValueError("weight_map does not name files in the same directory")
     except (ValueError, KeyError, TypeError, AttributeError) as error:

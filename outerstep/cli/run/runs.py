@@ -22,6 +22,7 @@ from outerstep.follow import FIRST_ROUNDS
 from protocol.errors import SpecError
 from protocol.messages import SUCCESSIVE, Account, RunDetail
 from protocol.spec.run import RunSpec, parse_spec
+from protocol.text import decoded
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's name.")]
 WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="The worker's name.")]
@@ -236,11 +237,11 @@ def read_spec(path: Path) -> tuple[str, RunSpec]:
 def read_text(path: Path) -> str:
     """Return the text of a spec; - reads stdin. Raises UsageError."""
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        return decoded(sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text") from error
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
 
 
 def _complete_spec(path: Path, workers: int | None, epochs: float | None, *, for_baseline: bool) -> tuple[str, RunSpec]:

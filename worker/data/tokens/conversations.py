@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from protocol.text import decoded
 from worker.data.tokens.answers import EMPTY, Span, Text, TrainOn
 from worker.data.tokens.marks import BEGINS, IDS, TRAINED
 from worker.data.tokens.rendering import Renderer, renderer
@@ -85,8 +86,8 @@ def load_chat_template(tokenizer: Tokenizer, today: date | None = None) -> ChatT
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return decoded(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 

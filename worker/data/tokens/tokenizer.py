@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from protocol.text import decoded
 from worker.errors import DataError
 
 IN_BYTES = "bytes"
@@ -123,7 +124,7 @@ def _fast(content: bytes, file: Path) -> Any:
             f"{file} needs tokenizers, which is not installed; run: pip install 'outerstep[worker]'"
         ) from error
     try:
-        fast = Fast.from_str(content.decode())
+        fast = Fast.from_str(decoded(content))
     except Exception as error:  # tokenizers raises Exception itself
         raise DataError(f"{file} cannot be read by the tokenizers library: {error}") from error
     fast.no_truncation()
