@@ -5,8 +5,8 @@ import inspect
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from http.client import HTTPResponse
+from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPResponse, RemoteDisconnected
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,14 @@ def is_cut(connection: socket.socket) -> bool:
         return connection.recv(1) == b""
     except ConnectionResetError:
         return True
+
+
+def is_open(running: InThread, connection: socket.socket) -> bool:
+    """True if the server has this connection."""
+    own = connection.getsockname()
+    return any(
+        each.transport.get_extra_info("peername") == own for each in list(running.server.server_state.connections)
+    )
 
 
 def send_all(connection: socket.socket, piece: bytes, times: int) -> int:
@@ -125,10 +133,17 @@ def test_a_head_of_the_largest_size_is_taken(shared: InThread) -> None:
 def test_a_head_that_does_not_come_in_time_ends_its_connection(
     shared: InThread, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr(shared.coordinator.settings, "head_s", 0.1)
-    with line(shared) as connection:
-        connection.sendall(begun)
-        assert status(connection) == 408 if begun == HALF else is_cut(connection)
+    told = None
+    for head_s in (0.1, 1, 10):  # counted from the connection: on a busy machine even the half may be too late
+        monkeypatch.setattr(shared.coordinator.settings, "head_s", head_s)
+        with line(shared) as connection, suppress(RemoteDisconnected, ConnectionError):
+            connection.sendall(begun)
+            if begun != HALF:
+                assert is_cut(connection)
+                return
+            told = status(connection)
+            break
+    assert told == 408
 
 
 @pytest.mark.parametrize("begun", [HALF, b"\r\n"], ids=["half a head", "an empty line"])
@@ -194,13 +209,12 @@ def test_the_rest_of_a_refused_body_is_waited_for_only_as_long_as_it_comes(
 
 def test_an_answer_that_is_not_read_is_given_up(shared: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared.coordinator.settings, "upload_idle_s", 0.2)
-    open_before = len(shared.server.connections)
     with line(shared) as connection:
+        wait_until(lambda: is_open(shared, connection))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         asked = b"GET /v1/line-check?bytes=8388608 HTTP/1.1\r\nHost: c\r\nAuthorization: Bearer %s\r\n\r\n"
         connection.sendall(asked % shared.admin_token.encode() * 2)
-        wait_until(lambda: len(shared.server.connections) > open_before)
-        wait_until(lambda: len(shared.server.connections) <= open_before)
+        wait_until(lambda: not is_open(shared, connection))
 
 
 # --- how many ---------------------------------------------------------------------------------------------------------

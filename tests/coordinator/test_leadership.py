@@ -607,6 +607,8 @@ def test_the_database_may_be_restarted(tmp_path: Path) -> None:
         assert re.search("database does not answer|no coordinator leads", document["detail"])
         server.start()
         wait_until(lambda: admin.get("/readyz").is_success)
+        # It is ready by a read; the first write may find that its connection has ended, and is to be repeated.
+        wait_until(lambda: admin.post("/v1/tokens", json={"scope": "viewer"}).is_success)
         play_round([member], 0)
         running.await_state("r", 1)
 

@@ -60,6 +60,13 @@ CHECKS = ["versions", "kernels", "host", "connection", "TLS", "coordinator", "cl
 CHECKS += ["device", "allowed", "data", "model", "memory", "disk", "step", "step", "tcp", "line"]
 
 
+@pytest.fixture(autouse=True)
+def _time_for_each_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No check is given up because the machine is busy."""
+    for name in ("HOST_S", "ANSWER_S", "DATA_S", "LINE_S"):
+        monkeypatch.setattr(examine, name, PATIENCE_S)
+
+
 class Told:
     """Keeps what is told of an examination."""
 

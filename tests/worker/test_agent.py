@@ -148,8 +148,7 @@ def test_a_signal_leaves_cleanly(coordinator: InThread, text: Path, tmp_path: Pa
 
     def send() -> None:
         with coordinator.client() as http:
-            while http.get("/v1/runs/text").json()["round"] < 2:
-                pass
+            wait_until(lambda: http.get("/v1/runs/text").json()["round"] >= 2)
         os.kill(os.getpid(), number)
 
     sender = threading.Thread(target=send)

@@ -6,6 +6,7 @@ Every worker is a real DiLoCo with a real client on a real coordinator; only the
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from harness.coordinator import InThread, coordinator_thread
+from harness import coordinator
+from harness.coordinator import InThread, SettableClock
 from protocol.messages import RunDetail, Scope, WorkerInfo
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker.diloco import DiLoCo
@@ -78,6 +80,12 @@ def make_model() -> nn.Module:
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model
+
+
+def coordinator_thread(data_dir: Path, *arguments: Any, **options: Any) -> AbstractContextManager[InThread]:
+    """A coordinator whose clock stands until a test moves it: no worker is late or lost because the machine is busy."""
+    usual: dict[str, Any] = {"clock": SettableClock(), "requests_per_s": 1e6}
+    return coordinator.coordinator_thread(data_dir, *arguments, **usual | options)
 
 
 class Killed(BaseException):
