@@ -81,7 +81,7 @@ class PostgreSQL:
             password=PASSWORD,
             dbname=database,
             autocommit=True,
-            connect_timeout=5,
+            connect_timeout=int(PATIENCE_S),
         )
 
     def create(self, name: str, template: str = "template0") -> str:

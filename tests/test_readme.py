@@ -17,6 +17,7 @@ from outerstep.cli import app
 from protocol.messages import Scope
 from protocol.spec.run import parse_spec
 from tests.support.text import write_text
+from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -51,7 +52,7 @@ def shell(script: str, directory: Path, **environment: str) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"

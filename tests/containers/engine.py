@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tests.support.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = "apt install podman runc netavark aardvark-dns iptables catatonit"
 
@@ -93,7 +95,7 @@ def engine() -> Engine:
             said.append(f"not installed: {', '.join(lacking)}")
             continue
         found = Engine(name)
-        done = found.run("info", timeout=60)
+        done = found.run("info", timeout=PATIENCE_S)
         if done.returncode == 0:
             return found
         said.append(f"{name} does not run: {(done.stderr.strip() or '?').splitlines()[-1]}")

@@ -21,7 +21,7 @@ from protocol.messages import Scope
 from tests.containers.bases import CADDY, POSTGRESQL, PROMETHEUS, SEAWEEDFS, ensure
 from tests.containers.conftest import Images
 from tests.containers.engine import ENVIRONMENT, ROOT, Engine, Missing
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -81,7 +81,7 @@ class Project:
         authority.write_text(self.engine("exec", caddy, "cat", ROOT_CERTIFICATE))
         trusted = ssl.create_default_context(cafile=str(authority))
         url = f"https://localhost:{self.https}"
-        with httpx.Client(base_url=url, verify=trusted, trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=url, verify=trusted, trust_env=False, timeout=PATIENCE_S) as client:
             wait_until(lambda: is_ready(client))
             yield client
 
@@ -89,7 +89,7 @@ class Project:
         """The values that Prometheus has for an expression; none while it does not serve yet."""
         try:
             url = f"http://127.0.0.1:{self.prometheus}/api/v1/query"
-            reply = httpx.get(url, params={"query": question}, trust_env=False, timeout=60)
+            reply = httpx.get(url, params={"query": question}, trust_env=False, timeout=PATIENCE_S)
         except httpx.TransportError:
             return []
         return [each["value"][1] for each in reply.json()["data"]["result"]] if reply.is_success else []

@@ -12,7 +12,7 @@ from protocol.messages import Scope
 from tests.containers.bases import SLIM
 from tests.containers.conftest import COORDINATOR, WORKER, Images, Network
 from tests.containers.engine import Engine
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]  # the first test makes base images and builds both
 
@@ -83,7 +83,7 @@ def test_a_run_in_containers_survives_its_coordinator(engine: Engine, images: Im
     coordinator, port = f"{network.name}-coordinator", free_port()
     data = [f"--volume={coordinator}:/data", f"--publish=127.0.0.1:{port}:8470"]
     network.start(coordinator, COORDINATOR, options=[*bare(engine), *data])
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=60) as client:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S) as client:
         wait_until(lambda: is_ready(client))
         assert engine("exec", coordinator, "id", "--user") == "10001"
         refused = engine.run("exec", coordinator, "touch", "/tmp/file")

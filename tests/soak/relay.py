@@ -7,6 +7,8 @@ import threading
 from collections import Counter
 from typing import Self
 
+from tests.support.waiting import PATIENCE_S
+
 
 class Relay:
     """Forwards connections to 127.0.0.1:`port` within a `with` block, whose end cancels them. `harm` counts what went
@@ -46,7 +48,7 @@ class Relay:
             connection.add_done_callback(self._connections.discard)
 
         started = asyncio.run_coroutine_threadsafe(asyncio.start_server(begin, host=address, port=0), self._loop)
-        self._servers.append(started.result(30))
+        self._servers.append(started.result(PATIENCE_S))
         return address, int(self._servers[-1].sockets[0].getsockname()[1])
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random) -> None:

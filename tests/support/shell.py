@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.support import at_terminal
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 FAILED = "failed with"
@@ -54,7 +54,7 @@ class Shell:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join(30)
+        self._reader.join(PATIENCE_S)
         os.close(self._master)
 
     def _read(self) -> None:
