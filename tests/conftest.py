@@ -1,14 +1,17 @@
 """Property tests draw the same examples every time and are not timed: a slow or unlucky machine is no fault of the code.
 A failing test's report has what went wrong in it, and not a line for each request."""
 
+import inspect
 import logging
 import signal
 from collections.abc import Callable, Iterator
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 
 from harness import stores
+from harness.patience import PATIENCE_S
 from harness.postgres import PostgreSQL, postgresql
 from harness.postgres import installed as postgres_programs
 from harness.seaweedfs import SeaweedFS, installed, seaweedfs
@@ -18,6 +21,10 @@ settings.register_profile(
     "outerstep", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("outerstep")
+
+# Where no timeout is given, httpx gives up after 5 s, which a busy machine may take.
+_usual = inspect.signature(httpx.Client).parameters["timeout"].default
+_usual.connect = _usual.read = _usual.write = _usual.pool = PATIENCE_S
 
 logging.getLogger("httpx").setLevel(logging.WARNING)
 

@@ -110,8 +110,9 @@ def test_the_operator_ends_it(shared: InThread, run: str) -> None:
 
 def test_a_restart_ends_nothing(tmp_path: Path) -> None:
     lives = Lives(tmp_path / "data")
+    patient = "lease_s = 3600\ngrace_min_s = 600"
     with lives.life() as running:
-        *members, hostile = crew(running, "r", ["a", "b", "m"], rounds=30, min_workers=2)
+        *members, hostile = crew(running, "r", ["a", "b", "m"], rounds=30, min_workers=2, members=patient)
         for round_ in range(5):
             play(running, members, hostile, round_)
     with lives.life() as running:
