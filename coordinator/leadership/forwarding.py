@@ -252,7 +252,7 @@ class _Answer:
                 if (value := response.headers.get(BLOB_HEADER)) is not None:
                     self.blob, self.beside_blob = self._named(value), headers
                     if self.blob is None:
-                        logger.warning("%s, the leader's address, names a blob without proof", request.url.netloc)
+                        logger.warning("what answers at %s names a blob without the leader's proof", request.url.host)
                         return unready("what answers at the leader's address is not the leader")
                     return None
                 self._length = response.headers.get("content-length")

@@ -101,8 +101,8 @@ class Terms:
     def leader(self) -> Leader | None:
         """Another coordinator that leads; None if there is none, or this one is about to lead."""
         leader = self.election.leader
-        if leader is None or leader.is_vacant or leader.holder == self.election.id:
-            return None
+        if leader is None or leader.is_vacant or leader.address is None or leader.holder == self.election.id:
+            return None  # without an address: its term has been ended, and it may begin another one
         if leader.address == self.election.address and leader.token != self.election.renewed:
             return None  # an earlier process at this address, whose lease is about to expire
         return leader

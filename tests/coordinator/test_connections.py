@@ -165,10 +165,15 @@ def test_trailers_and_the_extensions_of_chunks_are_bounded_too(shared: InThread)
     assert is_served(shared)
 
 
-def test_what_is_no_http_is_refused(shared: InThread) -> None:
+@pytest.mark.parametrize("request_", [b"\x16\x03\x01 hello\r\n\r\n", GET + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"])
+def test_what_is_no_http_is_refused(shared: InThread, request_: bytes) -> None:
     with line(shared) as connection:
-        connection.sendall(b"\x16\x03\x01 hello\r\n\r\n")
-        assert status(connection) == 400
+        connection.sendall(request_)
+        answer = HTTPResponse(connection)
+        answer.begin()
+        assert (answer.status, answer.headers["Content-Type"]) == (400, "application/problem+json")
+        assert b"this is not HTTP/1.1: " in answer.read()
+        assert answer.headers["Connection"] == "close"
 
 
 def test_an_upgrade_is_not_taken_up(shared: InThread) -> None:
