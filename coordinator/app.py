@@ -42,14 +42,13 @@ def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = N
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         coordinator.waiters.attach(asyncio.get_running_loop())
-        logging.getLogger().addHandler(coordinator.errors)
-        tasks = [asyncio.create_task(_tick(coordinator)), asyncio.create_task(_notify(coordinator))]
-        yield
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await run_in_threadpool(coordinator.close)
-        logging.getLogger().removeHandler(coordinator.errors)
+        with coordinator.errors.collecting():
+            tasks = [asyncio.create_task(_tick(coordinator)), asyncio.create_task(_notify(coordinator))]
+            yield
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await run_in_threadpool(coordinator.close)
 
     app = FastAPI(
         title="Outerstep coordinator",

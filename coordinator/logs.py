@@ -112,6 +112,19 @@ class RecentErrors(logging.Handler):
         with _held(self):
             return list(reversed(self._kept.values()))
 
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Keep what is logged within the block. A block within another one changes nothing."""
+        root = logging.getLogger()
+        if self in root.handlers:
+            yield
+            return
+        root.addHandler(self)
+        try:
+            yield
+        finally:
+            root.removeHandler(self)
+
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:

@@ -82,8 +82,9 @@ class Server(uvicorn.Server):
                 return
         if self.started:
             self.settled = True
+            role = "" if self.shared is None else self.shared.terms.role
             # Printed in one write, because a reader that waits for the first line may stop reading after it.
-            print("\n".join(banner(self._address, self.settings.data_dir)), flush=True)
+            print("\n".join(banner(self._address, self.settings.data_dir, role)), flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self.shared is not None:
@@ -157,12 +158,14 @@ def _reachable(settings: Settings, address: str) -> str:
     return f"{parts.scheme}://{netloc(own, parts.port or 0)}"
 
 
-def banner(address: str, data_dir: Path) -> list[str]:
-    """Return the lines that a ready coordinator prints: its address, and what the operator needs next."""
+def banner(address: str, data_dir: Path, role: str = "") -> list[str]:
+    """Return the lines that a ready coordinator prints: its address, and what the operator needs next. `role`: whether
+    it leads, if there are several coordinators."""
     here = address.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     token = data_dir.absolute() / ADMIN_TOKEN
     admin = f" --token-file {shlex.quote(str(token))}" if token.exists() else ""
     facts = {
+        **({"role": role} if role else {}),
         "version": __version__,
         "data": str(data_dir.absolute()),
         "dashboard": f"{here}/",

@@ -77,12 +77,13 @@ class Coordinator:
         data: DataDirectory | None = None,
         peers: Peers | None = None,
         probe: StoreProbe | None = None,
+        errors: RecentErrors | None = None,
     ) -> None:
         """`secret`: None for that in the database. `fence`: of the term for which this coordinator leads; None if no
         other one shares its database. `data`: None to open the one in the settings until the coordinator is closed.
         `peers`: the coordinators that share its database. `probe`: of the bucket; None to start one if there is a
-        bucket."""
-        self.peers = peers
+        bucket. `errors`: what this process has logged before; None: nothing."""
+        self.peers, self.errors = peers, errors or RecentErrors()
         with ExitStack() as opened:
             self._start(opened, settings, clock, now, store, secret, fence, data, probe)
             self._opened = opened.pop_all()
@@ -146,7 +147,6 @@ class Coordinator:
         if webhook is not None and self.outbox is not None:
             self.sender = Sender(webhook, self.outbox, clock, now, random.random)
         self.alerts = Alerts(clock, self.outbox)
-        self.errors = RecentErrors()
         self.started_at = now()
         self._in_bucket: BucketBackups | None = None
         self.backups = self._scheduled(url, blobs)

@@ -15,6 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator import lease
 from coordinator.lease import LEASE_S, Fence, Leader
+from coordinator.logs import RecentErrors
 from coordinator.peers import FRESH_S, Peer, Peers
 from coordinator.store import postgresql
 from coordinator.store.store_probe import PROBE_S, STORE_S, StoreProbe
@@ -46,6 +47,7 @@ class Election:
     peers     the coordinators that share the database, as they were last read
     engine    a connection to the database, in which every statement commits by itself
     probe     of the store
+    errors    what this process has logged, in all of its terms and between them
     """
 
     def __init__(self, url: URL, address: str, probe: StoreProbe, clock: Callable[[], float]) -> None:
@@ -53,7 +55,7 @@ class Election:
         self.id = secrets.token_hex(8)
         self.fence: Fence | None = None
         self.leader: Leader | None = None
-        self.peers = Peers(self.id)
+        self.peers, self.errors = Peers(self.id), RecentErrors()
         self.renewed: int | None = None
         self._error = ""  # of the last question to the database
         self.asked_at: float | None = None  # when the question was asked that has no answer yet
@@ -178,6 +180,9 @@ class Election:
         self.peers.all = lease.peers(connection)
         self.peers.term, self.peers.leader = self.leader.token, None if self.leader.is_vacant else self.leader.holder
         self.peers.store_answer_s = self.probe.answer_s
+        new = known is None or known.token != self.leader.token
+        if new and not self.leader.is_vacant and self.leader.holder != self.id:
+            logger.info("the coordinator at %s leads, and this one is a standby", self.leader.address)
         if known is not None and known.token != self.leader.token:
             self._replaced()
         elif known is not None and self.leader.expires_at - known.expires_at > ROUNDING_S:

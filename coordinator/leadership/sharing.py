@@ -110,4 +110,5 @@ def _coordinator(
         data=data,
         peers=election.peers,
         probe=election.probe,
+        errors=election.errors,
     )

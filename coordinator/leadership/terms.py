@@ -74,17 +74,18 @@ class Terms:
         def replaced() -> None:
             loop.call_soon_threadsafe(self._replace)
 
-        self.election.start(changed, replaced)
-        task = asyncio.create_task(self._follow())
-        try:
-            yield
-        finally:
-            self.stop_waiting()
-            self._closing.set()
-            self._changed.set()
-            await task
-            await run_in_threadpool(self.election.stop)
-            self._on_end()
+        with self.election.errors.collecting():
+            self.election.start(changed, replaced)
+            task = asyncio.create_task(self._follow())
+            try:
+                yield
+            finally:
+                self.stop_waiting()
+                self._closing.set()
+                self._changed.set()
+                await task
+                await run_in_threadpool(self.election.stop)
+                self._on_end()
 
     async def settled(self) -> None:
         """Wait until this coordinator leads or knows the leader. Raises OuterstepError with the reason if it should
@@ -96,6 +97,13 @@ class Terms:
             await asyncio.sleep(SETTLE_S)
         if self.app is None and self.unreachable:
             raise OuterstepError(self.unreachable)
+
+    @property
+    def role(self) -> str:
+        """What this coordinator does, in words."""
+        if self.leader is None:
+            return "leads"
+        return f"standby: it forwards requests to {self.leader.address}, which leads, and takes over from it"
 
     @property
     def leader(self) -> Leader | None:

@@ -283,7 +283,7 @@ def check_schema(engine: Engine) -> None:
     schema is unknown. May raise DBAPIError."""
     script = ScriptDirectory.from_config(_alembic())
     with engine.connect() as connection:
-        _refuse_later_schema(connection, script)
+        _refuse_unknown_schema(connection, script)
         found = MigrationContext.configure(connection).get_current_heads()
     if found != tuple(script.get_heads()):
         raise Transient(
@@ -299,23 +299,24 @@ def _alembic() -> Config:
 
 
 def upgrade(engine: Engine) -> None:
-    """Migrate the database to the newest schema; create it if there is none. If a later version has migrated it, change
-    nothing and raise OuterstepError."""
+    """Migrate the database to the newest schema; create it if there is none. If its schema is unknown, change nothing
+    and raise OuterstepError."""
     config = _alembic()
     with engine.connect() as connection:
         BACKENDS[engine.dialect.name].begin_upgrade(connection)
         config.attributes["connection"] = connection
-        _refuse_later_schema(connection, ScriptDirectory.from_config(config))
+        _refuse_unknown_schema(connection, ScriptDirectory.from_config(config))
         command.upgrade(config, "head")
         connection.commit()
 
 
-def _refuse_later_schema(connection: Connection, script: ScriptDirectory) -> None:
+def _refuse_unknown_schema(connection: Connection, script: ScriptDirectory) -> None:
     known = {each.revision for each in script.walk_revisions()}
     for found in MigrationContext.configure(connection).get_current_heads():
         if found not in known:
             raise OuterstepError(
-                f"the database {connection.engine.url!r} was migrated to schema {found} by a later version of "
-                f"Outerstep; {__version__} knows schemas up to {script.get_current_head()} and has changed nothing. "
-                "Start that version or a later one, or restore an earlier backup (`outerstep coordinator restore`)"
+                f"the database {connection.engine.url!r} has schema {found}, which Outerstep {__version__} does not "
+                f"know: another build has migrated it, a later one or one from before version 0.1.0. This one knows "
+                f"schemas up to {script.get_current_head()} and has changed nothing. Start that build again, or "
+                "restore a backup that this one has made (`outerstep coordinator restore`)"
             )

@@ -16,6 +16,7 @@ from outerstep.cli.errors import UsageError, import_extra, validated
 from outerstep.cli.options import Connection, LogFileOption, check_log, with_connection
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
 from outerstep.common.connections import error_text, ssl_context
+from outerstep.common.exit_codes import Exit
 from outerstep.common.quantities import bytes_text, counted, duration_text, parse_seconds, share_text
 from outerstep.display import table
 from protocol.messages import Finding, LoggedError, ServerStatus
@@ -310,7 +311,8 @@ def status(
 ) -> None:
     """Show the coordinator's health: what is wrong and how to fix it, disks, backups, database, clients, recent errors.
 
-    Needs an operator or admin token for all runs.
+    Needs an operator or admin token for all runs. Exit codes, for cron: 0 nothing is wrong, 4 something is, 75 the
+    coordinator cannot be reached or no coordinator leads.
 
     \b
     Example:
@@ -321,7 +323,13 @@ def status(
         found = client.status()
     if output is Format.JSON:
         print_json(found)
-        return
+    else:
+        _print_status(found)
+    if found.findings:
+        raise typer.Exit(Exit.WRONG)
+
+
+def _print_status(found: ServerStatus) -> None:
     for finding in found.findings:
         say(f"✗ {_about(finding)}: {finding.message}")
         say(f"  {finding.remedy}.")
@@ -331,6 +339,8 @@ def status(
     if found.errors:
         shown = list(islice(found.errors, SHOWN_ERRORS))
         console().print(table(["last logged", "level", ">times", "~message"], map(_error, shown)))
+    if found.coordinators:
+        say("These errors are of the coordinator that leads; each of the others has its own log.")
 
 
 def status_rows(found: ServerStatus) -> Iterator[tuple[str, str]]:

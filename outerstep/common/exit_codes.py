@@ -9,6 +9,7 @@ class Exit(IntEnum):
     DONE = 0
     USAGE = 2  # a flag, a file or a spec is wrong
     REFUSED = 3  # retrying does not help
+    WRONG = 4  # `coordinator status` has found something
     RETRY = 75  # worth a retry: the coordinator is unreachable or failing (EX_TEMPFAIL of sysexits.h)
 
 

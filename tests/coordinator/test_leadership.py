@@ -1,6 +1,7 @@
 """One of several coordinators leads: the lease, the fencing token, and what a standby does with requests."""
 
 import asyncio
+import logging
 import re
 import threading
 import time
@@ -425,6 +426,7 @@ def test_a_standby_forwards_everything_and_takes_over(tmp_path: Path, url: str) 
         play_round(members, 0)
         leader.await_state("r", 1)
         assert info(standby, "r")["round"] == 1
+        logging.getLogger("coordinator.trial").warning("before the takeover")
         leader.server.should_exit = True
         wait_until(lambda: standby.client().get("/readyz").json()["status"] == "ready")
         assert leader.server.shared is not None
@@ -432,12 +434,19 @@ def test_a_standby_forwards_everything_and_takes_over(tmp_path: Path, url: str) 
             play_round(members, round_)
         standby.await_state("r", 3)
         assert standby.live("r").final_digest is not None
+        logged = [each["message"] for each in standby.client().get("/v1/status").json()["errors"]]
+        assert "before the takeover" in logged, "a takeover forgets nothing that this process has logged"
         (finished,) = events(standby, "r", "finished")
         assert finished["message"] == "the run is finished after 3 rounds"
 
 
-def test_leader_and_standby_are_shown_and_measured_apart(tmp_path: Path, url: str) -> None:
+def test_leader_and_standby_are_shown_and_measured_apart(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with two(tmp_path, url) as (leader, standby):
+        roles = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if "  role " in line]
+        assert roles[0] == "leads"
+        assert roles[1].startswith(f"standby: it forwards requests to {leader.url}")
         wait_until(lambda: len(standby.client().get("/v1/status").json()["coordinators"]) == 2)
         found = standby.client().get("/v1/status").json()
         assert {each["address"]: each["leads"] for each in found["coordinators"]} == {

@@ -10,8 +10,10 @@ from typer.testing import CliRunner
 from coordinator.api.server import REMEDIES
 from coordinator.logs import MAX_CHARACTERS, RECENT, RecentErrors, scrubbed
 from coordinator.notifications.alerts import CHECK_S, NO_ROUND_S, Disk
+from coordinator.store.blobs import StoreOutage
 from harness.coordinator import SettableClock, coordinator_thread
 from outerstep.cli import app
+from outerstep.common.exit_codes import Exit
 from protocol.messages import ServerStatus
 from tests.coordinator.crew import crew
 from tests.support.waiting import wait_until
@@ -64,11 +66,21 @@ def test_all_is_well_and_then_it_is_not(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv("OUTERSTEP_TOKEN", running.admin_token)
         command = ["coordinator", "status", "--url", running.url]
         done = CliRunner().invoke(app, command)
-        assert done.exit_code == 0, done.output
+        assert done.exit_code == Exit.WRONG, done.output
         for said in ("r: run stalled", "5.0% of the disk", found.version, "refused with"):
             assert said in done.output
         done = CliRunner().invoke(app, [*command, "--format", "json"])
-        assert json.loads(done.output)["clients"]["workers"] == 2
+        assert (done.exit_code, json.loads(done.output)["clients"]["workers"]) == (Exit.WRONG, 2)
+
+
+def test_cron_hears_of_what_is_wrong_by_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with coordinator_thread(tmp_path / "data") as running:
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        command = ["coordinator", "status", "--url", running.url, "--token", running.admin_token]
+        assert CliRunner().invoke(app, command).exit_code == Exit.DONE
+        running.coordinator.storage.note(StoreOutage("the bucket is gone"))
+        assert CliRunner().invoke(app, command).exit_code == Exit.WRONG
+    assert CliRunner().invoke(app, command).exit_code == Exit.RETRY
 
 
 def test_every_remedy_can_be_said() -> None:

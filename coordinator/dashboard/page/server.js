@@ -31,7 +31,11 @@ export function showServer(root, session, ended) {
     if (state === shown) return;
     shown = state;
     findings.replaceChildren(...findingsOf(status.findings));
-    write(none, status.errors.length ? "" : "None since the start.");
+    write(
+      none,
+      (status.errors.length ? "" : "None since the start. ") +
+        (status.coordinators.length ? "Of the coordinator that leads; each of the others has its own log." : ""),
+    );
     errors.replaceChildren(...status.errors.map(error));
   }
 
