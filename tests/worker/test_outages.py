@@ -1,6 +1,7 @@
 """What a worker lives through: lines that break in the middle of a body, disks that are full or that lose things, a
 coordinator that goes back to a backup; and what an operator does to it."""
 
+import json
 import re
 import shutil
 import threading
@@ -64,6 +65,42 @@ def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
     body = b"".join([wire.pack_header(header), *frames])
     assert arrived == [(body, content_digest(digest(body)))]
     assert attempts == [len(body)] * 3
+
+
+def test_a_proxy_that_cuts_bodies_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Small requests got through, so the log said in turns that the coordinator could not be reached and that it
+    answered again."""
+    header, zeros = zeros_of_state_0(1 << 20)
+    frames = [bytes(frame) for frame in zeros]
+    cut = 8
+
+    class CutsBodies(Handler, BaseHTTPRequestHandler):
+        def do_PUT(self) -> None:
+            nonlocal cut
+            if self.path.endswith("/lease"):
+                self.rfile.read(int(self.headers["Content-Length"]))
+                body = json.dumps({"directive": "continue", "reason": "", "lease_s": 60}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+            elif cut:
+                cut -= 1
+                self.rfile.read(1 << 16)
+                self.close_connection = True
+            else:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.created()
+
+    with serving(CutsBodies) as url, open_http(url) as http:
+        client = Client(http, "r", "t", sleep=lambda _: client.renew_lease("m", "w", Metrics()))
+        client.seed("m", header, frames)
+    lines = [record.getMessage() for record in caplog.records]
+    (named,) = (line for line in lines if "answers other requests" in line)
+    assert named.startswith("PUT /v1/runs/r/")
+    assert "the connection was cut 3 times while 4.19 MB were sent" in named
+    assert "A proxy in between may limit" in named
+    assert sum("cannot be reached" in line for line in lines) == 2
 
 
 def test_a_worker_says_now_and_then_whom_its_round_waits_for(caplog: pytest.LogCaptureFixture) -> None:

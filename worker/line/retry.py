@@ -3,11 +3,13 @@
 Transient faults (no connection, a proxy's 5xx or 429, a broken body, problems whose remedy is `retry`) are retried
 after a capped exponential backoff with full jitter, or after the server's Retry-After. When several calls wait, the
 first to get through wakes the others, so all continue as soon as the line is back. The log has the first failure, then
-one line a minute, then the end of the outage.
+one line a minute, then the end of the outage. If one call's connection is cut again and again while others get through,
+it is no outage: the log names the request, and a proxy as the likely cause.
 """
 
 import copy
 import logging
+import math
 import random
 import threading
 import time
@@ -17,7 +19,9 @@ from typing import Protocol, TypeVar
 import httpx
 from tenacity import RetryCallState, Retrying, retry_if_exception
 
+from outerstep.common.answers import header_number
 from outerstep.common.connections import check_address, error_text
+from outerstep.common.quantities import bytes_text
 from protocol.errors import NoCoordinator, NotUnderstood, Problem, Remedy, Transient, UnexpectedAnswer
 from worker.errors import Stopped
 
@@ -28,6 +32,7 @@ BACKOFF_CAP_S = 10.0
 RETRY_AFTER_CAP_S = 300.0
 LOOKS_S = 0.25  # interval of checking whether another call got through
 LOG_EVERY_S = 60.0
+CUTS = 3  # of one request's connection while others get through, before something between is suspected
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +52,7 @@ class Outage:
         self._clock, self._peer = clock, peer
         self._lock = threading.Lock()
         self._since: float | None = None
-        self._logged = 0.0
+        self._logged, self._named_at = 0.0, -math.inf
         self.ended = 0  # outages so far
         self.has_answered = False
 
@@ -65,6 +70,24 @@ class Outage:
             log.warning("%s; retrying in %.1f s, then until it succeeds", describe(error), wait_s)
         else:
             log.warning("%s; still retrying after %.0f s", describe(error), now - since)
+
+    def cut(self, error: httpx.TransportError, times: int) -> None:
+        """Log that one request's connection was cut `times` times while others got through, at most once a minute."""
+        now = self._clock()
+        with self._lock:
+            if now - self._named_at < LOG_EVERY_S:
+                return
+            self._named_at = now
+        log.warning(
+            "%s %s: the connection was cut %d times%s (%s), although the coordinator answers other requests. A proxy "
+            "in between may limit the size of bodies or their time: it must pass on bodies of any size, unbuffered "
+            "(docs/deployment.md, A proxy in front); still retrying",
+            error.request.method,
+            error.request.url.path,
+            times,
+            _size_sent(error.request),
+            error_text(error),
+        )
 
     def over(self) -> None:
         """Note a success; log the end of the outage if there was one."""
@@ -129,7 +152,7 @@ class Retry:
         """
         if self.stop.is_set():
             raise Stopped("asked to stop")
-        line_failed, not_understood = False, ""
+        line_failed, not_understood, cuts, ended = False, "", 0, self._outage.ended
 
         def again(error: BaseException) -> bool:
             nonlocal not_understood
@@ -144,11 +167,21 @@ class Retry:
             line_failed = isinstance(error, httpx.TransportError)
             return self._wait_s(error, state.attempt_number)
 
+        def note(state: RetryCallState) -> None:
+            nonlocal cuts
+            error = state.outcome.exception() if state.outcome else None
+            is_cut = isinstance(error, _CUT)
+            cuts += is_cut
+            if isinstance(error, _CUT) and cuts >= CUTS and self._outage.ended > ended:
+                self._outage.cut(error, cuts)
+            else:
+                self._log(state)
+
         retrying = Retrying(
             retry=retry_if_exception(again),
             wait=wait_s,
             sleep=lambda seconds: (self._pause_for_the_line if line_failed else self.pause)(seconds),
-            before_sleep=self._log,
+            before_sleep=note,
             reraise=True,
         )
         try:
@@ -187,6 +220,16 @@ class Retry:
             log.warning("%s; asking once more, in case the bits were flipped on the way", error)
         elif error is not None and state.next_action is not None:
             self._outage.failed(error, state.next_action.sleep)
+
+
+# Errors of a connection that existed.
+_CUT = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
+
+
+def _size_sent(request: httpx.Request) -> str:
+    """Return the size of the request's body, in words; nothing if it has none."""
+    size = header_number(request.headers.get("Content-Length", ""))
+    return f" while {bytes_text(size)} were sent" if size else ""
 
 
 def is_transient(error: BaseException) -> bool:
