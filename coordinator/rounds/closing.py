@@ -22,9 +22,9 @@ def close_due(run: LiveRun) -> bool:
     now = run.context.clock()
     members, policy = run.members, run.spec.members
     expected, newcomers = members.waited_for(opening.assigned)
-    silent = members.silent(now)
+    silent, refused = members.silent(now), opening.refused | members.quarantined(run.round)
     decisions = [
-        each.due(expected, newcomers, members.owners, policy, opening.opened_at, now, silent)
+        each.due(expected, newcomers, members.owners, policy, opening.opened_at, now, silent, refused)
         for each in opening.fragments
     ]
     if not any(decisions):

@@ -68,6 +68,15 @@ class Close:
     reason: str
 
 
+def without_refused(policy: MembersSpec, waited_for: Set[str], contributed: Set[str], refused: Set[str]) -> MembersSpec:
+    """Return the policy with a `min_workers` that can be reached without the workers `refused`, who may never send what
+    is accepted. It counts them as if they had contributed, so a round with too few workers still waits for more."""
+    absent = (refused & waited_for) - contributed
+    reachable = len((waited_for | contributed) - absent)
+    least = max(1, policy.min_workers - len(absent), min(policy.min_workers, reachable))
+    return policy if least >= policy.min_workers else policy.model_copy(update={"min_workers": least})
+
+
 def has_quorum(
     expected: Set[str], contributed: Set[str], policy: MembersSpec, owners: Mapping[str, str] = NO_OWNERS
 ) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from coordinator.aggregation.tasks import NOT_LATE, Lateness
-from coordinator.run.decide import NONE_SILENT, Close, OverdueHeartbeat, decide, has_quorum
+from coordinator.run.decide import NONE_SILENT, Close, OverdueHeartbeat, decide, has_quorum, without_refused
 from coordinator.screening.measuring import Measure
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
@@ -57,16 +57,18 @@ class OpenFragment:
         opened_at: float,
         now: float,
         silent: Mapping[str, OverdueHeartbeat] = NONE_SILENT,
+        refused: Set[str] = frozenset(),
     ) -> Close | None:
         """Decide whether this fragment closes now. Return the contributors to close it with, or None to keep
         collecting; either way record the reason and when to decide again. The quorum is counted over `expected`
-        workers, one vote per token owner; `newcomers` are waited for but do not count. `silent`: as for `decide`."""
+        workers, one vote per token owner; `newcomers` are waited for but do not count. `silent`: as for `decide`.
+        `refused`: workers without which the quorum must be reachable."""
         if self.state is not FragmentState.COLLECTING:
             return None
-        contributed = self.contributed.keys()
-        if self.quorum_at is None and has_quorum(expected, contributed, policy, owners):
+        contributed, waited_for = self.contributed.keys(), expected | newcomers
+        reachable = without_refused(policy, waited_for, contributed, refused)
+        if self.quorum_at is None and has_quorum(expected, contributed, reachable, owners):
             self.quorum_at = now
-        waited_for = expected | newcomers
         decision = decide(
             waited_for, contributed, policy, opened_at=opened_at, quorum_at=self.quorum_at, now=now, silent=silent
         )
@@ -99,6 +101,7 @@ class OpenRound:
     without_earlier_units  workers known to hold no units of earlier rounds
     consumed               the units that each worker's contribution to this round has consumed, by worker
     diverged               workers that had a contribution rejected because they hold another state
+    refused                workers that had a contribution rejected for what it is, this or anything else
 
     Assignments and units are kept in memory because all workers ask at the same time, and each one again for every
     fragment: a thousand workers would repeat the same database queries.
@@ -115,6 +118,7 @@ class OpenRound:
     without_earlier_units: set[str] = field(default_factory=set)
     consumed: dict[str, list[list[int]]] = field(default_factory=dict)
     diverged: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
 
     def agrees_on_earlier_units(self, worker: str, carried: Sequence[Sequence[int]] | None) -> bool:
         """Return True if the worker's carried units need not be compared with the database: it carries no units and

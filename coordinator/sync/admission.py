@@ -21,6 +21,8 @@ from protocol.messages import FragmentState
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader
 
 STEP_WAIT_S = 30.0
+# Problems of a contribution that its worker may repeat for ever.
+WRONG = frozenset({"invalid-payload", "payload-too-large", "digest-mismatch", "stale-base", "units-not-held"})
 WEIGHED_ROUNDS = 8  # over these rounds, a worker's contributions weigh no more than its assignments
 
 
@@ -205,13 +207,18 @@ def accepted_digest(run: LiveRun, worker: str, round_: int, fragment: int) -> by
 
 
 @contextmanager
-def noting_late(run: LiveRun, worker: str, round_: int, fragment: int) -> Iterator[None]:
-    """Record that the worker's contribution was late if the block rejects it for that."""
+def noting_rejected(run: LiveRun, worker: str, round_: int, fragment: int) -> Iterator[None]:
+    """Record that the worker's contribution was late, or wrong, if the block rejects it for that."""
     try:
         yield
-    except Problem as problem:
-        if problem.slug == "round-closed":
+    except (Problem, WireError) as error:
+        slug = error.slug if isinstance(error, Problem) else "invalid-payload"
+        if slug == "round-closed":
             record_late(run, worker, round_, fragment)
+        elif slug in WRONG:
+            with run.lock:
+                if run.open is not None and run.round == round_:
+                    run.open.refused.add(worker)
         raise
 
 

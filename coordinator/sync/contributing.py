@@ -50,7 +50,7 @@ _COUNT_WORKER = (
 def accept_part(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> ContributionReply | None:
     """Return None if the rest of a contribution with this digest may be sent, or the final reply if it was accepted
     before. Raises Problem if it would be rejected, so that the worker does not send the rest."""
-    with admission.noting_late(run, worker, round_, fragment):
+    with admission.noting_rejected(run, worker, round_, fragment):
         if admission.open_for(run, worker, round_, fragment, digest) is not None:
             return None
     return ContributionReply(round=round_, fragment=fragment, digest=digest.hex(), created=False)
@@ -58,15 +58,15 @@ def accept_part(run: LiveRun, worker: str, round_: int, fragment: int, digest: b
 
 def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, body: Body) -> ContributionReply:
     """Accept the contribution in `body`. Raises Problem or WireError."""
-    with body.payload() as payload:
-        header = payload.header
-        if not isinstance(header, ContributionHeader):
-            raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
-        admission.check_header(run, layout, worker, round_, fragment, header)
-        lateness = late_work(run, header)
-        key = sketch_key(run.context.secret, run.name, round_, fragment)
-        measured = keep_in_memory(run, measure_payload(payload, key))  # checks the payload, too
-    with admission.noting_late(run, worker, round_, fragment):
+    with admission.noting_rejected(run, worker, round_, fragment):
+        with body.payload() as payload:
+            header = payload.header
+            if not isinstance(header, ContributionHeader):
+                raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
+            admission.check_header(run, layout, worker, round_, fragment, header)
+            lateness = late_work(run, header)
+            key = sketch_key(run.context.secret, run.name, round_, fragment)
+            measured = keep_in_memory(run, measure_payload(payload, key))  # checks the payload, too
         created = _accept(run, header, body, measured, lateness)
     return ContributionReply(round=round_, fragment=fragment, digest=body.digest.hex(), created=created)
 

@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 def grant(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, upload: DirectUpload) -> UploadGrant:
     """Return where the worker may upload the contribution. Raises Problem."""
-    (header, _), access = _checked(run, layout, worker, round_, fragment, upload), run.blobs.direct
-    digest, expires_s = bytes.fromhex(upload.digest), run.members.lease_s
-    with admission.noting_late(run, worker, round_, fragment):
+    access, digest, expires_s = run.blobs.direct, bytes.fromhex(upload.digest), run.members.lease_s
+    with admission.noting_rejected(run, worker, round_, fragment):
+        header, _ = _checked(run, layout, worker, round_, fragment, upload)
         if not admission.admit(run, header, digest):
             return UploadGrant(accepted=True)
     if access is None:
@@ -63,12 +63,13 @@ def commit(
     run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, upload: DirectUpload
 ) -> ContributionReply:
     """Accept a contribution that the store has. Raises Problem: `not-uploaded` if it does not."""
-    (header, lateness), access = _checked(run, layout, worker, round_, fragment, upload), run.blobs.direct
-    if access is None or worker in run.not_direct:
-        raise Problem("not-uploaded", "this contribution must be uploaded to the coordinator")
+    access = run.blobs.direct
     digest, sha256 = bytes.fromhex(upload.digest), bytes.fromhex(upload.sha256)
     name = run.names.contribution(round_, fragment, worker, digest)
-    with admission.noting_late(run, worker, round_, fragment):
+    with admission.noting_rejected(run, worker, round_, fragment):
+        header, lateness = _checked(run, layout, worker, round_, fragment, upload)
+        if access is None or worker in run.not_direct:
+            raise Problem("not-uploaded", "this contribution must be uploaded to the coordinator")
         created = admission.admit(run, header, digest)
         if created:
             arrival = Arrival(header, name, digest, upload.bytes, None, None, lateness, sha256)

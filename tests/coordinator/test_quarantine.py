@@ -8,9 +8,10 @@ from coordinator.trust.quarantine import BACK, MOST_ROUNDS, QUARANTINED, Reputat
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
 from protocol.messages import Scope
-from tests.coordinator.crew import crew, enlist, events, info, play_round, recovered
+from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
 from tests.coordinator.test_restart import Lives
 
+GRACE = "grace_min_s = 10\ngrace_max_s = 10"
 LONG = 1000.0  # times what is usual: left out
 
 
@@ -94,6 +95,45 @@ def test_a_run_with_too_few_others_goes_on_with_it(shared: InThread, run: str) -
         play(shared, members, hostile, round_)
     assert events(shared, run, "quarantined")
     assert info(shared, run)["round"] == 8
+
+
+@pytest.mark.covers("security:refused-and-beating")
+def test_a_round_that_needs_everybody_waits_no_longer_than_the_grace_for_who_is_refused(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    """It beats, and each contribution that it sends is refused: it held the round for ever."""
+    *members, hostile = crew(
+        shared, run, ["a", "b", "m"], rounds=30, min_workers=3, members=f"lease_s = 86400\n{GRACE}"
+    )
+    play_round([*members, hostile], 0)
+    shared.await_state(run, 1)
+    assignment = hostile.assignment(1)
+    for fragment in range(2):
+        problem(hostile.put(hostile.contribution_path(1, fragment), b"nothing of the kind"), "invalid-payload")
+    for member in members:
+        member.take_part(1, wait_s=0)
+    assert info(shared, run)["round"] == 1
+    clock.advance(10)
+    shared.await_state(run, 2)
+    reason = info(shared, run, "/rounds/1")["fragments"][0]["reason"]
+    assert "closed without m after 10 s of grace; 2 of 3 workers have contributed" in reason
+    problem(hostile.contribute(assignment, 0, hostile.pseudo_gradients(1)[0]), "round-closed")
+
+
+def test_a_round_that_needs_everybody_waits_for_who_may_still_contribute(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    *members, slow = crew(shared, run, ["a", "b", "m"], rounds=30, min_workers=3, members=f"lease_s = 86400\n{GRACE}")
+    play_round([*members, slow], 0)
+    shared.await_state(run, 1)
+    slow.assignment(1)
+    for member in members:
+        member.take_part(1, wait_s=0)
+    clock.advance(1000)
+    shared.coordinator.tick()
+    assert "no deadline before a quorum" in info(shared, run)["reason"]
+    slow.take_part(1)
+    shared.await_state(run, 2)
 
 
 def test_the_operator_ends_it(shared: InThread, run: str) -> None:

@@ -4,7 +4,17 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from coordinator.run.decide import TRANSITIONS, Close, OverdueHeartbeat, Wait, advance, decide, grace_s, has_quorum
+from coordinator.run.decide import (
+    TRANSITIONS,
+    Close,
+    OverdueHeartbeat,
+    Wait,
+    advance,
+    decide,
+    grace_s,
+    has_quorum,
+    without_refused,
+)
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 
@@ -46,6 +56,25 @@ def situations(draw: st.DrawFn) -> dict:
         "quorum_at": quorum_at,
         "now": now,
     }
+
+
+@pytest.mark.parametrize(
+    ("waited_for", "contributed", "refused", "least"),
+    [
+        ("abcm", "abc", "m", 3),  # everybody is needed, and m may never send what is accepted
+        ("abcm", "ab", "m", 3),
+        ("abcm", "abc", "", 4),  # m may still send something
+        ("abcm", "abcm", "m", 4),  # it has, after all
+        ("abcdm", "abc", "m", 4),  # d is enough
+        ("abc", "abc", "", 4),  # too few workers: the run waits for more
+        ("abm", "ab", "m", 3),
+        ("mnop", "", "mnop", 1),
+    ],
+)
+def test_who_is_refused_is_not_needed(waited_for: str, contributed: str, refused: str, least: int) -> None:
+    policy = POLICY.model_copy(update={"min_workers": 4})
+    found = without_refused(policy, set(waited_for), set(contributed), set(refused))
+    assert found == policy.model_copy(update={"min_workers": least})
 
 
 @pytest.mark.parametrize(
