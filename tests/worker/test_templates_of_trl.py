@@ -11,6 +11,7 @@ import pytest
 import trl
 from tokenizers import Tokenizer as Fast
 from transformers import PreTrainedTokenizerFast
+from trl.chat_template_utils import get_training_chat_template
 
 from tests.support.tokenizers import write_tokenizer
 from worker.data.tokens.conversations import ConversationEncoder, load_chat_template
@@ -157,7 +158,7 @@ def _compare(ours: Ours, tokens: Any, name: str) -> None:
     talk: list[dict[str, Any]] = TALK
     if name in {"idefics3", "llava_next", "smolvlm"}:
         talk = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in TALK]
-    training = trl.get_training_chat_template(tokens) or SOURCES[name]
+    training = get_training_chat_template(tokens) or SOURCES[name]
     theirs = tokens.apply_chat_template(
         talk, chat_template=training, return_dict=True, return_assistant_tokens_mask=True
     )

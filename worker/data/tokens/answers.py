@@ -29,6 +29,7 @@ CALL = "the chat template does not render their tool calls"
 UNASKED = "the chat template wants a question before them"
 
 _PLACE = "\ue000ANSWER\ue001"  # stands for a content that the template would change
+_TAIL = 500  # characters, more than the special tokens at the end of an answer
 _MISSING = object()
 _ASKS_FOR_NULL = re.compile(r"""content['"]?\]?\s+is\s+(not\s+)?none""")
 _TAGS = re.compile(r"(?:\s|<[^<>]*>)*")
@@ -54,13 +55,23 @@ class Rejected(Exception):
 
 
 class Special:
-    """Patterns of the tokenizer's special tokens: `next`, one after whitespace; `last`, all those that end a text, the
-    first of them as its group."""
+    """The special tokens of a tokenizer, to find them in texts."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         any_of = "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
-        self.next = re.compile(rf"\s*(?:{any_of})")
-        self.last = re.compile(rf"({any_of})(?:\s|{any_of})*\Z")
+        self._next = re.compile(rf"\s*(?:{any_of})")
+        self._last = re.compile(rf"(?:{any_of})(?:\s|{any_of})*\Z")
+
+    def at_end(self, text: str, start: int = 0, stop: int | None = None) -> list[int]:
+        """Return where each of the special tokens stops that text[start:stop] ends with, whitespace aside."""
+        stop = len(text[:stop].rstrip())
+        found = self._last.search(text, max(start, stop - _TAIL), stop)
+        return [each.end() for each in self._next.finditer(text, found.start(), stop)] if found else []
+
+    def after(self, text: str, at: int) -> int | None:
+        """Return where the special token stops that follows `at`, whitespace aside; None if none does."""
+        found = self._next.match(text, at)
+        return found and found.end()
 
 
 @dataclass(frozen=True)
@@ -175,9 +186,9 @@ class _Conversation:
         spans = self._without_ignored(text, marks, filter(self._is_ignored, answers))
         end = False
         for k, (start, stop) in enumerate(spans):
-            if start < stop and self.template.special.last.search(text, start, stop) is None:
-                if following := self.template.special.next.match(text, stop):
-                    spans[k] = start, following.end()
+            if start < stop and not self.template.special.at_end(text, start, stop):
+                if following := self.template.special.after(text, stop):
+                    spans[k] = start, following
                 else:
                     end = end or stop == len(text)
         return Text(text, spans, end)
@@ -189,7 +200,7 @@ class _Conversation:
             text, (*_, stop), end = self._ended(last)
         else:
             text, end = self._text(self.messages), False
-            stop = len(text.rstrip()) if self.template.special.last.search(text.rstrip()) else len(text)
+            stop = (self.template.special.at_end(text) or [len(text)])[-1]
         if train_on == "all":
             ignored = [i for i in self._answers() if _weight(self.messages[i]) == 0]
             return Text(text, self._without_ignored(text, [(0, len(text))], ignored), end)
@@ -238,9 +249,8 @@ class _Conversation:
         """Return the text up to message i, an answer, with what ends it, and the members of `_Answer` from `stops`."""
         message, upto, special = self.messages[i], self.messages[: i + 1], self.template.special
         text, content = self._verbatim(i), text_of(message)
-        stop = len(text.rstrip())
-        if last := special.last.search(text, 0, stop):
-            return text, [each.end() for each in special.next.finditer(text, last.start(), stop)], False
+        if stops := special.at_end(text):
+            return text, stops, False
         if content.strip() and not _squeezed(text).endswith(_squeezed(content)[-20:]):
             return text, [len(text)], False  # the template ends it with other text
         follows = [{"role": "tool" if message.get("tool_calls") else "user", "content": "?"}]
@@ -250,8 +260,8 @@ class _Conversation:
             longer = self._text(upto + follows)
         except Rejected:
             longer = ""
-        if longer.startswith(text) and (following := special.next.match(longer, len(text))):
-            return longer[: following.end()], [following.end()], False
+        if longer.startswith(text) and (following := special.after(longer, len(text))):
+            return longer[:following], [following], False
         return text, [len(text)], True
 
     def _verbatim(self, i: int) -> str:

@@ -45,7 +45,9 @@ class Renderer:
         the members `templates`, `special`, `ends` and `date`. Raises BadConversation, and DataError if the template
         exceeds a limit."""
         with self._lock:
-            given = request if template == self._template and self._process else {**request, "template": template}
+            given = {**request, "cpu_s": CPU_S}
+            if template != self._template or self._process is None:
+                given["template"] = template
             line = json.dumps(given, ensure_ascii=False).encode() + b"\n"
             process = self._process = self._process or _start(self)
             assert process.stdin is not None
@@ -97,7 +99,9 @@ def _stop(process: "subprocess.Popen[bytes]") -> None:
 
 def _ended(name: str, status: int) -> DataError:
     if status == -signal.SIGXCPU:
-        return DataError(f"the chat template of {name!r} took more than {CPU_S} s for a conversation; do not use it")
+        return DataError(
+            f"the chat template of {name!r} took more than {CPU_S} s of CPU time for a conversation; do not use it"
+        )
     return DataError(
         f"the process that renders the chat template of {name!r} ended with {status}, possibly because memory ran out"
     )
@@ -237,9 +241,9 @@ def _main() -> None:
             _set_limit(resource.RLIMIT_AS, int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES)
     jinja: _Jinja | None = None
     for line in sys.stdin.buffer:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + CPU_S + 1)
         request = json.loads(line)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + request["cpu_s"] + 1)
         if "template" in request:
             jinja = _Jinja(**request["template"])
         assert jinja is not None

@@ -30,6 +30,7 @@ _BATCH_BYTES = 1 << 20
 
 
 _SHOWN = 5  # rows that are skipped, by file and line
+_SHOWN_CHARACTERS = 500
 
 
 def _sum(counts: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
@@ -257,7 +258,7 @@ class _Sequences:
 
     def skip(self, fault: str) -> None:
         """Count a row that cannot be used."""
-        self._left_out += LeftOut(skipped=1, faults=(fault,))
+        self._left_out += LeftOut(skipped=1, faults=(fault[:_SHOWN_CHARACTERS],))
 
     def add(self, piece: Piece, ids: Ids, ignored: Mapping[str, int]) -> None:
         """Add a conversation, which may have several parts. `ignored`: answers that are not trained on, by reason."""
