@@ -158,7 +158,7 @@ class DiLoCo:
         self._evaluate = None if evaluate is None else partial(reported_by, evaluate)
         self._initial, self._scaler = initial, scaler
         if data is not None and run.spec.data.private:
-            data = data.model_copy(update={"digest": None})
+            data = data.of_private_data()
         tensors, device = tensor_specs(model), next(model.parameters()).device
         facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
         self._tell: HostDetail = tell
@@ -379,7 +379,7 @@ class DiLoCo:
         data = open_training_set(spec, stop=self.client.stop)
         self._resources.callback(data.close)
         summary = data.summary
-        self._membership.describe(summary.model_copy(update={"digest": None}) if spec.data.private else summary)
+        self._membership.describe(summary.of_private_data() if spec.data.private else summary)
         return data
 
     def unit_sampler(self, dataset: Sized, micro_batch: int | None = None) -> UnitSampler:

@@ -21,6 +21,9 @@ class DataSummary(RequestModel):
 
     `unit_tokens` is the weight of a unit of conversations in the mean: how many tokens of one are trained on, averaged
     over the set and rounded. Null for text, where every unit has `batch_size` · `sequence_length`.
+
+    `crlf` is the name of the first text file in which lines end with CRLF, as on Windows. It explains a difference and
+    is not compared. Null if there is none, or if it is unknown.
     """
 
     digest: HexDigest | None = None
@@ -28,6 +31,11 @@ class DataSummary(RequestModel):
     tokenizer: Annotated[str, Field(max_length=4096)] | None = None
     tokenizer_digest: HexDigest | None = None
     unit_tokens: Annotated[int, Field(gt=0, le=MAX_UNIT_TOKENS)] | None = None
+    crlf: Annotated[str, Field(max_length=4096)] | None = None
+
+    def of_private_data(self) -> "DataSummary":
+        """Return it without what is derived from the text."""
+        return self.model_copy(update={"digest": None, "crlf": None})
 
     @model_serializer(mode="wrap")
     def _without_nulls(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -54,7 +62,7 @@ def data_difference(worker: DataSummary | None, run: DataSummary | None, spec: D
     if spec.private or _identity(worker) == _identity(run):
         return None
     return (
-        f"this worker's training set ({_data(worker)}) is not the run's ({_data(run)}); "
+        f"this worker's training set ({_data(worker)}) is not the run's ({_data(run)}){_line_ends(worker, run)}; "
         f"data.source = {spec.source!r} must have the same files everywhere; for a token set, `outerstep data "
         "show DIR` shows its digest and what it was made of"
     )
@@ -62,6 +70,18 @@ def data_difference(worker: DataSummary | None, run: DataSummary | None, spec: D
 
 def _identity(data: DataSummary | None) -> object:
     return data and (data.digest, data.units, data.unit_tokens)
+
+
+def _line_ends(worker: DataSummary | None, run: DataSummary | None) -> str:
+    """Return how the ends of lines differ, if only one of the two has seen CRLF."""
+    here, there = (data and data.crlf for data in (worker, run))
+    if (here is None) == (there is None):
+        return ""
+    where = "this worker, but nowhere on the first" if there is None else "the first worker, but nowhere on this one"
+    return (
+        f": lines of {here or there} end with CRLF, as on Windows, on {where}. Convert them, for example with dos2unix, "
+        "or set git's core.autocrlf to false"
+    )
 
 
 def _tokenizer(data: DataSummary) -> str:

@@ -15,7 +15,8 @@ from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import DATA, TENSORS, Member, spec_toml
 from protocol.errors import Problem
 from protocol.fragments import TensorSpec
-from protocol.messages import DataSummary, FrozenSummary, JoinRequest, LeaveRequest, Metrics
+from protocol.messages import DataSummary, FrozenSummary, JoinRequest, LeaveRequest, Metrics, data_difference
+from protocol.spec.sections import DataSpec
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
 from tests.support.waiting import PATIENCE_S
 
@@ -121,6 +122,22 @@ def test_another_training_set_is_refused_and_both_are_named(
     assert "python-stdlib" in detail
     assert ("cdcd" in detail) == (data is not None)
     assert "`outerstep data show DIR`" in detail
+
+
+def test_other_line_ends_are_named_with_their_file(shared: InThread, run: str) -> None:
+    """Git on Windows writes CRLF. The digest alone did not say so, on either side."""
+    shared.create_run(spec_toml(run))
+    windows = DATA.model_copy(update={"digest": "cd" * 32, "crlf": "deep/a.txt"})
+    enlist(shared, run, "w")
+    detail = problem(Member(shared.client(), run, "v", data=windows).ask_to_join(), "data-mismatch")["detail"]
+    assert "lines of deep/a.txt end with CRLF, as on Windows, on this worker, but nowhere on the first" in detail
+    said = data_difference(DATA, windows, DataSpec()) or ""
+    assert "lines of deep/a.txt end with CRLF, as on Windows, on the first worker, but nowhere on this one" in said
+    both = data_difference(windows, windows.model_copy(update={"units": 9}), DataSpec())
+    assert "is not the run's" in (both or "")
+    assert "CRLF" not in (both or "")
+    same = DATA.model_copy(update={"crlf": "a.txt"})
+    assert data_difference(DATA, same, DataSpec()) is None, "of a token set nobody knows"
 
 
 FROZEN = FrozenSummary(digest="ab" * 32, elements=5)

@@ -184,6 +184,17 @@ def test_the_remedy_for_a_table_makes_the_same_set(tmp_path: Path, name: str, mo
     assert digest_of(source.with_suffix(".jsonl"), "bytes", tmp_path / "set") == OF_LINES[1]
 
 
+def test_the_first_file_with_crlf_is_reported(tmp_path: Path) -> None:
+    write_texts(tmp_path / "text")
+    assert open_training_set(spec(tmp_path / "text")).summary.crlf is None
+    for name in ("3.txt", "5.txt"):
+        file = tmp_path / "text" / name
+        file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    summary = open_training_set(spec(tmp_path / "text")).summary
+    assert summary.crlf == "3.txt"
+    assert summary.of_private_data().model_dump() == {"units": summary.units}, "nothing of the text is sent"
+
+
 # --- links --------------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from worker.data.fetching.remote_set import CacheSettings, open_remote_set
 from worker.data.fetching.shard_cache import cache_directory
 from worker.data.sources.files import NamedFiles, changed, held_out_names, holdout_note, source_files
 from worker.data.sources.hub import PREFIX
-from worker.data.sources.kinds import BIN, HUB, TEXT, kind_of_files
+from worker.data.sources.kinds import BIN, COMPRESSED_TEXT, HUB, TEXT, first_with_crlf, kind_of_files
 from worker.data.tokens import bin_files
 from worker.data.tokens.index import FILE, Index, check_sizes, check_tokenizer, is_token_set, read_index
 from worker.data.tokens.preparing import Progress, prepare, recipe_of
@@ -76,6 +76,9 @@ def open_training_set(
         check(opened.vocabulary)
     else:
         opened = _open_text(spec, kind, tokenizer, check, stop)
+        if kind in (TEXT, COMPRESSED_TEXT):
+            crlf = first_with_crlf(source_files(data.source))
+            opened.summary = opened.summary.model_copy(update={"crlf": crlf})
     if (note := holdout_note(opened.tokens[1], opened.tokens[0], asked)) is not None:
         log.warning("data.source = %r: %s", data.source, note)
     return opened
