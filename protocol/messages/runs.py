@@ -79,8 +79,8 @@ def _line_ends(worker: DataSummary | None, run: DataSummary | None) -> str:
         return ""
     where = "this worker, but nowhere on the first" if there is None else "the first worker, but nowhere on this one"
     return (
-        f": lines of {here or there} end with CRLF, as on Windows, on {where}. Convert them, for example with dos2unix, "
-        "or set git's core.autocrlf to false"
+        f": lines of {here or there} end with CRLF, as on Windows, on {where}. Convert them, for example with "
+        "dos2unix, or set git's core.autocrlf to false"
     )
 
 

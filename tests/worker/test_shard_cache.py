@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,6 +83,32 @@ def test_a_try_goes_on_where_the_last_one_broke_off(tmp_path: Path) -> None:
     with ShardCache(tmp_path, 10 * SIZE, retry()).open(shelf.wanted(1)) as file:
         assert file.read() == content(1)
     assert shelf.read == [(1, 0), (1, 70_000), (1, 70_000), (1, 90_000)]
+
+
+def test_nobody_asks_for_a_shard_before_the_server_wants_to_be_asked(tmp_path: Path) -> None:
+    """A second fetcher asked at once when it got the lock of the first, which waited for Retry-After."""
+    shelf, now, slept = Shelf(_1=[40_000, Transient("429", retry_after_s=20)]), [time.time() + 1000], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        assert len(shelf.read) == 2, "nobody asks in the meantime"
+        if len(slept) == 2:  # both wait; then the time is over
+            now[0] += 20
+
+    def waiting(seconds: float) -> None:
+        """The first waits for Retry-After, and the second comes."""
+        if len(shelf.read) == 2:
+            sleep(seconds)
+            other.fetch(shelf.wanted(1))
+
+    first, other = (
+        ShardCache(tmp_path, 10 * SIZE, Retry(threading.Event(), sleep=each, rng=random.Random(0)), lambda: now[0])
+        for each in (waiting, sleep)
+    )
+    first.fetch(shelf.wanted(1))
+    assert shelf.read == [(1, 0), (1, 40_000), (1, 40_000)]
+    assert slept == [20, pytest.approx(20)]
+    assert names(tmp_path) == digests(1)
 
 
 @pytest.mark.covers("security:changed-data", "security:hostile-data-server")

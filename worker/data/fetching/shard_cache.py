@@ -8,7 +8,8 @@ Files are named by their digest. So workers, runs and sets share identical shard
 The process that fetches a part locks it (flock); others that want the same shard wait instead of fetching it again. The
 kernel releases the locks of a process that ends, so the next process resumes the part of one that was killed. A part
 counts with its final size, and the same lock is held while counting and beginning a part, so the size limit holds
-however many workers fetch.
+however many workers fetch. If a server asks to wait (Retry-After), the part's modification time is set to the end of
+that time, before which nobody asks for the shard again.
 
 Room is made by deleting the least recently used shards: within an epoch no shard is used again later, so these are the
 least needed. A worker that has a deleted shard open can still read it. A prefetched shard leaves room for shards that
@@ -20,6 +21,7 @@ import fcntl
 import logging
 import os
 import re
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ from outerstep.common.files import FULL, free_bytes, naming, try_lock
 from outerstep.common.quantities import bytes_text
 from protocol.errors import Transient
 from worker.errors import DataError, NoRoom, Stopped
-from worker.line.retry import Retry, Signal
+from worker.line.retry import RETRY_AFTER_CAP_S, Retry, Signal
 
 _CHUNK_BYTES = 1 << 20
 _LOCK_POLL_S = 0.2  # while another worker fetches the same shard
@@ -87,8 +89,8 @@ class ShardCache:
     """The cache in `directory`, of at most `limit_bytes`. Thread-safe. Transient faults are retried by `retry`. Raises
     DataError immediately if the directory is not writable."""
 
-    def __init__(self, directory: Path, limit_bytes: int, retry: Retry) -> None:
-        self._directory, self.limit_bytes, self.retry = directory, limit_bytes, retry
+    def __init__(self, directory: Path, limit_bytes: int, retry: Retry, clock: Callable[[], float] = time.time) -> None:
+        self._directory, self.limit_bytes, self.retry, self._clock = directory, limit_bytes, retry, clock
         self._verified: set[str] = set()
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -164,7 +166,7 @@ class ShardCache:
                 return
             hasher = blake3()
             begun = size = _hash_into(hasher, part)
-            for chunk in shard.read(size) if size < shard.size else ():
+            for chunk in self._read(shard, size, part) if size < shard.size else ():
                 if self.retry.stop.is_set():
                     raise Stopped("stopped while fetching a shard")
                 _write(part, chunk)
@@ -182,6 +184,20 @@ class ShardCache:
             with self._locked():  # a process making room or beginning the same shard sees either the part or the shard
                 os.rename(str(part.name), self._directory / shard.digest)
             self._verified.add(shard.digest)
+
+    def _read(self, shard: RemoteShard, start: int, part: IO[bytes]) -> Iterator[bytes]:
+        """Yield the shard's bytes from `start`, unless its server has asked any fetcher to wait, and remember if it
+        asks now. Raises Transient."""
+        wait_s = os.fstat(part.fileno()).st_mtime - self._clock()
+        if 0 < wait_s <= RETRY_AFTER_CAP_S:  # longer: the clock was set back
+            raise Transient(f"{shard.name}: the server has asked to wait", retry_after_s=wait_s)
+        try:
+            yield from shard.read(start)
+        except Transient as error:
+            if error.retry_after_s is not None:
+                until = self._clock() + min(error.retry_after_s, RETRY_AFTER_CAP_S)
+                os.utime(part.fileno(), (until, until))
+            raise
 
     @contextmanager
     def _part(self, shard: RemoteShard, keep: Mapping[str, int]) -> Iterator[IO[bytes] | None]:
