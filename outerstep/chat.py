@@ -11,6 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from outerstep.models import load_export
 from protocol.spec.model import MAX_PARAMETERS
+from worker.allowing import NOTHING, OF_MODEL, Allowed, permit
 from worker.data.tokens.conversations import ChatTemplate, load_chat_template, no_template
 from worker.data.tokens.rendering import renderer
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
@@ -131,25 +132,32 @@ def of_run(
     token: str,
     device: str,
     state: int | None,
-    factories: tuple[str, ...] = (),
+    allowed: Allowed = NOTHING,
     max_parameters: int = MAX_PARAMETERS,
+    ask: Callable[[str], bool] | None = None,
 ) -> tuple[nn.Module, Tokenizer]:
     """Return the model of a run before round `state` (None: the latest checkpoint), on `device`, and its tokenizer.
-    Raises DataError if this machine does not have it, ValueError for an unknown device, and what `load_checkpoint`
-    raises."""
+    Code and places that its spec names must be `allowed`, or the owner says yes to `ask`. Raises NotAllowed, DataError
+    if this machine does not have the tokenizer, ValueError for an unknown device, and what `load_checkpoint` raises."""
     client = Client(http, run, token)
     found = choose_device(device)
-    tokenizer = tokenizer_of(client.run_detail())
+    detail = client.run_detail()
+    allowed = permit(detail.spec, allowed, ask, (*OF_MODEL, "data.tokenizer"))
+    tokenizer = tokenizer_of(detail)
     if tokenizer is None:
         raise DataError(f"the tokenizer of the run {run} is not on this machine; export the run on a worker's machine")
-    return load_checkpoint(client, state, factories, max_parameters).to(found), tokenizer
+    return load_checkpoint(client, state, allowed.factories, max_parameters).to(found), tokenizer
 
 
 def of_export(
-    directory: Path, device: str, factories: tuple[str, ...] = (), max_parameters: int = MAX_PARAMETERS
+    directory: Path,
+    device: str,
+    allowed: Allowed = NOTHING,
+    max_parameters: int = MAX_PARAMETERS,
+    ask: Callable[[str], bool] | None = None,
 ) -> tuple[nn.Module, Tokenizer]:
     """Return the model in a directory written by `outerstep run export`, on `device`, and its tokenizer. Raises what
     `load_export` raises, DataError if there is no tokenizer, and ValueError for an unknown device."""
     found = choose_device(device)
-    model = load_export(directory, factories=factories, max_parameters=max_parameters)
+    model = load_export(directory, None, allowed, max_parameters, ask)
     return model.to(found), load_tokenizer(str(directory))

@@ -23,6 +23,7 @@ from outerstep.models import check_tokenizer, held_out_data, load_export, loss_o
 from protocol.errors import SpecError
 from protocol.messages import DataSummary, RunDetail
 from protocol.spec.run import RunSpec, parse_spec
+from worker.allowing import OF_DATA, OF_MODEL, allowed_by, permit
 from worker.data.tokens.tokenizer import FILE, load_tokenizer
 from worker.data.training_set import Sequences
 from worker.errors import DataError, ModelError
@@ -93,17 +94,19 @@ def measure(
     *,
     average: int = 1,
     report: Callable[[str], object] = lambda name: None,
+    ask: Callable[[str], bool] | None = None,
 ) -> Measured:
     """Measure the held-out losses of all contenders on the data of the first one that names any. `average`: how many
     of a run's last states are averaged before measuring. `report` is called with each contender's name before it is
-    measured. `http` is needed for runs.
+    measured. `http` is needed for runs. `ask` asks the machine's owner about what a spec names and `box` does not
+    allow.
 
     Raises NotAllowed, DataError, ModelError, ValueError if this machine lacks the device, and what
     `worker.export.load_checkpoint` raises.
     """
     logging.disable_progress_bar()
     device = choose_device(box.device)
-    spec, data = _data_of(contenders, box)
+    spec, data = _data_of(contenders, box, ask)
     notes = [note for each in contenders if (note := _check_ids(each, spec.data.source, data.summary)) is not None]
     most = spec.evaluation.max_tokens
     known = data.held_out_documents(most)
@@ -111,7 +114,7 @@ def measure(
     found = []
     for each in contenders:
         report(each.name)
-        model = _load(each, http, token, box, average)
+        model = _load(each, http, token, box, average, ask)
         loss = loss_of(model, data, spec.data, device)
         batches = zip(data.held_out_batches(most), documents, strict=True)
         found.append(losses(loss, batches, device, micro_batches(spec.data)))
@@ -126,13 +129,17 @@ def measure(
     return Measured(found, unit, data.bytes_per_token, notes)
 
 
-def _data_of(contenders: Sequence[Contender], box: BoxSettings) -> tuple[RunSpec, Sequences]:
+def _data_of(
+    contenders: Sequence[Contender], box: BoxSettings, ask: Callable[[str], bool] | None
+) -> tuple[RunSpec, Sequences]:
     for each in contenders:
         if each.run is not None:
+            permit(each.run.spec, allowed_by(box), ask, OF_DATA)
             return each.run.spec, held_out_data(each.run.spec, box, f"run {each.run.name}", each.run.data)
     for each in contenders:
         if each.directory is not None and (each.directory / "spec.toml").is_file():
             spec = _spec_in(each.directory)
+            permit(spec, allowed_by(box), ask, OF_DATA)
             return spec, held_out_data(spec, box, str(each.directory), None)
     raise DataError(
         "none of these names its held-out text: compare with a run, or with a directory that `outerstep run export` "
@@ -162,13 +169,21 @@ def _check_ids(each: Contender, source: str, ours: DataSummary) -> str | None:
     return None
 
 
-def _load(each: Contender, http: httpx.Client | None, token: str, box: BoxSettings, average: int) -> nn.Module:
+def _load(
+    each: Contender,
+    http: httpx.Client | None,
+    token: str,
+    box: BoxSettings,
+    average: int,
+    ask: Callable[[str], bool] | None,
+) -> nn.Module:
     if each.run is None:
         assert each.directory is not None
-        return load_export(each.directory, None, box.allow_factory, box.max_parameters)
+        return load_export(each.directory, None, allowed_by(box), box.max_parameters, ask)
     assert http is not None
+    allowed = permit(each.run.spec, allowed_by(box), ask, OF_MODEL)
     client = Client(http, each.run.name, token)
-    return load_checkpoint(client, each.state, box.allow_factory, box.max_parameters, average)
+    return load_checkpoint(client, each.state, allowed.factories, box.max_parameters, average)
 
 
 @torch.no_grad()

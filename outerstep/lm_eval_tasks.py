@@ -1,6 +1,6 @@
 """lm-eval's tasks on an exported model. Importing this needs lm-eval and the worker's libraries."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,23 @@ from transformers import AutoTokenizer
 from outerstep.models import load_export
 from protocol.errors import SpecError
 from protocol.spec.run import parse_spec
+from worker.allowing import NOTHING, Allowed
 from worker.errors import ModelError
 from worker.starting import choose_device
 
 
 def run_tasks(
-    directory: Path, tasks: Sequence[str], device: str, factories: tuple[str, ...] = ()
+    directory: Path,
+    tasks: Sequence[str],
+    device: str,
+    allowed: Allowed = NOTHING,
+    ask: Callable[[str], bool] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return lm-eval's metrics of an export, by task. A task is the name of one of lm-eval's, or a YAML file. Only code
-    in `factories` may be run to build the model. For a model that was trained on conversations, tasks are rendered by
-    its chat template.
+    """Return lm-eval's metrics of an export, by task. A task is the name of one of lm-eval's, or a YAML file. Code and
+    places that the export's spec names must be `allowed`, or the owner says yes to `ask`. For a model that was trained
+    on conversations, tasks are rendered by its chat template.
 
-    Raises ModelError for a directory without a tokenizer or model, ValueError for an unknown task.
+    Raises NotAllowed, ModelError for a directory without a tokenizer or model, ValueError for an unknown task.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -32,7 +37,7 @@ def run_tasks(
         raise ModelError(f"{directory} has no tokenizer, which lm-eval's tasks need: {error}") from error
     manager = TaskManager()
     chosen = [_task(task, manager) for task in tasks]
-    loaded = load_export(directory, factories=factories).to(choose_device(device))
+    loaded = load_export(directory, None, allowed, ask=ask).to(choose_device(device))
     model = HFLM(pretrained=loaded, tokenizer=tokenizer)
     conversational = tokenizer.chat_template is not None and _row_format(directory) == "chat"
     found = simple_evaluate(model=model, tasks=chosen, task_manager=manager, apply_chat_template=conversational)

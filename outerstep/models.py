@@ -1,5 +1,6 @@
 """A run's model outside of training: exported, evaluated, or pinned. Importing this needs torch and transformers."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from protocol.messages import DataSummary, Evaluation, RunDetail
 from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import DataSpec, PinSpec
-from worker.allowing import allowed_by, permit, permit_factory
+from worker.allowing import NOTHING, OF_DATA, OF_MODEL, Allowed, allowed_by, permit
 from worker.box import base_of, check_suited, shard_cache, summary_of_frozen
 from worker.data.open_training_set import open_training_set
 from worker.data.tokens.index import described
@@ -50,22 +51,24 @@ def evaluate_model(
     *,
     state: int | None = None,
     exported: Path | None = None,
+    ask: Callable[[str], bool] | None = None,
 ) -> Evaluation:
     """Return the loss on at most `evaluation.max_tokens` held-out tokens, of the run's model before round `state`
     (None: the latest checkpoint) or of an export.
 
-    `box` gives the device, the data and their cache, and the allowed code. If it names no data, `data.source` must be
-    the data that the run is trained on. Raises NotAllowed, DataError, ModelError, ValueError if this machine lacks the
-    device, and what `worker.export.load_checkpoint` raises.
+    `box` gives the device, the data and their cache, and what the spec may name; for the rest, `ask` asks the machine's
+    owner. If it names no data, `data.source` must be the data that the run is trained on. Raises NotAllowed, DataError,
+    ModelError, ValueError if this machine lacks the device, and what `worker.export.load_checkpoint` raises.
     """
     logging.disable_progress_bar()
     device = choose_device(box.device)
+    allowed = permit(run.spec, allowed_by(box), ask, OF_DATA if exported else (*OF_MODEL, *OF_DATA))
     data = held_out_data(run.spec, box, f"run {run.name}", run.data)
     client = Client(http, run.name, token)
     if exported is None:
-        model = load_checkpoint(client, state, box.allow_factory, box.max_parameters)
+        model = load_checkpoint(client, state, allowed.factories, box.max_parameters)
     else:
-        model = load_export(exported, run, box.allow_factory, box.max_parameters)
+        model = load_export(exported, run, allowed, box.max_parameters, ask)
     loss = loss_of(model, data, run.spec.data, device)
     report = evaluate(model, data, run.spec.evaluation.max_tokens, device, loss, micro_batches(run.spec.data))
     return Evaluation(**report.model_dump())
@@ -127,18 +130,19 @@ def check_tokenizer(name: str, theirs: DataSummary, source: str, ours: DataSumma
 def load_export(
     directory: Path,
     run: RunDetail | None = None,
-    factories: tuple[str, ...] = (),
+    allowed: Allowed = NOTHING,
     max_parameters: int = MAX_PARAMETERS,
+    ask: Callable[[str], bool] | None = None,
 ) -> nn.Module:
     """Return the model in a directory written by `outerstep run export`, on the CPU; adapters are merged into the model
-    that they belong to. Only code in `factories` may be run to build it. Raises NotAllowed, and ModelError, also if
-    `run` trains adapters on a different model."""
+    that they belong to. Code and places that its spec names must be `allowed`, or the owner says yes to `ask`. Raises
+    NotAllowed, and ModelError, also if `run` trains adapters on a different model."""
     try:
         if (directory / CONFIG).is_file():
             model = _transformers_model(directory)
         else:
             spec = parse_spec((directory / "spec.toml").read_text())
-            permit_factory(spec, factories)
+            permit(spec, allowed, ask, OF_MODEL)
             model = build_model(spec, HOST, max_parameters)
             if (directory / ADAPTERS).is_file():
                 if run is not None:
@@ -212,21 +216,24 @@ def export_model(
     state: int | None = None,
     *,
     merge: bool = False,
-    factories: tuple[str, ...] = (),
+    allowed: Allowed = NOTHING,
+    ask: Callable[[str], bool] | None = None,
     max_parameters: int = MAX_PARAMETERS,
     average: int = 1,
 ) -> nn.Module:
     """Write checkpoint `state` of `run` (None: the latest), or the mean of `average` states up to it, into `directory`,
-    and return the model. `merge`: merge its adapters; `factories`: code that may be run to build it.
+    and return the model. `merge`: merge its adapters. Code and places that its spec names must be `allowed`, or the
+    owner says yes to `ask`.
 
-    Retries for ever while the coordinator is unreachable. Raises what `worker.export.export` raises.
+    Retries for ever while the coordinator is unreachable. Raises NotAllowed, and what `worker.export.export` raises.
     """
     logging.disable_progress_bar()  # it lasts an instant, and would disturb our own display
     client = Client(http, run, token)
+    allowed = permit(client.run_detail().spec, allowed, ask, (*OF_MODEL, "data.tokenizer"))
     return export(
         *(client, directory, state),
         merge=merge,
-        factories=factories,
+        factories=allowed.factories,
         max_parameters=max_parameters,
         average=average,
     )

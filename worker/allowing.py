@@ -13,7 +13,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,8 @@ from worker.errors import DataError, NotAllowed
 from worker.settings import BoxSettings
 
 ALLOW_FACTORY, DATA_ROOT = "--allow-factory", "--data-root"
+OF_MODEL, OF_DATA = ("model.factory", "model.pretrained"), ("data.source", "data.tokenizer")
+ALL = (*OF_MODEL, *OF_DATA, "inner.optimizer")  # the keys of a spec that name code or places
 _SCRIPT = "custom"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _LINKS_AT_ONCE = 8  # that are reported and asked about
@@ -37,8 +39,9 @@ Root = str | Path  # the beginning of an address, or a directory
 
 @dataclass(frozen=True)
 class Refusal:
-    """Something that a spec asks for and that is not allowed, and the option that allows it."""
+    """Something that the `key` of a spec asks for and that is not allowed, and the option that allows it."""
 
+    key: str
     what: str
     option: str
     value: str
@@ -59,35 +62,40 @@ class Allowed:
         return replace(self, factories=(*self.factories, *code), roots=(*self.roots, *roots))
 
 
+NOTHING = Allowed()
+
+
 def allowed_by(settings: BoxSettings) -> Allowed:
     """Return what a worker's settings allow."""
     return Allowed(settings.allow_factory, settings.data_root, own_source=settings.data is not None)
 
 
-def permit(spec: RunSpec, allowed: Allowed, ask: Callable[[str], bool] | None = None) -> None:
-    """Return if everything the spec asks for is allowed, or if the owner allows it now: `ask` asks a yes-or-no
-    question; None if nobody can be asked. Raises NotAllowed, and DataError for places that cannot exist."""
-    while refused := not_allowed(spec, allowed):
+def permit(
+    spec: RunSpec, allowed: Allowed, ask: Callable[[str], bool] | None = None, keys: Sequence[str] = ALL
+) -> Allowed:
+    """Return what is allowed once everything that `keys` of the spec ask for is, or if the owner allows it now: `ask`
+    asks a yes-or-no question; None if nobody can be asked. Raises NotAllowed, and DataError for places that cannot
+    exist."""
+    while refused := [each for each in not_allowed(spec, allowed) if each.key in keys]:
         refusal = f"the run {spec.name} asks for what the owner of this machine has not allowed: "
         refusal += "; ".join(each.what for each in refused)
         if ask is None or not ask(f"{refusal}. Allow it?"):
             raise NotAllowed(f"{refusal}. If you trust the author of its spec, add: {as_options(refused)}")
         allowed = allowed.including(refused)
+    return allowed
 
 
 def permit_factory(spec: RunSpec, factories: tuple[str, ...]) -> None:
     """Return if the spec's model can be built without code outside `factories`. Raises NotAllowed."""
-    if refused := [each for each in _code(spec, factories) if each.value == spec.model.factory]:
+    if refused := [each for each in _code(spec, factories) if each.key == "model.factory"]:
         raise NotAllowed(f"{refused[0].what}. If you trust its author, add: {as_options(refused)}")
 
 
 def permit_data(spec: RunSpec, roots: tuple[str, ...], *, own_source: bool) -> None:
     """Return if the spec's data and tokenizer are below `roots`; `own_source`: the source is the owner's own. Raises
     NotAllowed, and DataError for places that cannot exist."""
-    refused = [
-        each for each in not_allowed(spec, Allowed((), roots, own_source=own_source)) if each.option == DATA_ROOT
-    ]
-    if refused := [each for each in refused if each.what.startswith("data.")]:
+    found = not_allowed(spec, Allowed((), roots, own_source=own_source))
+    if refused := [each for each in found if each.key in OF_DATA]:
         places, needed = "; ".join(each.what for each in refused), [each.value for each in refused]
         raise NotAllowed(f"{places}. If you trust the author of the spec, give training_set(data_root={needed})")
 
@@ -114,7 +122,7 @@ def not_allowed(spec: RunSpec, allowed: Allowed) -> list[Refusal]:
 def _code(spec: RunSpec, factories: tuple[str, ...]) -> Iterator[Refusal]:
     for key, name in (("model.factory", spec.model.factory), ("inner.optimizer", spec.inner.optimizer)):
         if name is not None and name not in OPTIMIZERS and name not in factories:
-            yield Refusal(f"{key} = {name!r} is code that would run here", ALLOW_FACTORY, name)
+            yield Refusal(key, f"{key} = {name!r} is code that would run here", ALLOW_FACTORY, name)
 
 
 def _places(spec: RunSpec, roots: list[Root]) -> Iterator[Refusal]:
@@ -161,19 +169,19 @@ def _links(key: str, source: str, roots: list[Root]) -> Iterator[Refusal]:
         if not _is_below(real, roots):
             found.setdefault(real.parent, file)
     for place, file in islice(found.items(), _LINKS_AT_ONCE):
-        yield Refusal(f"{key} = {source!r} has {str(file)!r}, a link into {str(place)!r}", DATA_ROOT, str(place))
+        yield Refusal(key, f"{key} = {source!r} has {str(file)!r}, a link into {str(place)!r}", DATA_ROOT, str(place))
 
 
 def _directory(key: str, name: str, roots: list[Root], *, shown: str | None = None) -> Iterator[Refusal]:
     real = _real(key, name)
     if not _is_below(real, roots):
-        yield Refusal(f"{key} = {shown or name!r} reads files of this machine", DATA_ROOT, str(real))
+        yield Refusal(key, f"{key} = {shown or name!r} reads files of this machine", DATA_ROOT, str(real))
 
 
 def _remote(key: str, name: str, address: str, roots: list[Root]) -> Iterator[Refusal]:
     if not any(isinstance(root, str) and _covers(root, address) for root in roots):
         where = "from the Hugging Face hub" if address.startswith(PREFIX) else "from there"
-        yield Refusal(f"{key} = {name!r} is fetched {where}", DATA_ROOT, address)
+        yield Refusal(key, f"{key} = {name!r} is fetched {where}", DATA_ROOT, address)
 
 
 def _is_below(path: Path, roots: list[Root]) -> bool:

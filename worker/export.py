@@ -14,7 +14,7 @@ from outerstep.common.files import check_new, check_room, new_directory
 from protocol.messages import RunDetail
 from protocol.spec.model import BYTES, MAX_PARAMETERS, ModelSpec
 from worker.allowing import permit_factory
-from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
+from worker.data.tokens.tokenizer import IN_BYTES, Tokenizer, load_tokenizer
 from worker.errors import DataError, ModelError
 from worker.joining.checkpoints import load_bare_parameters, load_parameters
 from worker.link.client import Client
@@ -122,9 +122,19 @@ def _named_as_by_peft(model: nn.Module) -> dict[str, Tensor] | None:
 
 
 def tokenizer_of(run: RunDetail) -> Tokenizer | None:
-    """Return the run's tokenizer; None, with a warning, if this machine does not have it. Bytes have a tokenizer too,
-    with nothing to save."""
-    name = run.spec.data.tokenizer or (run.data.tokenizer if run.data else None)
+    """Return the tokenizer that the run's spec names; None, with a warning, if this machine does not have it. Bytes
+    have a tokenizer too, with nothing to save. What the first worker reports about its data is free text: only the
+    digest in it is used."""
+    name = run.spec.data.tokenizer
+    if name is None and run.data is not None:
+        if run.data.tokenizer == IN_BYTES:
+            name = IN_BYTES
+        elif run.data.tokenizer_digest is not None:
+            log.warning(
+                "exported without a tokenizer: the run's spec has no data.tokenizer; copy a worker's next to the model "
+                "(BLAKE3 %s)",
+                run.data.tokenizer_digest,
+            )
     try:
         tokenizer = None if name is None else load_tokenizer(name)
         if tokenizer and run.data and tokenizer.digest != run.data.tokenizer_digest:

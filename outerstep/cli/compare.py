@@ -10,7 +10,14 @@ import typer
 
 from outerstep import rest
 from outerstep.cli.errors import UsageError, check_not_hidden, import_extra
-from outerstep.cli.options import AllowFactoryOption, Connection, MaxParametersOption, with_connection
+from outerstep.cli.options import (
+    AllowFactoryOption,
+    Connection,
+    DataRootOption,
+    MaxParametersOption,
+    owner_at_terminal,
+    with_connection,
+)
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say
 from outerstep.cli.run.models import AverageOption, box_settings, lm_eval_results
 from outerstep.cli.worker import DataCacheGbOption, DataCacheOption
@@ -53,6 +60,7 @@ def compare(
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the differences into this file.")
     ] = None,
     allow_factory: AllowFactoryOption = None,
+    data_root: DataRootOption = None,
     max_parameters: MaxParametersOption = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
     output: FormatOption = Format.TABLE,
@@ -76,7 +84,7 @@ def compare(
     if average > 1 and all(map(_is_directory, models)):
         raise UsageError("--average is for runs: a directory has one state")
     cache = {"data_cache": data_cache, "data_cache_gb": data_cache_gb}
-    code = {"allow_factory": allow_factory, "max_parameters": max_parameters}
+    code = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
     box = box_settings("outerstep compare", data=data, device=device, **cache, **code)
     comparing = import_extra("outerstep.compare", extra="worker", command="outerstep compare")
     with ExitStack() as stack:
@@ -90,15 +98,19 @@ def compare(
         http, token = (None, "") if client is None else (client.http, connection.token())
         try:
             measured = comparing.measure(
-                contenders, http, token, box, average=average, report=lambda name: say(f"measuring {name}", err=True)
+                contenders,
+                http,
+                token,
+                box,
+                average=average,
+                report=lambda name: say(f"measuring {name}", err=True),
+                ask=owner_at_terminal(),
             )
         except ValueError as error:
             raise UsageError(f"--device: {error}") from error
     differences = [comparing.difference(each, measured.losses[0]) for each in measured.losses[1:]]
     scores = [
-        None
-        if tasks is None or each.directory is None
-        else lm_eval_results(each.directory, tasks, device, box.allow_factory)
+        None if tasks is None or each.directory is None else lm_eval_results(each.directory, tasks, box)
         for each in contenders
     ]
     if plot is not None:

@@ -16,8 +16,6 @@ import typer
 from outerstep import rest
 from outerstep.cli.errors import UsageError
 from outerstep.common.connections import CA_VARIABLE, error_text
-from outerstep.common.quantities import parse_count
-from protocol.spec.model import MAX_PARAMETERS
 from protocol.text import decoded, printable
 
 DEFAULT_URL = "http://127.0.0.1:8470"
@@ -164,14 +162,6 @@ MaxParametersOption = Annotated[
         show_default=False,
     ),
 ]
-
-
-def parse_max_parameters(given: str | None) -> int:
-    """Return the value of MaxParametersOption or its default. Raises UsageError."""
-    try:
-        return MAX_PARAMETERS if given is None else parse_count(given)
-    except ValueError as error:
-        raise UsageError(f"--max-parameters: {error}") from error
 
 
 def owner_at_terminal() -> Callable[[str], bool] | None:

@@ -29,6 +29,7 @@ from worker.errors import ModelError
 from worker.joining.averaging import base_of
 
 RUN = "compared"
+ANYWHERE = ["--data-root", "/"]  # the run's text is in a directory of the test
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +60,14 @@ def exported(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def compared(served: Served, *arguments: str) -> dict[str, Any]:
-    code, out, err = served.outerstep("compare", "--format", "json", *arguments)
+    code, out, err = served.outerstep("compare", "--format", "json", *ANYWHERE, *arguments)
     assert code == 0, err
     found: dict[str, Any] = json.loads(out)
     return found
 
 
 def refused(served: Served, *arguments: str) -> tuple[int, str]:
-    code, out, err = served.outerstep("compare", *arguments)
+    code, out, err = served.outerstep("compare", *ANYWHERE, *arguments)
     assert out == ""
     return code, err
 
@@ -75,7 +76,9 @@ def test_checkpoints_differ_by_what_each_of_them_is_evaluated_at(served: Served)
     found = compared(served, RUN, f"{RUN}@0")
     last, first = found["models"]
     for row, arguments in ((last, []), (first, ["--round", "0"])):
-        evaluated = json.loads(served.outerstep("run", "evaluate", RUN, "--format", "json", *arguments)[1])["held_out"]
+        evaluated = json.loads(served.outerstep("run", "evaluate", RUN, "--format", "json", *ANYWHERE, *arguments)[1])[
+            "held_out"
+        ]
         assert row["loss"] == pytest.approx(evaluated["loss"], abs=1e-5)
         assert row["bits_per_byte"] == pytest.approx(evaluated["bits_per_byte"], abs=1e-5)
     assert found["drawn"]["unit"] == "documents"
@@ -102,7 +105,7 @@ def test_an_export_is_the_run_s_model(served: Served, exported: Path) -> None:
 def test_directories_need_no_coordinator(served: Served, exported: Path, tmp_path: Path) -> None:
     """An export names its text; another model, of transformers, need not."""
     LlamaForCausalLM(LlamaConfig(**shape())).save_pretrained(tmp_path / "untrained")
-    nowhere = ["--url", "http://127.0.0.1:9", "--format", "json"]
+    nowhere = ["--url", "http://127.0.0.1:9", "--format", "json", *ANYWHERE]
     code, out, err = served.outerstep("compare", str(exported), str(tmp_path / "untrained"), *nowhere)
     assert code == 0, err
     assert json.loads(out)["models"][1]["difference"]["low"] > 1
@@ -113,7 +116,7 @@ def test_directories_need_no_coordinator(served: Served, exported: Path, tmp_pat
 def test_a_table_and_a_plot(served: Served, exported: Path, tmp_path: Path) -> None:
     plot = tmp_path / "difference.svg"
     names = [RUN, f"{RUN}@0", str(exported)]
-    code, out, err = served.outerstep("compare", *names, "--plot", str(plot))
+    code, out, err = served.outerstep("compare", *names, *ANYWHERE, "--plot", str(plot))
     assert code == 0, err
     assert [line.split()[0] for line in out.splitlines()[1:4]] == names
     assert "held-out documents" in out.splitlines()[4]

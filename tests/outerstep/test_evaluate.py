@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from harness.coordinator import InThread, coordinator_thread
 from outerstep import models
-from protocol.messages import CheckpointDetail
+from protocol.messages import CheckpointDetail, RunDetail
 from protocol.wire import Payload
 from tests.outerstep.conftest import Served
 from tests.support.file_server import FileServer, file_server
@@ -33,6 +33,7 @@ from worker.data.sources.rows import TextRows
 from worker.data.sources.source import find_source
 from worker.data.tokens.preparing import Recipe, prepare
 from worker.data.tokens.tokenizer import load_tokenizer
+from worker.export import tokenizer_of
 from worker.state.fragments import Fragments
 
 RUN = "evaluated"
@@ -43,19 +44,20 @@ class Trained:
 
     def __init__(self, running: InThread, text: Path) -> None:
         self.running, self.text = running, text
+        self.anywhere = ["--data-root", "/"]  # the run's text is in a directory of the test
         self.served = Served(running.url, running.data_dir, child=None)  # type: ignore[arg-type]
         with running.client() as http:
             self.run = http.get(f"/v1/runs/{RUN}").json()
             self.rounds = http.get(f"/v1/runs/{RUN}/rounds").json()["items"]
 
     def evaluate(self, *arguments: str) -> dict[str, Any]:
-        code, out, err = self.served.outerstep("run", "evaluate", RUN, "--format", "json", *arguments)
+        code, out, err = self.served.outerstep("run", "evaluate", RUN, "--format", "json", *self.anywhere, *arguments)
         assert code == 0, err
         found: dict[str, Any] = json.loads(out)
         return found
 
     def refused(self, *arguments: str) -> tuple[int, str]:
-        code, out, err = self.served.outerstep("run", "evaluate", RUN, *arguments)
+        code, out, err = self.served.outerstep("run", "evaluate", RUN, *self.anywhere, *arguments)
         assert out == ""
         return code, err
 
@@ -84,7 +86,7 @@ def test_a_checkpoint_has_the_loss_that_the_worker_has_measured(trained: Trained
     assert last["held_out"]["bits_per_byte"] == pytest.approx(trained.run["held_out_bits_per_byte"], abs=1e-6)
     assert last["held_out"]["bits_per_byte"] == pytest.approx(last["held_out"]["loss"] / math.log(2))
     assert last["tasks"] == {}
-    code, out, _ = trained.served.outerstep("run", "evaluate", RUN)
+    code, out, _ = trained.served.outerstep("run", "evaluate", RUN, *trained.anywhere)
     assert (code, out.split(" (")[0]) == (0, f"held-out loss {last['held_out']['loss']:.4f}")
 
 
@@ -202,9 +204,61 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
 def test_without_lm_eval_the_line_to_type_is_told(trained: Trained, exported: Path) -> None:
-    code, out, err = trained.served.outerstep("run", "evaluate", RUN, "--export", str(exported), "--tasks", "hellaswag")
+    code, out, err = trained.served.outerstep(
+        "run", "evaluate", RUN, *trained.anywhere, "--export", str(exported), "--tasks", "hellaswag"
+    )
     assert (code, out) == (2, "")
     assert "needs lm_eval, which is not installed; run: pip install 'outerstep[lm-eval]'" in err
+
+
+# --- what a spec may name -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "asked"),
+    [
+        (["run", "export", "{}", "--out", "unused"], ["model.pretrained", "data.tokenizer"]),
+        (["run", "chat", "{}"], ["model.pretrained", "data.tokenizer"]),
+        (["run", "evaluate", "{}"], ["data.source", "model.pretrained", "data.tokenizer"]),
+        (["compare", "{}", "{}@0"], ["data.source", "data.tokenizer"]),
+    ],
+    ids=["export", "chat", "evaluate", "compare"],
+)
+@pytest.mark.covers("security:foreign-data-source")
+def test_no_command_reads_what_a_spec_names_without_permission(
+    trained: Trained, command: list[str], asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of commands that an operator types, only `run pin` asked."""
+    monkeypatch.chdir(tmp_path)
+    name = f"curious-{command[-2] if command[0] == 'compare' else command[1]}".replace("{}", "compare")
+    trained.running.create_run(
+        f'name = "{name}"\nmodel.pretrained = "{tmp_path}/weights"\nsync.rounds = 1\n'
+        f'[data]\nsource = "{tmp_path}/text"\ntokenizer = "{tmp_path}/tokenizer"\n'
+    )
+    places = [tmp_path / each for each in ("weights", "text", "tokenizer")]
+    code, out, err = trained.served.outerstep(*[each.replace("{}", name) for each in command])
+    assert (code, out) == (3, "")
+    for key in asked:
+        assert f"{key} = '{tmp_path}/" in err
+    assert "If you trust the author of its spec, add: --data-root" in err
+    assert not (tmp_path / "unused").exists()
+    assert not any(each.exists() for each in places)
+
+
+def test_of_what_the_first_worker_reports_only_the_digest_is_used(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its name of a tokenizer is free text, and was loaded from the hub or from wherever it said."""
+    loaded: list[str] = []
+    monkeypatch.setattr("worker.export.load_tokenizer", loaded.append)
+    detail = RunDetail.model_validate(trained.run)
+    assert detail.spec.data.tokenizer is None
+    assert detail.data is not None
+    curious = detail.data.model_copy(update={"tokenizer": str(tmp_path), "tokenizer_digest": "0" * 64})
+    assert tokenizer_of(detail.model_copy(update={"data": curious})) is None
+    assert loaded == []
+    assert f"(BLAKE3 {'0' * 64})" in caplog.text
+    assert str(tmp_path) not in caplog.text
 
 
 # --- other tokenizers, adapters, large batches --------------------------------------------------------------------
@@ -288,10 +342,12 @@ def test_adapters_are_evaluated_with_the_model_that_they_belong_to(trained: Trai
     create(trained.running, tmp_path, "adapted", model)
     assert work(trained.running, tmp_path, "adapted") == 0
     directory = tmp_path / "adapters"
-    assert trained.served.outerstep("run", "export", "adapted", "--out", str(directory))[0] == 0
+    assert trained.served.outerstep("run", "export", "adapted", *trained.anywhere, "--out", str(directory))[0] == 0
 
     def loss(*arguments: str) -> float:
-        code, out, err = trained.served.outerstep("run", "evaluate", "adapted", "--format", "json", *arguments)
+        code, out, err = trained.served.outerstep(
+            "run", "evaluate", "adapted", "--format", "json", *trained.anywhere, *arguments
+        )
         assert code == 0, err
         found: float = json.loads(out)["held_out"]["loss"]
         return found
@@ -300,16 +356,22 @@ def test_adapters_are_evaluated_with_the_model_that_they_belong_to(trained: Trai
     assert loss("--export", str(directory)) != pytest.approx(loss("--round", "0"), abs=1e-6)
     weights = (tmp_path / "base" / "model.safetensors").read_bytes()
     save_trained(tmp_path / "base", seed=8)  # whose loss with these adapters is a number as well, and nobody's
-    code, _, said = trained.served.outerstep("run", "evaluate", "adapted", "--export", str(directory))
+    code, _, said = trained.served.outerstep(
+        "run", "evaluate", "adapted", *trained.anywhere, "--export", str(directory)
+    )
     assert (code, "not the model that run adapted trains adapters on" in said) == (3, True), said
     (tmp_path / "base" / "model.safetensors").write_bytes(weights)
     save_trained(tmp_path / "other", seed=8)
     other = f'pretrained = "{tmp_path / "other"}", lora.rank = 2, lora.target_modules = ["q_proj"]'
     create(trained.running, tmp_path, "another", other)  # before any worker of it has told its frozen parameters
-    code, _, said = trained.served.outerstep("run", "evaluate", "another", "--export", str(directory))
+    code, _, said = trained.served.outerstep(
+        "run", "evaluate", "another", *trained.anywhere, "--export", str(directory)
+    )
     assert (code, "not the model that run another trains adapters on" in said) == (3, True), said
     adapters = load_file(directory / "adapter_model.safetensors")
     del adapters[sorted(adapters)[0]]
     save_file(adapters, directory / "adapter_model.safetensors")
-    code, _, said = trained.served.outerstep("run", "evaluate", "adapted", "--export", str(directory))
+    code, _, said = trained.served.outerstep(
+        "run", "evaluate", "adapted", *trained.anywhere, "--export", str(directory)
+    )
     assert (code, "does not have the adapters that spec.toml" in said) == (3, True), said

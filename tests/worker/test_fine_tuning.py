@@ -73,7 +73,7 @@ def test_adapters_are_trained_on_conversations(coordinator: InThread, tmp_path: 
         for directory, merge in (("adapters", False), ("merged", True)):
             export(client, tmp_path / directory, merge=merge)
             assert (tmp_path / directory / "chat_template.jinja").read_text() == CHATML_MARKED
-        again = evaluate_model(http, token, run, BoxSettings(), exported=tmp_path / "merged")
+        again = evaluate_model(http, token, run, BoxSettings(data_root=(str(tmp_path),)), exported=tmp_path / "merged")
     assert again.loss == pytest.approx(run.held_out_loss, rel=1e-4)
     generation = json.loads((tmp_path / "merged" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 283, "<|im_end|>"

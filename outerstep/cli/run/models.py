@@ -13,7 +13,7 @@ from outerstep.cli.options import (
     Connection,
     DataRootOption,
     MaxParametersOption,
-    parse_max_parameters,
+    owner_at_terminal,
     with_connection,
 )
 from outerstep.cli.printing import Format, FormatOption, print_json, say, say_part
@@ -49,6 +49,7 @@ def export(
     ] = None,
     average: AverageOption = 1,
     allow_factory: AllowFactoryOption = None,
+    data_root: DataRootOption = None,
     max_parameters: MaxParametersOption = None,
     merge: Annotated[
         bool, typer.Option("--merge", help="With model.lora: write the whole model instead of only the adapters.")
@@ -61,14 +62,16 @@ def export(
     Needs the worker's libraries (torch, transformers), but no GPU. Adapters are written in peft's format, for the model
     that they were trained on. The run's tokenizer is included; a run on bytes has none: its token ids are the bytes of
     UTF-8 text. A model from your own function is written as model.safetensors next to the spec; so are the trained
-    parameters of a run whose scripts bring the model. If the spec names such a function, --allow-factory must name it
-    too, because it runs on this machine.
+    parameters of a run whose scripts bring the model. Somebody else may have written the spec: such a function, which
+    runs here, must be allowed by --allow-factory, and the places of the tokenizer and of model.pretrained, which are
+    read here, by --data-root. At a terminal you are asked.
 
     \b
     Example:
       outerstep run export my-run --out ./model
     """
-    most = parse_max_parameters(max_parameters)
+    code = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
+    box = box_settings("outerstep run export", **code)
     token = connection.token()
     try:
         check_new(out)
@@ -88,8 +91,9 @@ def export(
                 out,
                 state,
                 merge=merge,
-                factories=tuple(allow_factory or ()),
-                max_parameters=most,
+                allowed=allowed_by("outerstep run export", box),
+                ask=owner_at_terminal(),
+                max_parameters=box.max_parameters,
                 average=average,
             )
         except OSError as error:
@@ -118,6 +122,7 @@ def chat(
     ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
     allow_factory: AllowFactoryOption = None,
+    data_root: DataRootOption = None,
     max_parameters: MaxParametersOption = None,
     *,
     connection: Connection,
@@ -138,15 +143,17 @@ def chat(
         raise UsageError("--round is a checkpoint of a run: leave it out with --export")
     check_not_hidden("worker")
     chats = import_extra("outerstep.chat", extra="worker", command="outerstep run chat")
-    factories, most = tuple(allow_factory or ()), parse_max_parameters(max_parameters)
+    code = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
+    box = box_settings("outerstep run chat", **code)
+    permitted = allowed_by("outerstep run chat", box), box.max_parameters, owner_at_terminal()
     try:
         if run is None:
-            model, tokenizer = chats.of_export(export, device, factories, most)
+            model, tokenizer = chats.of_export(export, device, *permitted)
         else:
             token = connection.token()
             with connection.open() as client:
                 client.run(run)  # fails at once without a coordinator
-                model, tokenizer = chats.of_run(client.http, run, token, device, state, factories, most)
+                model, tokenizer = chats.of_run(client.http, run, token, device, state, *permitted)
     except ValueError as error:
         raise UsageError(f"--device: {error}") from error
     _converse(chats.Chat(model, tokenizer, system=system, max_tokens=max_tokens, temperature=temperature))
@@ -209,6 +216,7 @@ def evaluate(
         ),
     ] = None,
     allow_factory: AllowFactoryOption = None,
+    data_root: DataRootOption = None,
     max_parameters: MaxParametersOption = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
     output: FormatOption = Format.TABLE,
@@ -230,17 +238,18 @@ def evaluate(
     if tasks is not None and export is None:
         raise UsageError("--tasks needs --export: lm-eval runs on the directory that `outerstep run export` writes")
     cache = {"data_cache": data_cache, "data_cache_gb": data_cache_gb}
-    code = {"allow_factory": allow_factory, "max_parameters": max_parameters}
+    code = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
     box = box_settings("outerstep run evaluate", data=data, device=device, **cache, **code)
     token = connection.token()
     with connection.open() as client:
         detail = client.run(run)
         models = import_extra("outerstep.models", extra="worker", command="outerstep run evaluate")
         try:
-            found = models.evaluate_model(client.http, token, detail, box, state=state, exported=export)
+            ask = owner_at_terminal()
+            found = models.evaluate_model(client.http, token, detail, box, state=state, exported=export, ask=ask)
         except ValueError as error:
             raise UsageError(f"--device: {error}") from error
-    measured = {} if tasks is None or export is None else lm_eval_results(export, tasks, device, box.allow_factory)
+    measured = {} if tasks is None or export is None else lm_eval_results(export, tasks, box)
     if output is Format.JSON:
         print_json({"held_out": found, "tasks": measured})
         return
@@ -257,11 +266,19 @@ def box_settings(command: str, **given: Any) -> Any:
     return validated(settings.BoxSettings, said, FLAGS)
 
 
-def lm_eval_results(export: Path, tasks: str, device: str, factories: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """Return lm-eval's results by task."""
+def allowed_by(command: str, box: Any) -> Any:
+    """Return `worker.allowing.Allowed` with what the box settings allow."""
+    return import_extra("worker.allowing", extra="worker", command=command).allowed_by(box)
+
+
+def lm_eval_results(export: Path, tasks: str, box: Any) -> dict[str, dict[str, Any]]:
+    """Return lm-eval's results by task. `box`: what `box_settings` returns."""
     module = import_extra("outerstep.lm_eval_tasks", extra="lm-eval", command="outerstep run evaluate --tasks")
+    allowed = allowed_by("outerstep run evaluate --tasks", box)
     try:
-        results: dict[str, dict[str, Any]] = module.run_tasks(export, tasks.split(","), device, factories)
+        results: dict[str, dict[str, Any]] = module.run_tasks(
+            export, tasks.split(","), box.device, allowed, owner_at_terminal()
+        )
     except ValueError as error:
         raise UsageError(f"--tasks: {error}") from error
     return results
