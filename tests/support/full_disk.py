@@ -151,4 +151,4 @@ def small_disk(folder: Path) -> Iterator[SmallDisk]:
             yield SmallDisk(folder, real=real, patch=patch)
     finally:
         if real:
-            subprocess.run(["umount", str(folder)], check=True)
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -6,7 +6,7 @@ import torch
 
 from tests.support.waiting import PATIENCE_S
 from worker import process
-from worker.line import transfer
+from worker.line import connections, transfer
 from worker.link import client
 
 
@@ -22,8 +22,9 @@ def short_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _time_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that leaves hands in its work, however busy the machine is."""
+def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, a worker that leaves hands in its work, and no connection counts as dead."""
+    monkeypatch.setattr(connections, "SILENT_S", PATIENCE_S)
     monkeypatch.setattr(transfer, "LEAVING_TIMEOUT", httpx.Timeout(PATIENCE_S))
     monkeypatch.setattr(process, "HAND_IN_S", PATIENCE_S)
     monkeypatch.setattr(process, "LEAVE_WITHIN_S", PATIENCE_S)
