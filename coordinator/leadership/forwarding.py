@@ -53,7 +53,7 @@ _HOP = frozenset(
         "upgrade",
         TICKET_HEADER,
         BLOB_HEADER.lower(),
-        # What a standby would be believed, as a proxy in front of the leader is.
+        # The leader would believe these from a standby that is one of its `proxies`.
         "forwarded",
         "x-forwarded-for",
         "x-forwarded-proto",
