@@ -244,7 +244,7 @@ def _holdout_note(index: Any, asked: float | None) -> str | None:
     """Return a sentence if another share is held out than was `asked` for; None: unknown."""
     files = _load("worker.data.sources.files", command="outerstep data")
     held_out, training = (sum(each.tokens for each in shards) for shards in (index.held_out, index.training))
-    note: str | None = files.holdout_note(held_out, training, asked)
+    note: str | None = files.holdout_note(held_out, training, asked, _sum([each.documents for each in index.shards]))
     return note
 
 

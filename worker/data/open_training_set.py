@@ -67,6 +67,7 @@ def open_training_set(
         check(remote.vocabulary)
         return remote
     asked: float | None = data.holdout
+    documents: int | None = None
     if prepared:
         asked, opened = None, open_token_set(spec, directory, tokenizer)
         check(opened.vocabulary)
@@ -77,9 +78,10 @@ def open_training_set(
     else:
         opened = _open_text(spec, kind, tokenizer, check, stop)
         if kind in (TEXT, COMPRESSED_TEXT):
-            crlf = first_with_crlf(source_files(data.source))
+            files = source_files(data.source)
+            documents, crlf = len(files), first_with_crlf(files)
             opened.summary = opened.summary.model_copy(update={"crlf": crlf})
-    if (note := holdout_note(opened.tokens[1], opened.tokens[0], asked)) is not None:
+    if (note := holdout_note(opened.tokens[1], opened.tokens[0], asked, documents)) is not None:
         log.warning("data.source = %r: %s", data.source, note)
     return opened
 

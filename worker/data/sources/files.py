@@ -19,7 +19,8 @@ PYTHON_STDLIB = "python-stdlib"
 _SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _BUILD_SPECIFIC = "_sysconfigdata"  # these files describe the machine that Python was built on
 
-_FAR = 3  # factor from the share that was asked for, from which on it is noted
+_FAR = 3  # times the share that was asked for, or a third of it, is noted
+_ONE = 1.25  # times the share of one document of equal ones is not
 
 NamedFiles = list[tuple[str, Path]]
 
@@ -106,18 +107,23 @@ def held_out_names(names: Iterable[str], holdout: float) -> set[str]:
     return {name for name in draws if draws[name] < limit}
 
 
-def holdout_note(held_out: int, training: int, asked: float | None) -> str | None:
+def holdout_note(held_out: int, training: int, asked: float | None, documents: int | None) -> str | None:
     """Return a sentence if the share of held-out tokens is far from the one that was `asked` for, or above a half if
-    that is unknown (None); otherwise None. Documents are held out as a whole, however long they are."""
+    that is unknown (None); otherwise None.
+
+    Documents are held out as a whole, however long they are. So one of a few `documents` of the same size is no reason
+    for a note. None: their number is unknown.
+    """
     share = held_out / max(held_out + training, 1)
-    if asked is not None and held_out and not asked / _FAR <= share <= asked * _FAR:
-        return (
-            f"{share:.1%} of the tokens are held out, not {asked:.1%}: whole documents are held out, such as text "
-            "files, and these are few or differ much in size. Split the large ones, or choose what is held out with "
-            "`outerstep data prepare --held-out`"
-        )
+    if asked is None:
+        return f"{share:.1%} of the tokens are held out, more than are trained on" if share > 0.5 else None
+    most = max(asked * _FAR, _ONE / documents if documents else 0)
+    if not held_out or asked / _FAR <= share <= most:
+        return None
     return (
-        f"{share:.1%} of the tokens are held out, more than are trained on" if asked is None and share > 0.5 else None
+        f"{share:.1%} of the tokens are held out, not {asked:.1%}: documents are held out as a whole, also text files, "
+        "and differ much in size; of .bin files, the end of the last one is. Split the large ones, or choose what is held "
+        "out with `outerstep data prepare --held-out`"
     )
 
 
