@@ -98,6 +98,15 @@ UTF_16 = "UTF-16, not UTF-8: convert it with `iconv -f UTF-16 -t UTF-8`"
 REFUSED = {
     "array.json": (json.dumps(ROWS).encode(), "array.json is not text but a JSON array; .*load_dataset"),
     "pretty.json": (json.dumps(ROWS, indent=1).encode(), "pretty.json is not text but a JSON array; .*load_dataset"),
+    "array.jsonl": (json.dumps(ROWS, indent=1).encode(), "array.jsonl is not text but a JSON array; .*load_dataset"),
+    "array.json.gz": (
+        gzip.compress(json.dumps(ROWS).encode()),
+        "array.json.gz is not text but a JSON array; .*load_dataset",
+    ),
+    "array.txt.gz": (
+        gzip.compress(json.dumps(ROWS).encode()),
+        "array.txt.gz is not text but a JSON array; rename it to end in .json.gz",
+    ),
     "one.json": (json.dumps({"data": ROWS}, indent=1).encode(), "one.json is not text but JSON; .*DIR/"),
     "a.csv": (TABLE.encode(), "a.csv is not text but CSV; .*load_dataset"),
     "a.tsv": (TABLE.encode(), "a.tsv is not text but TSV; .*load_dataset"),
@@ -115,7 +124,7 @@ REFUSED = {
     "array.txt": (json.dumps(ROWS, indent=1).encode(), "array.txt is not text but a JSON array; rename it"),
     "wide.txt": ("many words\n".encode("utf-16") * 99, f"wide.txt is {UTF_16}"),
     "wide.json": (LINES.encode("utf-16"), f"wide.json is {UTF_16}"),
-    "wide.jsonl": (LINES.encode("utf-16"), f"wide.jsonl, line 1: {UTF_16}"),
+    "wide.jsonl": (LINES.encode("utf-16"), f"wide.jsonl is {UTF_16}"),
 }
 
 
@@ -168,14 +177,17 @@ def test_text_that_begins_with_a_bracket_is_text(tmp_path: Path, content: str) -
     assert isinstance(open_training_set(spec(tmp_path / "a.txt")), TextData)
 
 
-@pytest.mark.parametrize("name", ["array.json", "a.csv", "a.tsv"])
+@pytest.mark.parametrize("name", ["array.json", "array.json.gz", "a.csv", "a.tsv"])
 def test_the_remedy_for_a_table_makes_the_same_set(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install 'outerstep[data]'")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "it's here" / name
     source.parent.mkdir()
     texts = {"array.json": json.dumps(ROWS), "a.csv": TABLE, "a.tsv": TABLE.replace(",", "\t")}
-    source.write_text(texts[name])
+    if name.endswith(".gz"):
+        source.write_bytes(gzip.compress(json.dumps(ROWS).encode()))
+    else:
+        source.write_text(texts[name])
     with pytest.raises(DataError) as refused:
         open_training_set(spec(source))
     *_, command = str(refused.value).partition("python -c ")

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import shlex
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -122,9 +123,14 @@ def holdout_note(held_out: int, training: int, asked: float | None, documents: i
         return None
     return (
         f"{share:.1%} of the tokens are held out, not {asked:.1%}: documents are held out as a whole, also text files, "
-        "and differ much in size; of .bin files, the end of the last one is. Split the large ones, or choose what is held "
-        "out with `outerstep data prepare --held-out`"
+        "and differ much in size; of .bin files, the end of the last one is. Split the large ones, or choose what is "
+        "held out with `outerstep data prepare --held-out`"
     )
+
+
+def python_command(code: str) -> str:
+    """Return the shell command that runs this code, for messages."""
+    return f"python -c {shlex.quote(code)}" if set(code) & set('"$`!') else f'python -c "{code}"'
 
 
 def changed(path: object) -> DataError:

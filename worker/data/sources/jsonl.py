@@ -7,11 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from protocol.text import UTF_16, is_utf_16
 from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece, line_start
 from worker.data.sources.files import NamedFiles, changed
 from worker.data.sources.rows import RowFormat, faulty, row_pieces
-from worker.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,7 @@ class LinesTask:
 
 
 def line_pieces(line: bytes, row_format: RowFormat, hold_out: HoldOut, where: Callable[[], str]) -> Iterator[Piece]:
-    """Yield the text of one line, which `where()` names: see `row_pieces`. Raises DataError also for UTF-16."""
-    if is_utf_16(line):
-        raise DataError(f"{where()}: {UTF_16}")
+    """Yield the text of one line, which `where()` names: see `row_pieces`."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -4,14 +4,14 @@ Every file that is not recognised by its name is text. So a file whose content i
 without anybody noticing: a compressed file, an image, or JSON lines with all their keys. Such a file is rejected.
 """
 
+import codecs
 import json
-import shlex
 from pathlib import Path, PurePath
 
 from outerstep.common.connections import error_text
 from protocol.text import UTF_16, is_utf_16
 from worker.data.sources.compressed import beginning
-from worker.data.sources.files import NamedFiles
+from worker.data.sources.files import NamedFiles, python_command
 from worker.errors import DataError
 
 TEXT, JSONL, PARQUET, BIN, ARCHIVE, HUB = "text", "JSON lines", "parquet", "tokens", "compressed files", "hub"
@@ -70,15 +70,21 @@ def kind_of_files(source: str, files: NamedFiles) -> str:
         )
     ((kind, (name, path)),) = kinds.items()
     if kind in _LOADERS:
-        load = _LOADERS[kind].format(str(path))
-        code = f"from datasets import load_dataset; load_dataset({load}, split='train').to_json("
-        code += f"{str(path.with_suffix('.jsonl'))!r})"
-        raise _not_text(source, name, kind, f"write it as JSON lines and name these: python -c {shlex.quote(code)}")
+        raise _not_text(source, name, kind, f"write it as JSON lines and name these: {_rewritten(kind, path)}")
     if kind == JSON:
         raise _not_text(source, name, kind, f"{_ALONE}, or write one object per line and rename it to end in .jsonl")
     if kind == ARCHIVE:
         raise _not_text(source, name, kind, "only .jsonl and .txt followed by .gz or .zst can be read compressed")
     return kind
+
+
+def _rewritten(kind: str, path: Path) -> str:
+    """Return the command that writes a table as JSON lines beside it."""
+    load, lines = _LOADERS[kind].format(str(path)), path.with_suffix(".jsonl")
+    if lines == path:
+        lines = path.with_suffix(".rows.jsonl")
+    code = f"from datasets import load_dataset; load_dataset({load}, split='train').to_json({str(lines)!r})"
+    return f"pip install 'outerstep[data]' && {python_command(code)}"
 
 
 def named_kind(file: str) -> str:
@@ -89,53 +95,56 @@ def named_kind(file: str) -> str:
 
 def first_with_crlf(files: NamedFiles) -> str | None:
     """Return the name of the first of these text files in whose beginning a line ends with CRLF; None if none has."""
-    return next((name for name, path in files if b"\r\n" in _head(name, path, _HEAD_BYTES)), None)
+    return next((name for name, path in files if b"\r\n" in _head(path, named_kind(name), _HEAD_BYTES)), None)
 
 
 def _kind(source: str, name: str, path: Path) -> str:
     kind = named_kind(name)
-    if kind not in (TEXT, COMPRESSED_TEXT, JSON):
+    if kind not in (TEXT, COMPRESSED_TEXT, JSON, JSONL, COMPRESSED_JSONL):
         return kind
-    head = _head(name, path, _HEAD_BYTES)
+    head = _head(path, kind, _HEAD_BYTES)
     if is_utf_16(head):
         raise DataError(f"data.source = {source!r}: {name} is {UTF_16}")
+    begins_json = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
+    found = _json_kind(_head(path, kind, _JSON_BYTES), kind) if begins_json else None
+    if kind in (JSONL, COMPRESSED_JSONL):
+        return found or kind
     for start, (what, remedy) in _BEGINNINGS.items():
         if head.startswith(start):
             raise _not_text(source, name, what, remedy)
     if b"\0" in head:
         raise _not_text(source, name, *_BINARY)
-    found = None
-    if head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"["):
-        found = _json_kind(_head(name, path, _JSON_BYTES), kind == JSON)
     if kind == JSON:
         return found or (JSON if head.strip() else JSONL)
     if found is not None:
-        remedy = "rename it to end in .jsonl" + ("" if kind == TEXT else PurePath(name).suffix)
-        if found == ARRAY:
-            remedy = "rename it to end in .json, without compression" if kind != TEXT else "rename it to end in .json"
-        raise _not_text(source, name, found, remedy)
+        ending = ".json" if found == ARRAY else ".jsonl"
+        raise _not_text(
+            source, name, found, f"rename it to end in {ending}{PurePath(name).suffix if kind != TEXT else ''}"
+        )
     return kind
 
 
-def _head(name: str, path: Path, size: int) -> bytes:
-    """Return the first bytes of a file, decompressed."""
-    if named_kind(name) == COMPRESSED_TEXT:
+def _head(path: Path, kind: str, size: int) -> bytes:
+    """Return the first bytes of a file of this kind, decompressed."""
+    if kind in (COMPRESSED_TEXT, COMPRESSED_JSONL):
         return beginning(path, size)
     with path.open("rb") as file:
         return file.read(size)
 
 
-def _json_kind(head: bytes, named_json: bool) -> str | None:
-    """Return whether a file that begins with { or [ has JSON lines or a JSON array of objects. None if neither: it may
-    be text or, if it is `named_json`, any other JSON."""
+def _json_kind(head: bytes, kind: str) -> str | None:
+    """Return whether a file of this `kind` by its name, which begins with { or [, has JSON lines or a JSON array. None
+    if it has what its name says, or any other JSON."""
     text = head.decode("utf-8-sig", "replace").lstrip()
     if text.startswith("["):
-        return ARRAY if named_json or _object(text[1:].lstrip()) else None
+        return ARRAY if kind == JSON or _object(text[1:].lstrip()) else None
+    if kind in (JSONL, COMPRESSED_JSONL):
+        return None
     complete = len(head) < _JSON_BYTES
     lines = [line for line in text.split("\n")[: None if complete else -1] if line.strip()]
     if not lines:  # the first line is longer than the head
-        return JSONL if named_json else None
-    wanted = lines[: 1 if named_json else _LINES]
+        return JSONL if kind == JSON else None
+    wanted = lines[: 1 if kind == JSON else _LINES]
     return JSONL if all(_object(line, whole=True) for line in wanted) else None
 
 

@@ -12,7 +12,6 @@ A large file becomes several shards, which bounds the size of the order of one s
 
 import logging
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
@@ -20,7 +19,7 @@ from pathlib import Path, PurePath
 import numpy as np
 from blake3 import blake3
 
-from worker.data.sources.files import NamedFiles, changed
+from worker.data.sources.files import NamedFiles, changed, python_command
 from worker.data.tokens.index import DtypeName, Index, Shard, item_of
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
@@ -131,7 +130,7 @@ def _check_width(path: Path, dtype: DtypeName) -> None:
     if _is_wider(content, 4):
         read, write = str(path), str(path.with_suffix(".uint32.bin"))
         code = f"import numpy; numpy.fromfile({read!r}, 'int64').astype('uint32').tofile({write!r})"
-        wider, remedy = "int64", f"{remedy} and name a file of such ids: python -c {shlex.quote(code)}"
+        wider, remedy = "int64", f"{remedy} and name a file of such ids: {python_command(code)}"
     raise DataError(f"{path} is read as {dtype}, but every other id is 0 or nearly: its ids are {wider}; {remedy}")
 
 
