@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from coordinator.aggregation.residual import Residual
 from docs import refused_payloads
 from docs.vector_parts import (
     F32,
@@ -226,23 +225,6 @@ def mean_of(codec: str, bodies: list[bytes], shares: list[np.float32], weights: 
     return total if add_weight is None else np.divide(total, sent, out=total, where=sent != 0)
 
 
-def residuals() -> Document:
-    """Return three deltas of one fragment in `2bit`, each with the residual of the one before."""
-    n, before = 300, None
-    steps = []
-    for seed in (30, 31, 32):
-        residual, chunk = Residual(n, before), spread(n, seed)
-        step = {"mean": hexadecimal(chunk)}
-        residual.add(chunk, 0)
-        raw = encoded("2bit", chunk)
-        back = decoded("2bit", raw, n)
-        step |= {"encoded": raw.tobytes().hex(), "decoded": hexadecimal(back)}
-        residual.keep(chunk, back, 0)
-        before = residual.content
-        steps.append(step | {"residual": bytes(before).hex()})
-    return [{"elements": n, "rounds": steps}]
-
-
 def outer_steps() -> Document:
     """Return several steps with momentum, on values where fused operations or flushed denormals give other results."""
     theta = np.concatenate([array(1, -2, 0.5, 0, -0.0, 1e30, LEAST, 2.0**-126), spread(24, seed=8)])
@@ -446,7 +428,6 @@ FILES = {
     "payloads": payloads,
     "announcements": announcements,
     "means": means,
-    "residuals": residuals,
     "outer-steps": outer_steps,
     "digests": digests,
     "layouts": layouts,

@@ -169,37 +169,6 @@ def test_a_mean_is_what_the_page_says(case: dict[str, Any]) -> None:
     assert delta.tobytes().hex() == case["decoded"]
 
 
-def test_residuals_are_what_the_page_says() -> None:
-    """Of the second delta on, each contains what the one before left out."""
-    ((n, rounds),) = [(case["elements"], case["rounds"]) for case in vectors("residuals")]
-    left = np.zeros(n, F32)
-    with np.errstate(all="ignore"):
-        for each in rounds:
-            y = np.frombuffer(bytes.fromhex(each["mean"]), "<f4") + left
-            delta = in_blocks("2bit", y)
-            assert (delta.tobytes().hex(), values_of("2bit", each["encoded"], n)) == (each["decoded"], each["decoded"])
-            left = in_blocks("int8", y - delta)
-            assert left.tobytes().hex() == values_of("int8", each["residual"], n)
-    assert len(rounds) == 3
-
-
-def in_blocks(codec: str, x: Any) -> Any:
-    """Return what is left of x once it was encoded, by `quantised`."""
-    out = np.zeros(len(x), F32)
-    for start in range(0, len(x), BLOCKS[codec]):
-        s, sent = quantised(codec, list(x[start : start + BLOCKS[codec]]))
-        for i, q in sent.items():
-            out[start + i] = F32(q) * s
-    return out
-
-
-def values_of(codec: str, encoded: str, n: int) -> str:
-    out = np.zeros(n, F32)
-    for index, (q, s) in terms(codec, bytes.fromhex(encoded), n).items():
-        out[index] = q * s
-    return out.tobytes().hex()
-
-
 @pytest.mark.parametrize("case", vectors("outer-steps"), ids=lambda case: f"momentum {case['momentum']}")
 def test_an_outer_step_is_what_the_page_says(case: dict[str, Any]) -> None:
     theta, u, (eta,), (mu,) = (
