@@ -93,9 +93,9 @@ what you allow. They check this before they load anything:
   no permission. Code that comes with weights, data or a configuration (`trust_remote_code`, `auto_map`) is never run.
 
 At a terminal, with one process, the worker asks once for everything that is missing. Otherwise it ends with exit code 3
-and prints the options to add. `outerstep run export`, `run chat`, `run evaluate` and `compare` ask for the same permission
-for what they run and read: the factory, the model's weights, the tokenizer, and the data to evaluate on. A script with `DiLoCo` brings its own
-model and data and needs no permission.
+and prints the options to add. `outerstep run export`, `run chat`, `run evaluate` and `compare` need the same permission
+for what they run and read: the factory, the model's weights, the tokenizer, and the data to evaluate on. A script with
+`DiLoCo` brings its own model and data and needs no permission.
 
 ### What is reported about your machine
 

@@ -212,6 +212,26 @@ def means() -> Document:
     return result
 
 
+def residuals() -> Document:
+    """Return rounds in a row with `2bit` deltas, whose encoding error goes into the next delta by way of `int8`."""
+    n = 600  # three blocks, the last one not whole
+    rounds, residual = [], np.zeros(n, np.float32)
+    for seed in (21, 22, 23):
+        mean = spread(n, seed)
+        raw = encoded("2bit", mean + residual)
+        error = encoded("int8", mean + residual - decoded("2bit", raw, n))
+        residual = decoded("int8", error, n)
+        rounds.append(
+            {
+                "mean": hexadecimal(mean),
+                "delta": raw.tobytes().hex(),
+                "decoded": hexadecimal(decoded("2bit", raw, n)),
+                "residual": error.tobytes().hex(),
+            }
+        )
+    return [{"elements": n, "rounds": rounds}]
+
+
 def mean_of(codec: str, bodies: list[bytes], shares: list[np.float32], weights: list[np.float32]) -> F32:
     """Return the weighted mean of contributions of one chunk each, summed in the given order."""
     payloads = [wire.Payload.from_bytes(body) for body in bodies]
@@ -428,6 +448,7 @@ FILES = {
     "payloads": payloads,
     "announcements": announcements,
     "means": means,
+    "residuals": residuals,
     "outer-steps": outer_steps,
     "digests": digests,
     "layouts": layouts,

@@ -20,6 +20,7 @@ from tests.support.twister import shuffled
 
 VECTORS = Path(__file__).parents[2] / "docs" / "vectors"
 F32 = np.float32
+F32Array = np.ndarray[Any, np.dtype[np.float32]]
 BLOCKS = {"int8": 256, "int4": 256, "2bit": 256, "ternary": 64, "sparse": 4096}
 
 
@@ -167,6 +168,37 @@ def test_a_mean_is_what_the_page_says(case: dict[str, Any]) -> None:
     for index, (q, s) in terms(case["download_codec"], bytes.fromhex(case["encoded"]), n).items():
         delta[index] = q * s
     assert delta.tobytes().hex() == case["decoded"]
+
+
+def test_residuals_are_what_the_page_says() -> None:
+    """Without the int8 in between, or without rounding each sum to fp32, the next delta differs."""
+
+    def decoded(codec: str, x: F32Array) -> F32Array:
+        block, values = BLOCKS[codec], np.zeros(len(x), F32)
+        for start in range(0, len(x), block):
+            s, sent = quantised(codec, list(x[start : start + block]))
+            for i, q in sent.items():
+                values[start + i] = F32(q) * s
+        return values
+
+    def values(codec: str, data: str, n: int) -> F32Array:
+        found = np.zeros(n, F32)
+        for index, (q, s) in terms(codec, bytes.fromhex(data), n).items():
+            found[index] = q * s
+        return found
+
+    for case in vectors("residuals"):
+        n, exact = case["elements"], np.zeros(case["elements"], F32)
+        residual, differs = exact, 0
+        for each in case["rounds"]:
+            mean = np.frombuffer(bytes.fromhex(each["mean"]), "<f4").astype(F32)
+            delta = decoded("2bit", mean + residual)
+            assert delta.tobytes().hex() == each["decoded"] == values("2bit", each["delta"], n).tobytes().hex()
+            differs += decoded("2bit", mean + exact).tobytes() != delta.tobytes()
+            exact = mean + residual - delta
+            residual = decoded("int8", exact)
+            assert residual.tobytes() == values("int8", each["residual"], n).tobytes()
+        assert differs, "8 bits make no difference, so nothing is proved"
 
 
 @pytest.mark.parametrize("case", vectors("outer-steps"), ids=lambda case: f"momentum {case['momentum']}")

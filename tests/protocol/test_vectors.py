@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from coordinator.aggregation.rules import aggregate
+from coordinator.aggregation.residual import Residual
+from coordinator.aggregation.rules import aggregate, encoded
 from protocol.codecs import CODECS, REFERENCE
 from protocol.codecs.base import Codec
 from protocol.digest import StateHash, content_digest, digest, model_digest, parse_content_digest
@@ -199,6 +200,21 @@ def test_means(case: dict[str, Any]) -> None:
     assert bytes(frame).hex() == case["encoded"]
     for codec in implementations(case["download_codec"]):
         assert same(codec.decode(bytes.fromhex(case["encoded"]), len(reverse)), case["decoded"])
+
+
+def test_residuals() -> None:
+    """What the coordinator makes of the same means, with the residual that it has kept as a blob."""
+    (case,) = vectors("residuals")
+    n, kept, without = case["elements"], None, []
+    for each in case["rounds"]:
+        residual = Residual(n, kept)
+        (frame,) = encoded(floats(each["mean"]).copy(), "2bit", residual, zstd=False)
+        assert (bytes(frame).hex(), residual.content.hex()) == (each["delta"], each["residual"])
+        for codec in implementations("2bit"):
+            assert same(codec.decode(bytes(frame), n), each["decoded"])
+        without.append(bytes(encoded(floats(each["mean"]).copy(), "2bit", zstd=False)[0]).hex())
+        kept = residual.content
+    assert [frame == each["delta"] for frame, each in zip(without, case["rounds"], strict=True)] == [True, False, False]
 
 
 def test_means_are_of_every_pair_of_a_codec_and_whole_or_screened_and_of_every_download_codec() -> None:
