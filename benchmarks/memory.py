@@ -1,6 +1,6 @@
 """How much memory a worker needs per parameter, by its settings.
 
-    python -m benchmarks.memory [--rows "default;leanest"] [--size 134M] [--workers 1] [--device cpu] [--json]
+    python -m benchmarks.memory [--quick] [--json] [--rows "default;leanest"] [--size 134M] [--workers 1] [--device cpu]
 
 Each row is an `outerstep worker` in a process of its own that trains two rounds: the peak of its memory, less that of
 a process that has only imported torch and transformers, per parameter. On a GPU also the peak of the GPU's memory, as
@@ -67,6 +67,7 @@ ROWS: dict[str, list[str]] = {
     "adapters, nf4": ["--base", "nf4", *LEAN],
 }
 ON_CUDA = ("offloaded",)
+QUICK = ["default", "leanest"]
 PAUSE_S = 0.05
 
 
@@ -156,20 +157,22 @@ def table(rows: list[Row], idle: int) -> Table:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=lambda text: text.split(";"), help="default: all that the device can take")
-    parser.add_argument("--size", choices=list(SHAPES), default="134M")
+    parser.add_argument("--size", choices=list(SHAPES), help="default: 134M")
+    parser.add_argument("--quick", action="store_true", help="14M and two rows, unless given: shows that it works")
     parser.add_argument("--workers", type=int, default=1, help="default: 1")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     there = [each for each in ROWS if arguments.device == "cuda" or each not in ON_CUDA]
-    chosen = arguments.rows or there
+    chosen = arguments.rows or (QUICK if arguments.quick else there)
+    size = arguments.size or ("14M" if arguments.quick else "134M")
     if unknown := [each for each in chosen if each not in there]:
         parser.error(f"no row on {arguments.device} is called {unknown[0]!r}; there are: {', '.join(there)}")
     idle, rows = idle_bytes(arguments.device), list[Row]()
     with tempfile.TemporaryDirectory(prefix="outerstep-") as directory:
         place = Path(directory)
         with coordinator_process() as running:
-            given = arguments.size, arguments.workers, running, place, idle, arguments.device
+            given = size, arguments.workers, running, place, idle, arguments.device
             for each in chosen:
                 rows.append(measure(each, *given))
                 print(rows[-1], file=sys.stderr, flush=True)

@@ -72,7 +72,7 @@ def test_inner_steps_are_measured_by_settings_of_the_worker() -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the peak")
 def test_the_memory_of_a_worker_is_measured_by_its_settings() -> None:
-    command = [sys.executable, "-m", "benchmarks.memory", "--size", "14M", "--rows", "default;leanest", "--json"]
+    command = [sys.executable, "-m", "benchmarks.memory", "--quick", "--json"]
     default, leanest = json.loads(
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=PATIENCE_S).stdout
     )
