@@ -226,9 +226,11 @@ def test_a_takeover_ends_the_sessions_of_the_expired_holder(url: str, engine: En
 # --- the election -----------------------------------------------------------------------------------------------------
 
 
-def election(url: URL | str, clock: SettableClock, probe: StoreProbe | None = None) -> Election:
+def election(
+    url: URL | str, clock: SettableClock, probe: StoreProbe | None = None, address: str = "http://here"
+) -> Election:
     """A coordinator that takes part when `step` is called."""
-    made = Election(make_url(url), "http://here", probe or StoreProbe(lambda: None, clock), clock)
+    made = Election(make_url(url), address, probe or StoreProbe(lambda: None, clock), clock)
     made.step()
     return made
 
@@ -242,7 +244,7 @@ def test_a_lease_that_could_not_be_given_up_is_taken_again_at_once(
         raise OperationalError("", None, ConnectionError("the server has crashed"))
 
     clock = SettableClock()
-    first, other = election(url, clock), election(url, clock)
+    first, other = election(url, clock), election(url, clock, address="http://there")
     assert first.fence is not None
     with monkeypatch.context() as away:
         away.setattr(lease, "release", fails)
@@ -320,7 +322,7 @@ def test_a_leader_whose_store_is_out_of_reach_gives_way_only_to_one_that_can_rea
     assert a.leads()
     pass_time()
     assert a.leads(), "there is nobody else"
-    b = election(url, clock, far.probe)
+    b = election(url, clock, far.probe, "http://there")
     pass_time()
     assert a.leads(), "the other one cannot reach it either"
     far.answers = True
@@ -344,7 +346,7 @@ def test_a_leader_keeps_its_lease_in_an_outage_of_the_store_that_another_has_not
     """Whoever noticed it first gave up the lease to one that could not use the store either."""
     clock = SettableClock()
     here, there = Store(clock, answers=True), Store(clock, answers=True)
-    a, b = election(url, clock, here.probe), election(url, clock, there.probe)
+    a, b = election(url, clock, here.probe), election(url, clock, there.probe, "http://there")
     here.answers = there.answers = False
     here.probe.run()
     for _ in range(20):
