@@ -128,9 +128,24 @@ def test_conversations_are_prepared_and_shown(command: Command, tmp_path: Path) 
     assert len(everything["samples"]) == sum(shard["tokens"] for shard in facts["training"]) // 101
 
 
+def test_a_row_that_cannot_be_used_is_shown_or_is_an_error(command: Command, tmp_path: Path) -> None:
+    talk, tokenizer = write_conversations(tmp_path / "talk.jsonl", 20), write_chat_tokenizer(tmp_path / "tokenizer")
+    talk.write_text(talk.read_text() + '{"messages": 3}\n')
+    prepare = ("prepare", talk, "--tokenizer", tokenizer, "--data-format", "chat", "--date", "2024-02-29")
+    done = command(*prepare, "--out", tmp_path / "set")
+    assert done.exit_code == 0, done.stderr
+    assert "1 rows were skipped: " in done.stdout
+    assert f'{talk}, line 21: its "messages" is int' in " ".join(done.stdout.split())
+    done = command(*prepare, "--out", tmp_path / "none", "--on-error", "stop")
+    assert done.exit_code == 3
+    assert "line 21: " in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
+        (["--on-error", "skip", "--data-format", "text", "--date", "2024-02-29"], 2, "data.date does nothing"),
+        (["--data-format", "chat", "--date", "yesterday"], 2, "date = 'yesterday': input should be a valid date"),
         (["--data-format", "poem"], 2, "format"),
         (["--data-format", "chat", "--train-on", "completion"], 2, 'does not exist for format = "chat"'),
         (["--no-packing"], 2, 'data.packing does nothing with format = "text"'),
