@@ -308,7 +308,11 @@ class _Conversation:
 
 def _shared_length(a: str, b: str) -> int:
     """Return how many characters two texts begin with together."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a.startswith(b[:middle]) else (low, middle - 1)
+    return low
 
 
 def _differently(what: str, remedy: str) -> str:

@@ -41,8 +41,8 @@ class ChatTemplate:
     def prompt(self, child: Renderer, messages: Sequence[Any]) -> str:
         """Return the text of the messages, with the prompt for an answer. Raises DataError if the template rejects
         them, or exceeds a limit."""
-        found: str = self._ask(child, {"messages": messages}, None, ())
-        return found
+        (found,) = self._ask(child, {"messages": messages}, None, ())["texts"]
+        return str(found["text"])
 
     def texts(
         self, child: Renderer, example: dict[str, Any], train_on: TrainOn, special: Sequence[str], ignored: Counter[str]

@@ -10,21 +10,23 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import weakref
+from collections import Counter
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
-from worker.data.tokens.answers import CannotFind, Message, Rejected, Span, Special, Template, text_of, texts_of
+from worker.data.tokens.answers import CannotFind, Message, Rejected, Span, Special, Template, Text, text_of, texts_of
 from worker.errors import DataError
 
-CPU_S = 10  # for one conversation
+CPU_S = 10  # to render a conversation once
 MEMORY_BYTES = 1 << 30  # beside what the program itself takes
-_TEXT_BYTES = 1 << 20  # of the texts of a conversation, and eight times as many as it has
+_TEXT_CHARACTERS = 1 << 20  # of a text, and eight for each byte of the conversation
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -41,9 +43,9 @@ class Renderer:
         self._template: dict[str, Any] | None = None
 
     def ask(self, name: str, template: dict[str, Any], request: dict[str, Any]) -> Any:
-        """Return the child's answer to a request, rendered by the chat template of the tokenizer `name`. `template` has
-        the members `templates`, `special`, `ends` and `date`. Raises BadConversation, and DataError if the template
-        exceeds a limit."""
+        """Return the child's answer to a request: the texts of a conversation by the chat template of the tokenizer
+        `name`. `template` has the members `templates`, `special`, `ends` and `date`. Raises BadConversation, and
+        DataError if the template exceeds a limit."""
         with self._lock:
             given = {**request, "cpu_s": CPU_S}
             if template != self._template or self._process is None:
@@ -67,7 +69,7 @@ class Renderer:
             raise BadConversation(f"the chat template of {name!r} {found['error']}")
         if "limit" in found:
             raise DataError(f"the chat template of {name!r} {found['limit']}; do not use it")
-        return found["found"]
+        return found
 
 
 def _start(owner: Renderer) -> "subprocess.Popen[bytes]":
@@ -102,9 +104,8 @@ def _ended(name: str, status: int) -> DataError:
         return DataError(
             f"the chat template of {name!r} took more than {CPU_S} s of CPU time for a conversation; do not use it"
         )
-    return DataError(
-        f"the process that renders the chat template of {name!r} ended with {status}, possibly because memory ran out"
-    )
+    why = "possibly because memory ran out" if status < 0 else "its error is shown above"
+    return DataError(f"the process that renders the chat template of {name!r} ended with {status}: {why}")
 
 
 _shared: "weakref.ref[Renderer] | None" = None
@@ -128,7 +129,10 @@ class _Jinja:
 
     ends  the texts of all its special tokens
     date  what a template that asks for the time gets; None: now
+    cpu_s  the most seconds of CPU time that it may take to render a conversation
     """
+
+    cpu_s: int = CPU_S
 
     def __init__(self, templates: dict[str, str], special: dict[str, str], ends: list[str], date: str | None) -> None:
         self._templates, self._special, self._ends = templates, special, Special(ends)
@@ -154,6 +158,7 @@ class _Jinja:
         from transformers.utils import chat_template_utils as chat
 
         marks = _GENERATION.search(source) is not None
+        _limit_cpu(self.cpu_s)
         try:
             if self._date is not None:
                 chat._compile_jinja_template(source).environment.globals["strftime_now"] = self._date.strftime  # noqa: SLF001
@@ -194,44 +199,41 @@ class _Jinja:
         return "word" in found and "'text'" not in found  # a list as text
 
 
-def _answer(request: dict[str, Any], jinja: _Jinja) -> dict[str, Any]:
+def _answer(request: dict[str, Any], most: int, jinja: _Jinja) -> dict[str, Any]:
+    """Return the answer to a request, in which a text has at most `most` characters."""
     example = request["example"]
     template = jinja.template(example)
+    texts, ignored = [], Counter[str]()
     try:
         if request["train_on"] is None:
-            return {"found": template.render(example["messages"], True)[0]}
-        before = example.get("prompt", [])
-        messages = example["messages"] if "messages" in example else before + example["completion"]
-        texts, ignored = texts_of(messages, len(before), request["train_on"], template)
+            texts = [Text(template.render(example["messages"], True)[0], [])]
+        else:
+            before = example.get("prompt", [])
+            messages = example["messages"] if "messages" in example else before + example["completion"]
+            texts, ignored = texts_of(messages, len(before), request["train_on"], template)
     except Rejected as error:
         return {"error": f"rejects the conversation {request['excerpt']}: {error}; fix the conversation, or remove it"}
     except CannotFind as error:
         return {"error": str(error)}
-    return {"found": {"texts": [asdict(each) for each in texts], "ignored": ignored}}
-
-
-def _limited(request: dict[str, Any], size: int, jinja: _Jinja) -> bytes:
-    """Return the answer as JSON, computed within the limits."""
-    try:
-        content = json.dumps(_answer(request, jinja), ensure_ascii=False).encode(errors="replace")
-        if len(content) <= _TEXT_BYTES + 8 * size:
-            return content
-        limit = f"makes {len(content)} bytes of a conversation of {size}"
     except MemoryError:
-        limit = f"needs more than {MEMORY_BYTES >> 20} MiB for a conversation"
-    return json.dumps({"limit": limit}).encode()
+        return {"limit": f"needs more than {MEMORY_BYTES >> 20} MiB for a conversation"}
+    longest = max(len(each.text) for each in texts)
+    if longest > most:
+        return {"limit": f"makes {longest} characters of a conversation that has fewer than {most // 8}"}
+    return {"texts": [asdict(each) for each in texts], "ignored": ignored}
+
+
+def _limit_cpu(seconds: int) -> None:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + seconds + 1)
 
 
 def _set_limit(kind: int, value: int) -> None:
-    import resource
-
     _, most = resource.getrlimit(kind)
     resource.setrlimit(kind, (value if most == resource.RLIM_INFINITY else min(value, most), most))
 
 
 def _main() -> None:
-    import resource
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     logging.disable()
     import transformers.utils.chat_template_utils  # noqa: F401  before memory is limited
@@ -242,12 +244,12 @@ def _main() -> None:
     jinja: _Jinja | None = None
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        _set_limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + request["cpu_s"] + 1)
         if "template" in request:
             jinja = _Jinja(**request["template"])
         assert jinja is not None
-        sys.stdout.buffer.write(_limited(request, len(line), jinja) + b"\n")
+        jinja.cpu_s = request["cpu_s"]
+        answer = _answer(request, _TEXT_CHARACTERS + 8 * len(line), jinja)
+        sys.stdout.buffer.write(json.dumps(answer, ensure_ascii=False).encode(errors="replace") + b"\n")
         sys.stdout.buffer.flush()
 
 
