@@ -10,6 +10,7 @@ import secrets
 from dataclasses import replace
 from pathlib import Path
 
+from outerstep.common.connections import error_text
 from protocol.errors import Problem
 from protocol.messages import JOIN_PREFIX, ExchangeRequest
 from worker.errors import BoxError
@@ -48,7 +49,7 @@ def token_to_read_with(token: str, run: str, worker: str, directory: Path | str)
 
 def _worker_token(client: Client, worker: str, directory: Path | str) -> str:
     try:
-        with StateDir(directory) as files:
+        with StateDir(directory, pause=client.pause) as files:
             own = _saved(files, client.run, worker)
             if own is not None and own.exchanged:
                 _check_still_good(client.with_token(own.token), files)
@@ -59,7 +60,7 @@ def _worker_token(client: Client, worker: str, directory: Path | str) -> str:
             files.save_worker_token(replace(own, exchanged=True))
     except OSError as error:
         raise BoxError(
-            f"{directory} cannot keep this worker's token: {error.strerror}; give another --state"
+            f"{directory} cannot keep this worker's token: {error_text(error)}; give another --state"
         ) from error
     log.info(
         "exchanged the join token for this worker's own token, %s, kept in %s", info.id, Path(directory, WORKER_TOKEN)
