@@ -57,10 +57,10 @@ monotonic clock; no worker's clock is used. The reason is one sentence, which th
   *proven*. It is waited for until it misses three rounds in a row, and again once it contributes. A newcomer is waited
   for in its first round, and not beyond the grace. If no worker is proven, as in the first round, all count the same.
   So names that never contribute cost one grace each. Any contribution that arrives in time counts.
-- **Refused workers.** A worker whose contribution to this round was refused (malformed, another state, units that it does
-  not hold), or that is in quarantine, may never send one that is accepted. If `min_workers` cannot be reached without it,
-  it counts towards `min_workers` in the quorum as if it had contributed: once the others have, it has the grace, and the
-  round closes without it.
+- **Refused workers.** A worker whose contribution to this round was refused (malformed, another state, units that it
+  does not hold), or that is in quarantine, may never send one that is accepted. If `min_workers` cannot be reached
+  without it, it counts towards `min_workers` in the quorum as if it had contributed: once the others have, it has the
+  grace, and the round closes without it.
 - **Silent workers.** A live worker whose last heartbeat is older than half of its lease is still waited for. The reason
   names it first, with when it was last heard of and when it will be dropped.
 - **Quarantine** (`coordinator/trust/quarantine.py`). A quarantined worker is left out of the round only if at least
