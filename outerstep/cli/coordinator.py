@@ -340,8 +340,8 @@ def _print_status(found: ServerStatus) -> None:
         shown = list(islice(found.errors, SHOWN_ERRORS))
         console().print(table(["last logged", "level", ">times", "~message"], map(_error, shown)))
     if found.coordinators:
-        shown = "These errors are" if found.errors else "There are no recent errors"
-        say(f"{shown} of the coordinator that leads; each of the others has its own log.")
+        whose = "These errors are" if found.errors else "There are no recent errors"
+        say(f"{whose} of the coordinator that leads; each of the others has its own log.")
 
 
 def status_rows(found: ServerStatus) -> Iterator[tuple[str, str]]:
