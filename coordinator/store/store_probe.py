@@ -4,7 +4,7 @@ is how long a question has had no answer."""
 import threading
 from collections.abc import Callable
 
-PROBE_S = 2.0
+PROBE_S = 1.0
 STORE_S = 3.0  # without an answer of the store, until it counts as out of reach
 
 
