@@ -47,7 +47,7 @@ from coordinator.store.store_probe import StoreProbe
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Tokens, secret_hash
 from coordinator.sync import direct_uploads, retention
-from coordinator.upkeep import removing, restoring, rolling_back, verifying
+from coordinator.upkeep import redoing, removing, restoring, rolling_back, verifying
 from coordinator.upkeep.storage import REMIND_S, Storage
 from coordinator.workers import leases, membership
 from protocol.digest import digest
@@ -260,6 +260,7 @@ class Coordinator:
         leases.end_lingering(run)
         run.settle()
         rolling_back.roll_back_if_due(run, verifying=partial(self._is_verifying, run))
+        redoing.redo_if_due(run, verifying=partial(self._is_verifying, run))
         verifying.start_when_due(run, self.verify_at, self._verifying.submit)
         retention.trim_events(run)
         direct_uploads.discard_expired(run)

@@ -178,6 +178,7 @@ def _train(
             state_dir=settings.directory,
             data=box.data.summary,
             evaluate=box.evaluate,
+            probe=box.probe,
             initial=initial_parameters(box.model, run.spec.model, client),
             scaler=box.step.scaler,
             host=host_facts(device) | _facts_of(box),

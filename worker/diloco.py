@@ -99,6 +99,8 @@ class DiLoCo:
                 If the data are private, only their length and tokenizer leave this machine.
     evaluate    measures the held-out loss of the model as it is, and returns an outerstep.EvaluationReport; called
                 when the coordinator asks this worker to
+    probe       the same on fewer tokens: the coordinator may want to know the effect of each single contribution;
+                None: `evaluate`
     initial     loads state 0 into the model if this worker seeds the run; None: the model holds it
     scheduler   the loop's LRScheduler, or several: set to the run's step before each inner step, wherever in the
                 run this worker joins or resumes. If the loop steps it too, that has no effect.
@@ -134,6 +136,7 @@ class DiLoCo:
         state_dir: Path | str | None = None,
         data: DataSummary | None = None,
         evaluate: Callable[[], EvaluationReport] | None = None,
+        probe: Callable[[], EvaluationReport] | None = None,
         initial: Callable[[], None] | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: torch.amp.GradScaler | None = None,
@@ -156,6 +159,7 @@ class DiLoCo:
         if evaluate is not None and not callable(evaluate):
             raise TypeError(f"evaluate is of type {type(evaluate).__name__}: give a function without parameters")
         self._evaluate = None if evaluate is None else partial(reported_by, evaluate)
+        self._probe = probe or self._evaluate
         self._initial, self._scaler = initial, scaler
         if data is not None and run.spec.data.private:
             data = data.of_private_data()
@@ -498,6 +502,7 @@ class DiLoCo:
             self._scaler,
             self._writes,
             self.ranks,
+            self._release.evaluation(self._probe),
             points,
         )
         saver = resources.enter_context(Saver(self._files, owner, state, client.stages, self.ranks))

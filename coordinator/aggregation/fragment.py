@@ -6,9 +6,9 @@ The same task always gives the same bytes, whichever process does it.
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.aggregation.residual import Residual
-from coordinator.aggregation.rules import AGGREGATORS, aggregate, encoded, mean
+from coordinator.aggregation.rules import AGGREGATORS, aggregate, aggregated, encoded, mean
 from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob, Collected, Given
 from coordinator.screening.judging import Evidence, Judgement, Verdict, judge
 from coordinator.screening.measuring import Measure, Sketcher, measure_payload, sketch_chunks
@@ -35,11 +35,12 @@ from outerstep.common.files import aligned
 from protocol.codecs import CODECS
 from protocol.digest import Buffer, digest
 from protocol.errors import OuterstepError, WireError, WireFault
-from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_frame, pack_header
 
 PLAUSIBLE = 2.0  # times the norm of θ
 ONE_PASS_ELEMENTS = 1 << 24  # the largest fragment that is averaged in memory
 AHEAD = 1  # contributions that are being read, or wait to be averaged
+DIFFERENCES = "2bit"  # codec of differences between deltas, of which only the effect on the loss is measured
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 logger = logging.getLogger(__name__)
@@ -118,14 +119,23 @@ def aggregate_fragment(
 
 def store_delta(task: Aggregate, delta: Delta, blobs: Blobs, memory: MemoryBudget) -> Aggregated:
     """Make the delta durable, and keep it in memory while there is room. Return the task's result. Raises OSError."""
-    names, residual = RunNames(task.run), None
-    if delta.residual is not None:
-        residual = Blob(digest=digest(delta.residual), size=len(delta.residual))
-        blobs.put(names.residual(task.round, task.fragment, residual.digest), delta.residual)
-    found = digest(delta.content)
-    blobs.put(names.delta(task.round, task.fragment, found), delta.content)
-    memory.add_delta(found, delta.content)
-    return Aggregated.of(delta.judgement, delta.invalid, found, Payload.from_bytes(delta.content), residual)
+    found, residual = stored(task, delta.content, delta.residual, blobs, memory)
+    return Aggregated.of(delta.judgement, delta.invalid, found.digest, Payload.from_bytes(delta.content), residual)
+
+
+def stored(
+    collected: Collected, content: memoryview, residual: memoryview | None, blobs: Blobs, memory: MemoryBudget
+) -> tuple[Blob, Blob | None]:
+    """Make a delta and its residual durable, and keep the delta in memory while there is room. Return their blobs.
+    Raises OSError."""
+    names, kept = RunNames(collected.run), None
+    if residual is not None:
+        kept = Blob(digest=digest(residual), size=len(residual))
+        blobs.put(names.residual(collected.round, collected.fragment, kept.digest), residual)
+    found = Blob(digest=digest(content), size=len(content))
+    blobs.put(names.delta(collected.round, collected.fragment, found.digest), content)
+    memory.add_delta(found.digest, content)
+    return found, kept
 
 
 def blob_of(collected: Collected, worker: str) -> str:
@@ -203,6 +213,11 @@ def _judged(
     valid = {worker: each for worker, each in found.items() if not isinstance(each, str)}
     if not valid:
         raise NoneValid(invalid)
+    excluded = {worker: task.excluded[worker] for worker in valid if worker in task.excluded}
+    if len(excluded) < len(valid):
+        valid = {worker: each for worker, each in valid.items() if worker not in excluded}
+    else:
+        excluded = {}
     given = task.contributions
     total = sum(given[worker].tokens for worker in valid)
     evidence = {
@@ -226,7 +241,7 @@ def _judged(
         least_agreement=task.least_agreement,
         usual_spread=task.usual_spread,
     )
-    left_out = {worker: Verdict(0.0, reason) for worker, reason in invalid.items()}
+    left_out = {worker: Verdict(0.0, reason) for worker, reason in (invalid | excluded).items()}
     verdicts = dict(sorted({**judgement.verdicts, **left_out}.items()))
     return replace(judgement, verdicts=verdicts), tuple(sorted(invalid))
 
@@ -343,7 +358,51 @@ def make_delta(
     Payloads in `contents` are used from memory. The other blobs are read once, and their digests are checked while
     reading. The same contributions, `base` and `residual` always give the same bytes.
     """
-    residual = residual_of(collected, blobs)
+    residual, sync = residual_of(collected, blobs), collected.sync
+    with _opened(collected, blobs, factors, contents) as opened:
+        frames = aggregate(
+            opened.payloads,
+            sync.download_codec,
+            zstd=sync.zstd,
+            rule=sync.aggregation,
+            factors=opened.factors,
+            residual=residual,
+            check=check,
+        )
+    return _delta_of(collected, factors, frames), None if residual is None else residual.content
+
+
+def make_difference(collected: Collected, blobs: Blobs, factors: Mapping[str, float], delta: bytes) -> memoryview:
+    """Return the aggregated contributions minus the published delta with the digest `delta`, as a payload in memory,
+    encoded with DIFFERENCES. Raises ContributionsLost, and like `aggregate_fragment`."""
+    name, codec = RunNames(collected.run).delta(collected.round, collected.fragment, delta), CODECS[DIFFERENCES]
+    frames: list[Buffer] = []
+    with StoredPayload(blobs.open(name)) as published, _opened(collected, blobs, factors) as opened:
+        chunks = aggregated(opened.payloads, collected.sync.aggregation, opened.factors)
+        for index, chunk in enumerate(chunks):
+            subtracted = np.empty_like(chunk)
+            published.codec.decode(published.chunk(index), subtracted)
+            raw = np.empty(codec.size(len(chunk)), np.uint8)
+            codec.encode(chunk - subtracted, raw)
+            frames.append(pack_frame(raw, zstd=collected.sync.zstd))
+    header = head_of(collected, factors, [len(frame) for frame in frames], DIFFERENCES)
+    return _concatenate([header, *frames])
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """Contributions that are being read, in worker-id order: payloads and weights in tokens, and their factors."""
+
+    payloads: list[tuple[Payload, int]]
+    factors: list[float]
+
+
+@contextmanager
+def _opened(
+    collected: Collected, blobs: Blobs, factors: Mapping[str, float], contents: Mapping[str, memoryview] = NOTHING
+) -> Iterator[_Opened]:
+    """Open the contributions whose factor is not 0. Raises ContributionsLost at the end of the block if the bytes that
+    were read are not those that were acknowledged."""
     in_order = sorted((worker, each) for worker, each in collected.contributions.items() if factors[worker] > 0)
     buffer = ReadBuffer()
     stored: dict[str, HashedPayload] = {}
@@ -356,34 +415,26 @@ def make_delta(
             reader = blobs.open(blob_of(collected, worker))
             stored[worker] = stack.enter_context(HashedPayload(reader, buffer))
             payloads.append((stored[worker], each.tokens))
-        sync = collected.sync
-        frames = aggregate(
-            payloads,
-            sync.download_codec,
-            zstd=sync.zstd,
-            rule=sync.aggregation,
-            factors=[factors[worker] for worker, _ in in_order],
-            residual=residual,
-            check=check,
-        )
+        yield _Opened(payloads, [factors[worker] for worker, _ in in_order])
         given = collected.contributions
         if lost := [worker for worker, each in stored.items() if not each.is_intact(given[worker].digest)]:
             raise ContributionsLost(lost)
-    return _delta_of(collected, factors, frames), None if residual is None else residual.content
 
 
 def _delta_of(collected: Collected, factors: Mapping[str, float], frames: Sequence[Buffer]) -> memoryview:
     return _concatenate([head_of(collected, factors, [len(frame) for frame in frames]), *frames])
 
 
-def head_of(collected: Collected, factors: Mapping[str, float], frame_bytes: Sequence[int]) -> bytes:
-    """Return the beginning of the delta, before its frames."""
+def head_of(
+    collected: Collected, factors: Mapping[str, float], frame_bytes: Sequence[int], codec: str | None = None
+) -> bytes:
+    """Return the beginning of the delta, before its frames. `codec`: None for the run's."""
     return pack_header(
         DeltaHeader(
             run=collected.run,
             round=collected.round,
             fragment=collected.fragment,
-            codec=collected.sync.download_codec,
+            codec=codec or collected.sync.download_codec,
             elements=collected.elements,
             chunk_elements=CHUNK_ELEMENTS,
             frame_bytes=list(frame_bytes),

@@ -7,7 +7,7 @@ that compare values hold one chunk of every worker. The sum is in worker-id orde
 bytes do not depend on timing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -49,17 +49,25 @@ def aggregate(
 
     All payloads have the same number of elements, chunk size and codec.
     """
-    codec, aggregator = CODECS[codec_name], AGGREGATORS[rule]
-    total = sum(tokens for _, tokens in contributions)
+    codec = CODECS[codec_name]
+    frames: list[Buffer] = []
+    for index, chunk in enumerate(aggregated(contributions, rule, factors)):
+        check()
+        frames.append(_frame(chunk, index, codec, residual, zstd=zstd))
+    return frames
+
+
+def aggregated(
+    contributions: Sequence[tuple[Payload, int]], rule: str, factors: Sequence[float] | None = None
+) -> Iterator[F32]:
+    """Yield the chunks of the aggregated contributions, float32[elements], before they are encoded; see `aggregate`."""
+    aggregator, total = AGGREGATORS[rule], sum(tokens for _, tokens in contributions)
     weighted = [
         Weighted(payload, np.float32(tokens / total), np.float32(tokens / total * factor))
         for (payload, tokens), factor in zip(contributions, factors or [1.0] * len(contributions), strict=True)
     ]
-    frames: list[Buffer] = []
     for index in range(len(weighted[0].payload.chunks)):
-        check()
-        frames.append(_frame(aggregator(weighted, index), index, codec, residual, zstd=zstd))
-    return frames
+        yield aggregator(weighted, index)
 
 
 def encoded(values: F32, codec_name: str, residual: Residual | None = None, *, zstd: bool) -> list[Buffer]:

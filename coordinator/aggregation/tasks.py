@@ -91,6 +91,7 @@ class Aggregate(Collected):
     least_agreement  as `judge` has it
     bounded          whether the norms of a first round by one or two workers are also bounded by that of θ
     state            the digest of the checkpoint's blob that has the fragment's state; None if no checkpoint has it
+    excluded         workers whose contributions do not count, and why; if there are no others, they count
     """
 
     kind: Literal["aggregate"] = "aggregate"
@@ -101,6 +102,7 @@ class Aggregate(Collected):
     least_agreement: float
     bounded: bool = False
     state: bytes | None = None
+    excluded: dict[str, str] = Field(default_factory=dict)
 
 
 class Advance(_Data):

@@ -24,8 +24,10 @@ from coordinator.http.downloads import Direct, blob_response, direct_response, i
 from coordinator.http.long_polls import poll, preferred_wait_s
 from coordinator.http.openapi import (
     BLOB_OR_WAIT_RESPONSES,
+    BLOB_RESPONSES,
     PART_RESPONSE,
     RANGE_AND_WAIT_PARAMETERS,
+    RANGE_PARAMETERS,
     RUN_PROBLEMS,
     UPLOAD_PARAMETERS,
     UPLOAD_PROBLEMS,
@@ -37,21 +39,24 @@ from coordinator.http.response_cache import cached_response
 from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
 from coordinator.run.live_run import LiveRun
 from coordinator.run.waiters import delta_of
-from coordinator.sync import contributing, deltas, direct_uploads
+from coordinator.sync import contributing, deltas, differences, direct_uploads
 from coordinator.trust import evaluating
 from coordinator.workers import leases
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import (
     DIRECT_HEADER_BYTES,
+    MAX_WITHOUT,
     ContributionReply,
     DirectUpload,
+    EvaluationReply,
     EvaluationReport,
     Page,
     PartReply,
     RoundDetail,
     RoundInfo,
     UploadGrant,
+    WithoutReport,
 )
 from protocol.wire import max_payload_bytes, max_payloads_bytes
 
@@ -69,6 +74,7 @@ _CONTRIBUTION_PROBLEMS = (
 _DELTA_PROBLEMS = ("not-published", "run-ended", "round-not-open", "contribution-lost", "gone", "range-not-satisfiable")
 _DIRECT_PROBLEMS = ("invalid-payload", "digest-mismatch", "payload-too-large", "too-many-requests")
 _DIRECT_BYTES = 2 * DIRECT_HEADER_BYTES
+_WITHOUT_BYTES = 128 * MAX_WITHOUT  # a name and a number for each worker
 _COMMITTED: Responses = {"200": {"model": ContributionReply, "description": "It was already accepted."}}
 _REPEATED: Responses = {"200": {"model": ContributionReply, "description": "It was already accepted."}, **PART_RESPONSE}
 
@@ -97,14 +103,39 @@ async def get_round(
 
 @router.put(
     "/{number}/evaluation",
-    status_code=204,
     responses=problem_responses(*RUN_PROBLEMS, "round-not-open", "not-asked", *WRITE_PROBLEMS),
 )
 @max_body(MESSAGE_BYTES)
-def report_evaluation(run: ReadableRun, number: Number, report: EvaluationReport, worker: AnyMember) -> Response:
-    """Report the held-out loss of the state before round `number`."""
-    evaluating.record_evaluation(run, worker, number, report)
+def report_evaluation(run: ReadableRun, number: Number, report: EvaluationReport, worker: AnyMember) -> EvaluationReply:
+    """Report the held-out loss of the state before round `number`. The answer may ask for more measurements."""
+    return evaluating.record_evaluation(run, worker, number, report)
+
+
+@router.put(
+    "/{number}/evaluation/without",
+    status_code=204,
+    responses=problem_responses(*RUN_PROBLEMS, "not-asked", *WRITE_PROBLEMS),
+)
+@max_body(_WITHOUT_BYTES)
+def report_without(run: ReadableRun, number: Number, report: WithoutReport, worker: AnyMember) -> Response:
+    """Report the held-out losses of the state before round `number` without one contribution each."""
+    evaluating.record_without(run, worker, number, report)
     return Response(status_code=204)
+
+
+@router.get(
+    "/{number}/fragments/{fragment}/without/{worker}",
+    response_class=Response,
+    responses=BLOB_RESPONSES | problem_responses(*RUN_PROBLEMS, "not-asked", "gone", "range-not-satisfiable"),
+    openapi_extra=RANGE_PARAMETERS,
+)
+def get_difference(
+    http: Request, run: ReadableRun, number: Number, fragment: Number, worker: PathName, evaluator: AnyMember
+) -> Response:
+    """Download what the fragment's delta lacks of the mean without this worker's contribution."""
+    layout_with(run, fragment)
+    digest, content = differences.difference(run, number, fragment, worker, evaluator)
+    return memory_response(http, content, digest)
 
 
 @router.put(

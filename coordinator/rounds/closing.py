@@ -17,7 +17,7 @@ from protocol.messages import RunState
 def close_due(run: LiveRun) -> bool:
     """Close the fragments of the open round that are due. Return True if there were any."""
     opening = run.open
-    if opening is None or run.state is RunState.STOPPED:
+    if opening is None or run.state is RunState.STOPPED or run.redo is not None:
         return False
     now = run.context.clock()
     members, policy = run.members, run.spec.members

@@ -14,14 +14,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from coordinator.aggregation.delegation import Delegation
-from coordinator.aggregation.tasks import Lateness
+from coordinator.aggregation.tasks import Blob, Lateness
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
 from coordinator.run.outer import OuterState
@@ -61,6 +61,7 @@ ALARMING = frozenset(
         "fault",
         "mended",
         "rederived",
+        "redone",
         "seeder-silent",
         "spoilt",
         "storage-full",
@@ -112,6 +113,28 @@ class Arrival:
     processed: bool = False
     created: bool = False
     error: BaseException | None = None
+
+
+class RedoneDelta(NamedTuple):
+    """A fragment's new delta and its residual, in the store. `units`: by left-out worker, those of its contribution."""
+
+    delta: Blob
+    residual: Blob | None
+    units: dict[str, list[list[int]]]
+
+
+@dataclass
+class Redo:
+    """Order to do the round before `state` again without some contributions (`upkeep/redoing.py`).
+
+    found  by worker to leave out, what was measured of it: (evaluator, loss, loss without the worker)
+    made   the new deltas, by fragment; None before they are made
+    """
+
+    state: int
+    found: dict[str, list[tuple[str, float, float]]]
+    made: list[RedoneDelta] | None = None
+    making: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,6 +226,7 @@ class LiveRun:
         self.arrivals: deque[Arrival] = deque()  # to be committed by the next thread that gets the lock
         self.uploading: Counter[str] = Counter()  # by blob: how many requests are uploading this contribution
         self.deleting: set[str] = set()  # blobs of rejected contributions that are being deleted
+        self.redo: Redo | None = None
         self.set_aside_bytes = 0  # of the files that were set aside, if they are in a bucket
         self.vanished: set[str] = set()  # blobs that were deleted or moved while they were being uploaded
         self.granted: dict[str, Grant] = {}  # by blob: uploads that workers may make themselves, not yet committed

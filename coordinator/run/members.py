@@ -35,6 +35,7 @@ class Members:
     seeder      the worker that uploads state 0; None until one has asked for an assignment
     evaluators  the workers that evaluate the final state
     refused     why workers could not join, since this process started: their model or data differ
+    stale       workers that may hold the run's state as it was before its last round was done again
 
     A worker is *proven* once it has contributed to the run. A round waits for the proven workers that have not missed
     MISSED rounds in a row, and counts its quorum over them, with one vote per token. It waits for a newcomer only once,
@@ -47,10 +48,12 @@ class Members:
         self.seeder: str | None = None
         self.evaluators: set[str] = set()
         self.refused: dict[str, str] = {}
+        self.stale: set[str] = set()
         self._leases: dict[str, Lease] = {}
         self._by_token_hash: dict[bytes, str] = {}
         self._owners: dict[str, str] = {}
         self._quarantined: dict[str, int] = {}
+        self._harm: dict[str, str] = {}
         self._ready: set[str] = set()
         self._previous: set[str] = set()  # assigned to the round before the open or next one
         self._proven: set[str] = set()
@@ -228,9 +231,15 @@ class Members:
         """Let `worker` upload state 0."""
         self.seeder, self._seeder_at = worker, now
 
-    def quarantine(self, worker: str, until: int) -> None:
-        """Keep the worker in quarantine until the round `until`. Its lease is not affected."""
+    def quarantine(self, worker: str, until: int, harm: str = "") -> None:
+        """Keep the worker in quarantine until the round `until`. Its lease is not affected. `harm`: as `Reputation` has
+        it."""
         self._quarantined[worker] = until
+        self._harm[worker] = harm
+
+    def harmful(self, round_: int) -> dict[str, str]:
+        """Return the workers whose contributions do not count in this round, and why."""
+        return {worker: harm for worker, harm in self._harm.items() if harm and self._quarantined[worker] > round_}
 
     def quarantined(self, round_: int) -> set[str]:
         """Return the live workers that are in quarantine in this round."""

@@ -349,7 +349,8 @@ class CheckpointFragmentRow(Base):
 
 class EvaluationRow(Base):
     """The held-out loss (nats per token) of the state before `round`, as measured by `worker` on `tokens`, which
-    represent `bytes` of text (null if unknown).
+    represent `bytes` of text (null if unknown). `without` is the worker's `protocol.messages.WithoutReport`; null if it
+    has sent none.
 
     Rounds that retention has summed up have one row; the mean of several workers has the worker "". `confirmed`: a
     majority of the workers that evaluated the state agrees, or only one was asked.
@@ -364,6 +365,7 @@ class EvaluationRow(Base):
     tokens: Mapped[int]
     bytes: Mapped[int | None]
     confirmed: Mapped[bool] = mapped_column(default=True, server_default="1")
+    without: Mapped[dict[str, Any] | None]
 
 
 class EventRow(Base):

@@ -101,7 +101,7 @@ def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) ->
     base = run.outer.states[fragment].digest
     if header.base == base:
         return
-    if worker not in opening.diverged:
+    if worker not in opening.diverged | run.members.stale:
         with run.change() as change:
             change.row.divergences += 1
             change.worker_row(worker).divergences += 1

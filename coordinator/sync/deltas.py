@@ -1,6 +1,6 @@
 """Deltas: rebuilt byte for byte if the stored one is corrupt, and reported to workers that wait for them."""
 
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from sqlalchemy import select
 
@@ -31,23 +31,10 @@ def rebuild_delta_if_damaged(run: LiveRun, round_: int, fragment: int) -> bool:
     damage = fault_in(run.blobs, name, row.delta_digest)
     if damage is None:
         return True
-    with run.context.database.read() as session:
-        contributions = session.scalars(
-            select(ContributionRow).where(
-                ContributionRow.run_id == run.id, ContributionRow.round == round_, ContributionRow.fragment == fragment
-            )
-        ).all()
     with run.lock:
         if not retention.keeps_delta(run, round_) or (round_, fragment) in run.outer.lost_deltas:
             return False  # deleted by retention in the meantime, or its loss is already recorded
-    weights = row.contributors or {}
-    given = {
-        each.worker: Given(digest=each.digest, sha256=None, tokens=weights[each.worker])
-        for each in contributions
-        if each.worker in weights
-    }
-    counted = {worker: each for worker, each in given.items() if row.verdicts[worker]["factor"] > 0}
-    rebuilt = len(given) == len(weights) and _rebuild(run, counted, row)
+    rebuilt = _rebuild(run, row)
     if not rebuilt:
         run.blobs.delete(name)
         run.outer.mark_delta_lost(round_, fragment)
@@ -69,10 +56,18 @@ def previous_residual(run: LiveRun, round_: int, fragment: int) -> bytes | None:
     return None if before is None else before.residual_digest
 
 
-def _rebuild(run: LiveRun, given: Mapping[str, Given], row: FragmentRow) -> bool:
-    expected = row.delta_digest
-    assert expected is not None
+def collected_again(
+    run: LiveRun, row: FragmentRow, without: Collection[str] = ()
+) -> tuple[Collected, dict[str, float]] | None:
+    """Return what was collected for a published delta, and the factors of its verdicts, leaving out the workers
+    `without`. Return None if contributions are lost, or if none is left."""
     assert run.model is not None, "a round has a layout"
+    weights = row.contributors or {}
+    factors = {worker: row.verdicts[worker]["factor"] for worker in weights if worker not in without}
+    factors = {worker: factor for worker, factor in factors.items() if factor > 0}
+    with run.context.database.read() as session:
+        query = select(ContributionRow).where(ContributionRow.run_id == run.id, ContributionRow.round == row.round)
+        rows = session.scalars(query.where(ContributionRow.fragment == row.fragment)).all()
     collected = Collected(
         run=run.name,
         round=row.round,
@@ -80,17 +75,30 @@ def _rebuild(run: LiveRun, given: Mapping[str, Given], row: FragmentRow) -> bool
         elements=run.model.layout.elements[row.fragment],
         base=b"",
         sync=run.spec.sync,
-        contributions=dict(given),
+        contributions={
+            each.worker: Given(digest=each.digest, sha256=None, tokens=weights[each.worker])
+            for each in rows
+            if each.worker in factors
+        },
     )
-    if not given or lost_contributions(collected, run.blobs):
-        return False
+    given = collected.contributions
+    if not given or given.keys() != factors.keys() or lost_contributions(collected, run.blobs):
+        return None
     with StoredPayload(run.blobs.open(blob_of(collected, min(given)))) as payload:
         assert isinstance(payload.header, ContributionHeader)
         base = payload.header.base  # the run's state of that round: contributions with another base are rejected
-    factors = {worker: row.verdicts[worker]["factor"] for worker in given}
     known = {"base": base, "residual": previous_residual(run, row.round, row.fragment)}
+    return collected.model_copy(update=known), factors
+
+
+def _rebuild(run: LiveRun, row: FragmentRow) -> bool:
+    expected = row.delta_digest
+    assert expected is not None
+    if (found := collected_again(run, row)) is None:
+        return False
+    collected, factors = found
     try:
-        delta, _ = make_delta(collected.model_copy(update=known), run.blobs, factors)
+        delta, _ = make_delta(collected, run.blobs, factors)
     except ResidualLost:
         return False
     if digest(delta) != expected:
@@ -138,7 +146,7 @@ def status_under_lock(
         if number >= run.round and (each is None or each.state is not FragmentState.PUBLISHED):
             if run.ended:
                 raise Problem("run-ended", f"the run {run.name} is {run.state} and never published round {number}")
-            if member is not None and number > run.round:
+            if member is not None and (number > run.round or member in run.members.stale):
                 raise Problem("round-not-open", f"the run is at round {run.round}; recover its state", round=run.round)
             if each is None:
                 return False, f"round {number} is not open: {status(run)}"

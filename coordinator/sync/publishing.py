@@ -148,6 +148,7 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
         unit_tokens={worker: run.unit_tokens(worker) for worker in contributed},
         **judged._asdict(),
         state=state,
+        excluded={worker: why for worker, why in run.members.harmful(opening.number).items() if worker in contributed},
         residual=previous_residual(run, opening.number, index),
     )
 

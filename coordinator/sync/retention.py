@@ -2,8 +2,9 @@
 
 **Blobs.** The newest `checkpoints.keep` checkpoints are kept, and every delta from the oldest of them on, so a worker
 can always get from there to the present. The delta that led to the newest checkpoint is always kept, because workers
-are fetching it. Contributions are deleted once the newest checkpoint covers them, and so are the residuals of deltas
-before it: a run that is rolled back further continues without them.
+are fetching it. Contributions are deleted once a checkpoint covers them, and so are the residuals of deltas before it:
+a run that is rolled back further continues without them. Of the last round everything is kept until the next one is
+over, and a checkpoint from before it, because it may be done again (`upkeep/redoing.py`).
 
 **Rows.** Each contribution, assignment and report is kept for the last `retention.rounds` rounds, and for every round
 whose delta is kept. For older rounds only sums are kept. The newest `retention.events` events are kept.
@@ -45,9 +46,18 @@ def complete_checkpoints(run: LiveRun) -> list[int]:
     return [round_ for round_ in rounds if round_ not in run.outer.damaged_checkpoints]
 
 
+def kept_checkpoints(run: LiveRun) -> list[int]:
+    """Return the rounds of the checkpoints that are kept, newest first. One of them is older than the run's state,
+    because the last round may be done again."""
+    complete = complete_checkpoints(run)
+    kept = complete[: run.spec.checkpoints.keep]
+    older = [round_ for round_ in complete if round_ < run.round][:1]
+    return kept + [round_ for round_ in older if round_ not in kept]
+
+
 def oldest_checkpoint(run: LiveRun) -> int:
     """Return the round of the oldest checkpoint that is kept. The run cannot be rolled back further."""
-    kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
+    kept = kept_checkpoints(run)
     return kept[-1] if kept else 0
 
 
@@ -58,21 +68,21 @@ def first_delta(kept: list[int]) -> int:
 
 def keeps_delta(run: LiveRun, round_: int) -> bool:
     """Return True if the retention rule keeps the deltas of `round_`."""
-    kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
+    kept = kept_checkpoints(run)
     return not kept or round_ >= first_delta(kept)
 
 
 def oldest_kept(run: LiveRun) -> dict[Kind, int]:
     """Return, for each kind of blob, the first round that the retention rule keeps; empty if there is no checkpoint."""
-    kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
+    kept = kept_checkpoints(run)
     if not kept:
         return {}
-    newest, oldest = kept[0], kept[-1]
+    covering = next((round_ for round_ in kept if round_ < run.round), kept[0])
     return {
-        "checkpoints": oldest,
+        "checkpoints": kept[-1],
         "deltas": first_delta(kept),
-        "contributions": newest,
-        "residuals": newest - 1,
+        "contributions": covering,
+        "residuals": covering - 1,
     }
 
 
@@ -117,8 +127,7 @@ def forget(run: LiveRun) -> dict[Kind, int]:
     with run.lock:
         if not (first_rounds := oldest_kept(run)):
             return {}  # the checkpoint was damaged in the meantime
-        newest = first_rounds["contributions"]
-        kept = complete_checkpoints(run)[: run.spec.checkpoints.keep]
+        newest, kept = first_rounds["contributions"], kept_checkpoints(run)
         with run.change() as change:
             for table in (CheckpointRow, CheckpointFragmentRow):
                 change.session.execute(

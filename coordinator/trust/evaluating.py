@@ -1,26 +1,30 @@
 """Which workers measure the held-out loss of a state, and whose measurement is accepted.
 
-If all workers hold out the same text, two workers with different tokens measure each evaluated state, and the workers
-take turns. So the run never depends on a single worker's measurement. If the two differ, either may be wrong: then
-three workers measure the next state. A worker that differs from the other two is not asked for the next NOT_ASKED
-evaluated states. With private data every worker measures its own held-out text, and nothing is compared.
+If all workers hold out the same text, three workers with different tokens measure each evaluated state, and the workers
+take turns. So the run never depends on a single worker's measurement, and one that differs from the other two is found
+at once: it is not asked for the next NOT_ASKED evaluated states. If there are only two tokens and their measurements
+differ, neither counts. With private data every worker measures its own held-out text, and nothing is compared.
+
+The reply to a measurement may ask for more: the loss without one of the contributions (`leaving_out.py`).
 """
 
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.live_run import Change, LiveRun, Redo
 from coordinator.store.tables import AssignmentRow, EvaluationRow, WorkerRow
-from coordinator.trust import held_out
+from coordinator.trust import leaving_out
 from coordinator.trust.guard import check_loss
 from outerstep.common.quantities import natural
 from protocol.errors import Problem
-from protocol.messages import Evaluation, EvaluationReport, RunState
+from protocol.messages import Evaluation, EvaluationReply, EvaluationReport, RunState, WithoutReport
 
-USUAL, IN_DOUBT = 2, 3  # evaluators of a state; the larger number after two have differed
+EVALUATORS = 3  # of a state, with different tokens: if one of them is wrong, the other two agree
+CONFIRMING = 2
 NOT_ASKED = 16  # evaluated states
 NEAR = 0.05  # nats per token; differences in hardware and precision cause a tenth of that
 
@@ -37,11 +41,10 @@ def evaluators(run: LiveRun, session: Session, workers: Sequence[str]) -> set[st
     if run.spec.data.private:
         return set(workers)
     every = run.spec.evaluation.every_rounds
-    before = held_out.evaluations(session, run.id, run.round - every)
-    count = IN_DOUBT if len(before) > 1 and not any(each.confirmed for each in before.values()) else USUAL
     refuted = _refuted_workers(run, session, run.round - NOT_ASKED * every)
     trusted = [worker for worker in workers if worker not in refuted] or list(workers)
-    return set(in_turn(trusted, {worker: run.members.token(worker) for worker in trusted}, run.round // every, count))
+    tokens = {worker: run.members.token(worker) for worker in trusted}
+    return set(in_turn(trusted, tokens, run.round // every, EVALUATORS))
 
 
 def in_turn(workers: Sequence[str], tokens: Mapping[str, str | None], turn: int, count: int) -> list[str]:
@@ -60,8 +63,9 @@ def _refuted_workers(run: LiveRun, session: Session, since: int) -> set[str]:
     return set(session.scalars(refuted))
 
 
-def record_evaluation(run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> None:
-    """Record the held-out loss of state `round_`. The worker's first report counts; later ones are ignored.
+def record_evaluation(run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> EvaluationReply:
+    """Record the held-out loss of state `round_`. The worker's first report counts; later ones are ignored. Return what
+    else it should measure.
 
     Raises Problem: round-not-open; not-asked, if the worker was not asked to evaluate that state.
     """
@@ -73,8 +77,9 @@ def record_evaluation(run: LiveRun, worker: str, round_: int, report: Evaluation
         session = change.session
         measured = select(EvaluationRow).where(EvaluationRow.run_id == run.id, EvaluationRow.round == round_)
         rows = {row.worker: row for row in session.scalars(measured)}
+        reply = EvaluationReply(without=leaving_out.to_measure(run, session, round_, report.loss))
         if worker in rows:
-            return
+            return reply
         rows[worker] = EvaluationRow(run_id=run.id, round=round_, worker=worker, **report.model_dump())
         session.add(rows[worker])
         bits = Evaluation(**report.model_dump()).bits_per_byte
@@ -87,6 +92,30 @@ def record_evaluation(run: LiveRun, worker: str, round_: int, report: Evaluation
         if not private:
             _compare(change, round_, rows)
         check_loss(change)
+    return reply
+
+
+def record_without(run: LiveRun, worker: str, round_: int, report: WithoutReport) -> None:
+    """Record the losses of state `round_` without each of some contributions. The worker's first report counts.
+
+    Raises Problem `not-asked` if the worker has not evaluated that state before.
+    """
+    with run.change() as change:
+        row = change.session.get(EvaluationRow, (run.id, round_, worker))
+        if row is None:
+            raise Problem("not-asked", f"{worker} has not evaluated state {round_} of the run {run.name}")
+        if row.without is None:
+            row.without = report.model_dump()
+            change.session.flush()
+            note_harmful(change)
+
+
+def note_harmful(change: Change) -> None:
+    """If workers are found whose contributions have harmed the run's state, have the round done again without them."""
+    run = change.run
+    found = leaving_out.found_harmful(run, change.session, run.round)
+    if found and run.redo is None:
+        change.after_commit(partial(setattr, run, "redo", Redo(run.round, found)))
 
 
 def far_from_majority(losses: Mapping[str, float]) -> set[str] | None:
@@ -101,15 +130,17 @@ def _compare(change: Change, round_: int, rows: Mapping[str, EvaluationRow]) -> 
     """Set `confirmed` on each measurement of the state. Record an event if the measurements differ, or if one of three
     differs from the other two."""
     far = far_from_majority({worker: row.loss for worker, row in rows.items()})
-    enough = len(rows) >= min(_number_asked(change, round_), USUAL)
+    enough = len(rows) >= min(_number_asked(change, round_), CONFIRMING)
     for worker, row in rows.items():
         row.confirmed = enough and far is not None and worker not in far
     losses = ", ".join(f"{worker} {rows[worker].loss:.4f}" for worker in sorted(rows, key=natural))
-    if far is None and len(rows) == USUAL:
-        message = f"state {round_}: the held-out losses differ ({losses}); three workers measure the next state"
+    if far is None and len(rows) == CONFIRMING:
+        message = (
+            f"state {round_}: the held-out losses differ ({losses}); they count once a third worker agrees with one"
+        )
         change.record("evaluations-differ", message, round=round_, workers=sorted(rows))
     for worker in sorted(far or ()):
-        if len(rows) == IN_DOUBT:
+        if len(rows) == EVALUATORS:
             member = change.worker_row(worker)
             member.refuted_state = max(round_, -1 if member.refuted_state is None else member.refuted_state)
             message = f"state {round_}: the held-out loss of {worker} is far from the others' ({losses}); it is not"

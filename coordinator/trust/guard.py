@@ -197,6 +197,12 @@ def note_roll_back(change: Change, to: int, *, by_guard: bool) -> None:
     _set(change, GuardRecord(went_back=went_back))
 
 
+def note_redone(change: Change, state: int) -> None:
+    """Judge `state` again, because the round before it was done again."""
+    record = record_of(change.row)
+    _set(change, replace(record, judged=min(record.judged, state - 1)))
+
+
 def drop_order(change: Change, why: str) -> None:
     """Drop the ordered rollback because it is not possible, and report why. The run stays paused."""
     record = record_of(change.row)

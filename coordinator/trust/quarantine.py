@@ -26,20 +26,25 @@ FIRST_ROUNDS, MOST_ROUNDS = 10, 320  # length of a quarantine; doubles each time
 class Reputation:
     """score  0 to 1: how much of the worker's contributions has counted; recent rounds weigh most
     times  number of quarantines so far
-    until  the round from which it takes part again; 0 if it never was in quarantine"""
+    until  the round from which it takes part again; 0 if it never was in quarantine
+    harm   why it is in quarantine, if that is for measured harm: if it takes part all the same, because too few others
+           do, its contributions do not count"""
 
     score: float = 1.0
     times: int = 0
     until: int = 0
+    harm: str = ""
 
     def after(self, round_: int, counted: float) -> "Reputation":
         """Return the reputation after round `round_`. `counted`: the share of the worker's contribution that counted, 0
         to 1."""
         score = MEMORY * self.score + (1 - MEMORY) * min(counted, 1.0)
-        if score >= QUARANTINED:
-            return replace(self, score=score)
+        return replace(self, score=score) if score >= QUARANTINED else self.expelled(round_)
+
+    def expelled(self, round_: int, harm: str = "") -> "Reputation":
+        """Return the reputation with a quarantine that begins after round `round_`."""
         rounds = min(FIRST_ROUNDS << self.times, MOST_ROUNDS)
-        return Reputation(BACK, min(self.times + 1, MOST_ROUNDS.bit_length()), round_ + 1 + rounds)
+        return Reputation(BACK, min(self.times + 1, MOST_ROUNDS.bit_length()), round_ + 1 + rounds, harm)
 
     def readmitted(self) -> "Reputation":
         """Return the reputation after an operator has ended the quarantine."""
@@ -72,8 +77,9 @@ def reputation_of(row: WorkerRow) -> Reputation:
 def restore(session: Session, run: LiveRun) -> None:
     """Restore from the database which workers are in quarantine, after a start."""
     rows = session.execute(select(WorkerRow.name, WorkerRow.reputation).where(WorkerRow.run_id == run.id))
-    for name, reputation in rows:
-        run.members.quarantine(name, Reputation(**reputation).until)
+    for name, stored in rows:
+        reputation = Reputation(**stored)
+        run.members.quarantine(name, reputation.until, reputation.harm)
 
 
 def update_reputations(change: Change, round_: int, counted: Mapping[str, float]) -> None:
@@ -82,6 +88,8 @@ def update_reputations(change: Change, round_: int, counted: Mapping[str, float]
     run = change.run
     for row in _rows(change.session, run, counted):
         before = reputation_of(row)
+        if before.harm and before.until > round_:
+            continue  # left out for what it did before
         _set(change, row, after := before.after(round_, counted[row.name]))
         if after.until > before.until:
             message = (
@@ -89,6 +97,13 @@ def update_reputations(change: Change, round_: int, counted: Mapping[str, float]
                 f"{after.until}, unless too few other workers contribute"
             )
             change.record("quarantined", message, worker=row.name, until=after.until)
+
+
+def expel(change: Change, row: WorkerRow, round_: int, why: str) -> None:
+    """Quarantine a worker because of its contribution to round `round_`."""
+    _set(change, row, after := reputation_of(row).expelled(round_, why))
+    message = f"the contributions of {row.name} do not count until round {after.until}: {why}"
+    change.record("quarantined", message, worker=row.name, until=after.until)
 
 
 def readmit(change: Change, row: WorkerRow) -> bool:
@@ -110,7 +125,7 @@ def inherit_score(change: Change, row: WorkerRow) -> None:
 
 def _set(change: Change, row: WorkerRow, reputation: Reputation) -> None:
     row.reputation = asdict(reputation)
-    change.after_commit(partial(change.run.members.quarantine, row.name, reputation.until))
+    change.after_commit(partial(change.run.members.quarantine, row.name, reputation.until, reputation.harm))
 
 
 def _rows(session: Session, run: LiveRun, names: Collection[str]) -> list[WorkerRow]:

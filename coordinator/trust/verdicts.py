@@ -117,6 +117,7 @@ def report_verdicts(change: Change, round_: int, fragment: int, judgement: Judge
     """Record an event for each worker that is left out or shortened, unless an earlier fragment of the round already
     had one. Call it before the fragment's verdicts are stored."""
     reported = _reported(change, round_) if any(each.reason for each in judgement.verdicts.values()) else set()
+    reported |= change.run.members.harmful(round_).keys()  # as they were quarantined
     for worker, verdict in judgement.verdicts.items():
         if verdict.reason and worker not in reported:
             what = "is left out" if verdict.factor == 0 else f"counts {verdict.factor:.3g} times"

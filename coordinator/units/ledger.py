@@ -242,6 +242,25 @@ def unconsume_units(session: Session, run_id: int, worker: str, round_: int, *, 
     return sum(row.stop - row.start for row in rows)
 
 
+def free_consumed(session: Session, run_id: int, round_: int, units: Sequence[Range]) -> list[Range]:
+    """Return to the pool those of `units` that round `round_` has consumed, whose contribution does not count any more.
+    The function's result lists them."""
+    freed: list[Range] = []
+    for start, stop in units:
+        rows = session.scalars(
+            select(UnitRangeRow)
+            .where(UnitRangeRow.run_id == run_id, UnitRangeRow.consumed_round == round_)
+            .where(UnitRangeRow.start < stop, UnitRangeRow.stop > start)
+        ).all()
+        for row in rows:
+            _split(session, row, stop)
+            own = row if row.start >= start else _split(session, row, start)
+            assert own is not None, "the row overlaps [start, stop)"
+            own.state, own.worker, own.round, own.consumed_round = "free", None, None, None
+            freed.append((own.start, own.stop))
+    return freed
+
+
 def return_since(session: Session, run_id: int, round_: int) -> list[Range]:
     """Return to the pools all assigned units, and the units consumed by `round_` or later rounds. The function's result
     lists the ranges that had been consumed."""
@@ -295,7 +314,13 @@ def _split(session: Session, row: UnitRangeRow, stop: int) -> UnitRangeRow | Non
     if stop >= row.stop:
         return None
     rest = UnitRangeRow(
-        run_id=row.run_id, start=stop, stop=row.stop, state=row.state, worker=row.worker, round=row.round
+        run_id=row.run_id,
+        start=stop,
+        stop=row.stop,
+        state=row.state,
+        worker=row.worker,
+        round=row.round,
+        consumed_round=row.consumed_round,
     )
     session.add(rest)
     row.stop = stop

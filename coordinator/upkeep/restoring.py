@@ -26,7 +26,7 @@ from coordinator.store.tables import (
 )
 from coordinator.sync import outer_state, retention
 from coordinator.trust import quarantine
-from coordinator.upkeep import rolling_back
+from coordinator.upkeep import redoing, rolling_back
 from protocol.messages import FragmentState, Metrics, WorkerState
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ def restore(run: LiveRun, needed: frozenset[str] = frozenset()) -> None:
         sweep(run, needed)
         if run.model is not None:
             outer_state.restore(run)
+        redoing.restore(run)
         run.restored(opening)
 
 

@@ -13,7 +13,7 @@ continues from its round. Newer blobs belong to a history that the database does
 """
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,12 +40,13 @@ from coordinator.sync import checkpointing, outer_state
 from coordinator.trust import guard
 from coordinator.units.ledger import merge_adjacent, return_since, return_units
 from coordinator.units.pools import all_pools
+from outerstep.common.ranges import Range
 from protocol.errors import Problem
 from protocol.messages import RollBack, RunState, WorkerState
 
 _BUSY_S = 1.0
-_OF_ROUNDS = (RoundRow, FragmentRow, AssignmentRow, ContributionRow, LateContributionRow, ReportRow)
-_OF_STATES = (EvaluationRow, CheckpointRow, CheckpointFragmentRow)  # state N exists before round N
+OF_ROUNDS = (RoundRow, FragmentRow, AssignmentRow, ContributionRow, LateContributionRow, ReportRow)
+OF_STATES = (EvaluationRow, CheckpointRow, CheckpointFragmentRow)  # state N exists before round N
 
 
 def roll_back_if_due(run: LiveRun, *, verifying: Callable[[], bool]) -> None:
@@ -96,7 +97,7 @@ def roll_back(
         if verifying() or run.outer.any_job_running:
             raise Problem("not-ready", f"files of the run {run.name} are still being worked on", retry_after_s=_BUSY_S)
         prefix = next_prefix(run)
-        run.blobs.put(f"{prefix}rows.json", json.dumps(_history(run, to), indent=1).encode())
+        run.blobs.put(f"{prefix}rows.json", json.dumps(history(run, _later_than(to)), indent=1).encode())
         run.suspend()
         opening = run.open
         try:
@@ -136,14 +137,14 @@ def _checkpoint(run: LiveRun, round_: int) -> list[CheckpointFragmentRow]:
 
 def _later_than(state: int) -> list[tuple[Any, int]]:
     """Return each table with a round column, and the first round in it that is later than `state`."""
-    return [(table, state) for table in _OF_ROUNDS] + [(table, state + 1) for table in _OF_STATES]
+    return [(table, state) for table in OF_ROUNDS] + [(table, state + 1) for table in OF_STATES]
 
 
-def _history(run: LiveRun, to: int) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows that the rollback deletes, by table."""
+def history(run: LiveRun, later: Sequence[tuple[Any, int]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows that are about to be deleted, by table. `later`: each table, and the first round in it."""
     history: dict[str, list[dict[str, Any]]] = {}
     with run.context.database.read() as session:
-        for table, first in _later_than(to):
+        for table, first in later:
             columns = table.__table__.columns
             rows = session.execute(select(*columns).where(table.run_id == run.id, table.round >= first)).mappings()
             history[table.__tablename__] = [
@@ -171,10 +172,16 @@ def _reset(change: Change, to: int, checkpoint: Collection[CheckpointFragmentRow
 
 
 def _return_units(change: Change, to: int) -> None:
-    """Return the units of `to` and later rounds to their pools. Adjust the counters that are checked against the
+    """Return the units of `to` and later rounds to their pools."""
+    session = change.session
+    note_returned(change, return_since(session, change.run.id, to))
+    merge_adjacent(session, change.run.id, to, settled=to)
+
+
+def note_returned(change: Change, returned: Sequence[Range]) -> None:
+    """Subtract consumed units that have returned to their pools from the counters that are checked against the
     units."""
     run, session = change.run, change.session
-    returned = return_since(session, run.id, to)
     for pool in all_pools(session, run):
         own = [(start, stop) for start, stop in returned if pool.first <= start < pool.next]
         tokens = sum(stop - start for start, stop in own) * run.unit_tokens(pool.worker)
@@ -183,7 +190,6 @@ def _return_units(change: Change, to: int) -> None:
             change.row.tokens -= tokens
         if own and pool.units is not None:
             pool.row.checked_epochs = min(pool.row.checked_epochs, (own[0][0] - pool.first) // pool.units)
-    merge_adjacent(session, run.id, to, settled=to)
 
 
 def _end_leases_and_ban(change: Change, without: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from coordinator.run.open_round import OpenRound, RoundAssignment
 from coordinator.run.schedule import round_steps
 from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, WorkerRow
 from coordinator.trust import held_out
-from coordinator.trust.evaluating import USUAL, is_evaluated
+from coordinator.trust.evaluating import EVALUATORS, is_evaluated
 from coordinator.trust.quarantine import kept_out
 from coordinator.units.carrying import carriable_units
 from coordinator.units.ledger import assign_units, assigned_units, reclaim_units, return_forgotten_units
@@ -42,6 +42,13 @@ def assign(
             if _is_seeder(run, worker):
                 return _answer(run, Action.SEED, "nobody has state 0 yet")
             return _answer(run, Action.WAIT, status(run))
+        if run.redo is not None:
+            return _answer(run, Action.WAIT, f"round {run.redo.state - 1} is being done again")
+        if state_round == run.round and worker in run.members.stale:
+            # It must drop its state. Sent to the state before, it loads a checkpoint.
+            reason = f"round {run.round - 1} was done again: state {run.round} has changed"
+            return _answer(run, Action.RECOVER, reason, round_=run.round - 1)
+        run.members.stale.discard(worker)
         if state_round != run.round:
             reason = f"the run is at state {run.round}, this worker at {'none' if state_round is None else state_round}"
             return _answer(run, Action.RECOVER, reason)
@@ -91,18 +98,22 @@ def assign_from_memory(
     if run.state is not RunState.RUNNING or run.outer.damage is not None:
         return None
     assignment = opening.assignments.get(worker)
-    if assignment is None or worker not in run.members or not opening.agrees_on_earlier_units(worker, carried):
+    if assignment is None or worker not in run.members or worker in run.members.stale or run.redo is not None:
+        return None
+    if not opening.agrees_on_earlier_units(worker, carried):
         return None
     return _training(run, opening, worker, assignment)
 
 
-def _answer(run: LiveRun, action: Action, reason: str, *, evaluate: bool = False) -> Assignment:
-    """Return the assignment of a worker that has nothing to train on (wait, recover, seed or finish). The caller holds
-    the run's lock."""
+def _answer(
+    run: LiveRun, action: Action, reason: str, *, evaluate: bool = False, round_: int | None = None
+) -> Assignment:
+    """Return the assignment of a worker that has nothing to train on (wait, recover, seed or finish). `round_`: the
+    state that it is about, if not the run's. The caller holds the run's lock."""
     return Assignment(
         action=action,
         reason=reason,
-        round=run.round,
+        round=run.round if round_ is None else round_,
         step=run.step,
         schedule_steps=round_steps(run),
         evaluate=evaluate,
@@ -142,14 +153,19 @@ def _ensure_assignment(
 
 
 def _take_part(change: Change, worker: str) -> AssignmentRow:
-    """Return the worker's row for the open round. Create it if there is none. The first worker of a round evaluates;
-    with private data every worker does."""
+    """Return the worker's row for the open round. Create it if there is none. It evaluates if the round has too few
+    evaluators with other tokens; with private data every worker does."""
     run, session = change.run, change.session
     row = session.get(AssignmentRow, (run.id, run.round, worker))
     if row is None:
-        evaluates = run.spec.data.private or (
-            session.query(AssignmentRow).filter_by(run_id=run.id, round=run.round).count() == 0
-        )
+        asked = session.scalars(
+            select(AssignmentRow.worker).where(
+                AssignmentRow.run_id == run.id, AssignmentRow.round == run.round, AssignmentRow.evaluate
+            )
+        ).all()
+        tokens = {run.members.owners.get(each) for each in asked}
+        few = len(asked) < EVALUATORS and run.members.owners.get(worker) not in tokens
+        evaluates = run.spec.data.private or not asked or few
         evaluate = evaluates and is_evaluated(run)
         row = assignment_row(run, worker, RoundAssignment(inner_steps_of(run, worker), evaluate, []))
         session.add(row)
@@ -170,8 +186,8 @@ def _is_seeder(run: LiveRun, worker: str) -> bool:
 
 
 def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
-    """Return True if `worker` should evaluate the final state: the first worker that asks, and the next one with
-    another token. With private data, every worker that has not done so yet."""
+    """Return True if `worker` should evaluate the final state: the first workers that ask, with different tokens. With
+    private data, every worker that has not done so yet."""
     with run.context.database.read() as session:
         done = held_out.evaluations(session, run.id, run.round)
         if worker in done or (held_out.ALL in done):
@@ -187,7 +203,7 @@ def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
             )
         ).all()
         tokens = {row.name: row.token for row in rows}
-    if len(asked) >= USUAL or any(tokens.get(other) == tokens.get(worker) for other in asked):
+    if len(asked) >= EVALUATORS or any(tokens.get(other) == tokens.get(worker) for other in asked):
         return False
     with run.change() as change:
         change.after_commit(partial(run.members.evaluators.add, worker))

@@ -31,6 +31,8 @@ def renew(run: LiveRun, worker: str, metrics: Metrics) -> LeaseReply:
     if not run.members.renew(worker, run.context.clock(), metrics):
         raise _ended(worker)
     directive = DIRECTIVES.get(run.state, Directive.CONTINUE)
+    if worker in run.members.stale:
+        directive = Directive.STOP  # what it trains on is not the run's state any more
     return LeaseReply(directive=directive, reason=status(run), lease_s=run.members.lease_s)
 
 
@@ -75,7 +77,7 @@ def end_lease(change: Change, worker: str, state: WorkerState, what: str, reques
     return_units(change.session, run.id, worker, before=run.round - kept_rounds if kept_rounds else None)
     change.record(str(state), f"{worker} {what}", worker=worker)
     finished = run.final_digest is not None and request is not None and request.state_round == run.round
-    if finished and row.state_digest != run.final_digest:
+    if finished and worker not in run.members.stale and row.state_digest != run.final_digest:
         row.divergences += 1
         change.row.divergences += 1
         change.record("diverged", f"{worker} left with a state that differs from the run's", worker=worker)

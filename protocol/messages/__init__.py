@@ -25,9 +25,11 @@ from protocol.messages.base import (
 )
 from protocol.messages.rounds import (
     DIRECT_HEADER_BYTES,
+    MAX_WITHOUT,
     ContributionReply,
     DirectUpload,
     Evaluation,
+    EvaluationReply,
     EvaluationReport,
     FragmentInfo,
     FragmentState,
@@ -39,6 +41,7 @@ from protocol.messages.rounds import (
     Verdict,
     Waiting,
     Waits,
+    WithoutReport,
 )
 from protocol.messages.runs import (
     Cause,

@@ -7,7 +7,9 @@ from typing import Annotated
 from pydantic import Field, computed_field
 
 from protocol.messages.base import Account, Finite, HexDigest, ReplyModel, RequestModel
+from protocol.spec.sections import Name
 
+MAX_WITHOUT = 1024  # workers that are left out, one at a time
 DIRECT_HEADER_BYTES = 24 << 10  # a contribution with a longer header is uploaded through the coordinator
 
 
@@ -185,3 +187,18 @@ class EvaluationReport(RequestModel):
     loss: Finite
     tokens: Annotated[int, Field(gt=0, lt=1 << 60)]
     bytes: Annotated[int, Field(gt=0, lt=1 << 60)] | None = None
+
+
+class EvaluationReply(ReplyModel):
+    """What else to measure of the state: its loss as it would be without the last contribution of each of these
+    workers, one at a time. Empty: nothing."""
+
+    without: list[str] = Field(default_factory=list)
+
+
+class WithoutReport(RequestModel):
+    """Held-out losses on the same tokens, in mean nats per token: of the state as it is, and, by worker, as it would be
+    without that worker's last contribution."""
+
+    loss: Finite
+    without: Annotated[dict[Name, Finite], Field(min_length=1, max_length=MAX_WITHOUT)]

@@ -219,9 +219,22 @@ class Client:
 
     # --- rounds ---------------------------------------------------------------------------------------------------
 
-    def report_evaluation(self, member_token: str, state_round: int, report: messages.EvaluationReport) -> None:
+    def report_evaluation(
+        self, member_token: str, state_round: int, report: messages.EvaluationReport
+    ) -> messages.EvaluationReply:
         path = f"{self._path}/rounds/{state_round}/evaluation"
+        return self._json("PUT", path, messages.EvaluationReply, report, member_token)
+
+    def report_without(self, member_token: str, state_round: int, report: messages.WithoutReport) -> None:
+        path = f"{self._path}/rounds/{state_round}/evaluation/without"
         self._retry(lambda: self._answer("PUT", path, member_token, _pass_over, report))
+
+    def without(self, member_token: str, state_round: int, p: int, worker: str, elements: int) -> wire.Payload:
+        """Fetch what fragment p's last delta lacks of the mean without `worker`. `elements`: of the fragment."""
+        path = f"{self._path}/rounds/{state_round}/fragments/{p}/without/{worker}"
+        limit_bytes = max(wire.max_payload_bytes(codec, elements) for codec in ("fp32", "2bit"))
+        headers, expected_bytes = self._headers(member_token), wire.max_payload_bytes("2bit", elements)
+        return _payload(Download(self._channel, lambda: path, headers, limit_bytes, expected_bytes))
 
     def contribute(
         self,

@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from protocol.errors import Problem, Remedy
-from protocol.messages import Action, Assignment, EvaluationReport
+from protocol.messages import Action, Assignment, EvaluationReport, WithoutReport
+from protocol.wire import Payload
 from worker.accounts.progress import Progress
 from worker.joining import recovery
 from worker.ranks import Ranks
@@ -67,21 +69,54 @@ class Assignments:
                 self._reason = assignment.reason
                 self._pause()
 
-    def report_evaluation(self, state_round: int, evaluate: Callable[[], EvaluationReport]) -> None:
-        """Measure the held-out loss of the model, which holds state `state_round`, and report it."""
+    def report_evaluation(self, state_round: int, evaluate: Callable[[], EvaluationReport]) -> list[str]:
+        """Measure the held-out loss of the model, which holds state `state_round`, and report it. Return the workers
+        without whose contribution the coordinator wants it measured, too."""
         self._progress.phase("evaluate")
         report = evaluate()
         log.info("state %d: held-out loss %.4f", state_round, report.loss)
 
-        def tell(token: str) -> None:
+        def tell(token: str) -> list[str]:
             try:
-                self._client.report_evaluation(token, state_round, report)
+                return self._client.report_evaluation(token, state_round, report).without
             except Problem as problem:
                 if problem.remedy is not Remedy.ACT:
                     raise
                 log.warning("the held-out loss of state %d was not accepted: %s", state_round, problem.detail)
+                return []
 
-        self._ranks.on_first(lambda: self._membership.act(tell))
+        return self._ranks.on_first(lambda: self._membership.act(tell))
+
+    def report_without(self, state_round: int, workers: list[str], evaluate: Callable[[], EvaluationReport]) -> None:
+        """Measure the held-out loss of the state in the model, then as it would be without the last contribution of
+        each of `workers`, one at a time, and report all of them. The model then holds the last one."""
+        state, losses = self._exchange.state, dict[str, float]()
+        loss = evaluate().loss
+        try:
+            for worker in workers:
+                differences = self._ranks.together(partial(self._differences, state_round, worker))
+                for p in range(len(state)):
+                    self._fragments.scatter(p, state.reached(p, differences.get(p)))
+                losses[worker] = evaluate().loss
+            report = WithoutReport(loss=loss, without=losses)
+            tell = partial(self._client.report_without, state_round=state_round, report=report)
+            self._ranks.on_first(lambda: self._membership.act(tell))
+        except Problem as problem:
+            if problem.remedy is not Remedy.ACT:
+                raise
+            log.info("state %d without single contributions: %s", state_round, problem.detail)
+            return
+        log.info("state %d: held-out loss %.4f, without %s", state_round, loss, losses)
+
+    def _differences(self, state_round: int, worker: str) -> dict[int, Payload]:
+        """Return what the last deltas lack of the means without `worker`, by fragment that this process owns."""
+        state, client = self._exchange.state, self._client
+        return {
+            p: self._membership.act(
+                partial(client.without, state_round=state_round, p=p, worker=worker, elements=len(state.theta[p]))
+            )
+            for p in state.own
+        }
 
     def _seed(self) -> None:
         self.untouched = False

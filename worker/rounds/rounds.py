@@ -183,9 +183,15 @@ class Rounds:
         for p in range(len(self._state)):
             self._fragments.scatter(p, self._state.reached(p))
             self._state.release(p)
-        evaluate = self._evaluation(assignment)
-        if evaluate is not None:
-            self._assignments.report_evaluation(assignment.round, evaluate)
+        evaluate, probe = self._evaluation(assignment), self._training.probe
+        if evaluate is None:
+            return
+        workers = self._assignments.report_evaluation(assignment.round, evaluate)
+        if workers and probe is not None:
+            self._assignments.report_without(assignment.round, workers, probe)
+            for p in range(len(self._state)):
+                self._fragments.scatter(p, self._state.reached(p))
+                self._state.release(p)
 
     def _note_inner_step(self, round_: Round, *, ended: bool) -> None:
         """Note one inner step; `ended`: the round's own steps are done. Raises Unwanted if the coordinator does not

@@ -109,6 +109,7 @@ class Training:
     """What one worker trains.
 
     evaluate   measures the held-out loss of the model as it is; None: this worker measures none
+    probe      the same on fewer tokens, to compare states that differ a little
     initial    loads state 0 into the model; None: the model holds it
     scaler     scales the loss for fp16; None: nothing does
     writes     detects writes to the parameters by anything but the optimizers
@@ -125,6 +126,7 @@ class Training:
     scaler: torch.amp.GradScaler | None
     writes: ForeignWrites
     ranks: Ranks = ALONE
+    probe: Callable[[], EvaluationReport] | None = None
     points: ScheduleFreePoints = field(default_factory=ScheduleFreePoints)
 
     def scaler_state(self) -> dict[str, Any] | None:

@@ -111,10 +111,13 @@ class OuterState:
         known = self._digests[p]
         return self._rehash(p) if known is None else known
 
-    def reached(self, p: int) -> Tensor:
-        """Return the parameters of fragment p to evaluate, float32[n] (`protocol.outer_step.reached`)."""
+    def reached(self, p: int, difference: Payload | None = None) -> Tensor:
+        """Return the parameters of fragment p to evaluate, float32[n] (`protocol.outer_step.reached`): x. `difference`:
+        D, if the last delta Δ is to be replaced by Δ + D. With x₊ = θ − η·Δ, the state before being θ, that is x − η·D.
+        """
         lr, beta = self._outer.learning_rate, self._outer.momentum
-        return torch.from_numpy(reached(self.theta[p].numpy(), self.momentum[p].numpy(), learning_rate=lr, beta=beta))
+        point = torch.from_numpy(reached(self.theta[p].numpy(), self.momentum[p].numpy(), learning_rate=lr, beta=beta))
+        return point if difference is None else point - lr * unpack_payload(difference, _HOST, len(point))
 
     def room_for_delta(self, p: int) -> Tensor | None:
         """Return the memory for this round's pseudo-gradient of fragment p, float32[n], if it is in a file; None if it
