@@ -3,8 +3,8 @@
 **Blobs.** The newest `checkpoints.keep` checkpoints are kept, and every delta from the oldest of them on, so a worker
 can always get from there to the present. The delta that led to the newest checkpoint is always kept, because workers
 are fetching it. Contributions are deleted once a checkpoint covers them, and so are the residuals of deltas before it:
-a run that is rolled back further continues without them. Of the last round everything is kept until the next one is
-over, and a checkpoint from before it, because it may be done again (`upkeep/redoing.py`).
+a run that is rolled back further continues without them. If the last round may be done again (`upkeep/redoing.py`),
+everything of it is kept until the next one is over, and a checkpoint from before it.
 
 **Rows.** Each contribution, assignment and report is kept for the last `retention.rounds` rounds, and for every round
 whose delta is kept. For older rounds only sums are kept. The newest `retention.events` events are kept.
@@ -29,7 +29,7 @@ from coordinator.store.tables import (
     ReportRow,
     RoundRow,
 )
-from coordinator.trust import held_out
+from coordinator.trust import held_out, leaving_out
 
 Sums = tuple[int, float | None, int, int]
 Latest = tuple[float | None, float | None, float | None]
@@ -47,12 +47,17 @@ def complete_checkpoints(run: LiveRun) -> list[int]:
 
 
 def kept_checkpoints(run: LiveRun) -> list[int]:
-    """Return the rounds of the checkpoints that are kept, newest first. One of them is older than the run's state,
-    because the last round may be done again."""
+    """Return the rounds of the checkpoints that are kept, newest first. One is older than the run's state if the last
+    round may be done again."""
     complete = complete_checkpoints(run)
     kept = complete[: run.spec.checkpoints.keep]
-    older = [round_ for round_ in complete if round_ < run.round][:1]
-    return kept + [round_ for round_ in older if round_ not in kept]
+    return kept + [round_ for round_ in _before(run, complete) if round_ not in kept]
+
+
+def _before(run: LiveRun, kept: list[int]) -> list[int]:
+    """Return the newest of the checkpoints `kept` that is older than the run's state, if the last round may be done
+    again from it."""
+    return [round_ for round_ in kept if round_ < run.round][:1] if leaving_out.is_possible(run) else []
 
 
 def oldest_checkpoint(run: LiveRun) -> int:
@@ -77,7 +82,7 @@ def oldest_kept(run: LiveRun) -> dict[Kind, int]:
     kept = kept_checkpoints(run)
     if not kept:
         return {}
-    covering = next((round_ for round_ in kept if round_ < run.round), kept[0])
+    covering = (_before(run, kept) or kept)[0]
     return {
         "checkpoints": kept[-1],
         "deltas": first_delta(kept),

@@ -107,11 +107,17 @@ def to_measure(run: LiveRun, session: Session, state: int, loss: float) -> list[
     return sorted(workers, key=lambda worker: _draw(run, state, worker))[:MOST_AT_ONCE]
 
 
+def is_possible(run: LiveRun) -> bool:
+    """Return True if a worker may be left out: all train on the same data, nothing about it is private, and there are
+    enough tokens to judge each other. An evaluator could compute the contribution from the two states that it sees."""
+    is_private = run.spec.data.private or run.spec.privacy is not None
+    return run.shares_data and not is_private and len(set(run.members.owners.values())) >= FEWEST
+
+
 def contributors(run: LiveRun, session: Session, state: int) -> dict[str, str] | None:
     """Return the workers whose contributions led from the state before to `state`, with their tokens. None if no worker
-    may be left out: the data or the contributions are private, each worker has its own data, or there are too few
-    tokens."""
-    if run.spec.data.private or run.spec.privacy is not None or not run.shares_data:
+    may be left out."""
+    if not is_possible(run):
         return None
     rows = session.scalars(
         select(FragmentRow.verdicts).where(FragmentRow.run_id == run.id, FragmentRow.round == state - 1)

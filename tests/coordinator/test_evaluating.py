@@ -1,4 +1,5 @@
-"""The held-out loss of a state is nobody's word alone: two workers of different tokens measure it, and are compared."""
+"""The held-out loss of a state is nobody's word alone: three workers with different tokens measure it, and are
+compared."""
 
 from typing import Any
 
@@ -77,9 +78,10 @@ def play(running: InThread, members: list[Member], round_: int, lies: dict[str, 
     return [member.name for member in asked]
 
 
-def test_two_measure_each_state_in_turn(shared: InThread, run: str) -> None:
-    members = crew_of_tokens(shared, run, "abc", min_workers=3)
-    assert [play(shared, members, round_, {}) for round_ in range(3)] == [["a", "b"], ["b", "c"], ["a", "c"]]
+def test_three_measure_each_state_in_turn(shared: InThread, run: str) -> None:
+    members = crew_of_tokens(shared, run, "abcd", min_workers=4)
+    asked = [play(shared, members, round_, {}) for round_ in range(3)]
+    assert asked == [["a", "b", "c"], ["b", "c", "d"], ["a", "c", "d"]]
     assert info(shared, run)["held_out_loss"] == 3.0
     assert [event["data"] for event in events(shared, run, "evaluated")] == [
         {"round": 0, "worker": "a"},
@@ -89,29 +91,34 @@ def test_two_measure_each_state_in_turn(shared: InThread, run: str) -> None:
     assert events(shared, run, "evaluations-differ") == []
     members[0].assignment(3)
     path = f"/v1/runs/{run}/rounds/3/evaluation"
-    refused = members[2].http.put(path, json={"loss": 0.0, "tokens": 100})
+    refused = members[2].http.put(path, json={"loss": 0.0, "tokens": 100})  # a, b and d are
     problem(refused, "not-asked")
 
 
 @pytest.mark.covers("security:lying-evaluator")
 def test_who_lies_is_not_believed_and_found_out(shared: InThread, run: str) -> None:
     members = crew_of_tokens(shared, run, "abcd", min_workers=4)
-    asked = [play(shared, members, round_, {"c": 0.012}) for round_ in range(2)]
-    assert asked == [["a", "b"], ["b", "c"]]
+    assert play(shared, members, 0, {"c": 0.012}) == ["a", "b", "c"]
+    assert info(shared, run)["held_out_loss"] == 3.0
+    (event,) = events(shared, run, "evaluation-refuted")
+    assert event["data"] == {"round": 0, "worker": "c"}
+    assert "b 3.0000, c 0.0120" in event["message"]
+    told = info(shared, run, "/rounds/0")["evaluations"]
+    assert {worker: each["confirmed"] for worker, each in told.items()} == {"a": True, "b": True, "c": False}
+    forget_events(shared, run)
+    later = [name for round_ in range(1, 6) for name in play(shared, members, round_, {"c": 0.012})]
+    assert set(later) == {"a", "b", "d"}
+
+
+def test_of_two_that_differ_nobody_is_believed(shared: InThread, run: str) -> None:
+    members = crew_of_tokens(shared, run, "bc", min_workers=2)
+    assert play(shared, members, 0, {"c": 0.012}) == ["b", "c"]
     assert info(shared, run)["held_out_loss"] == 3.0, "the worse of two that differ"
-    told = info(shared, run, "/rounds/1")["evaluations"]
+    told = info(shared, run, "/rounds/0")["evaluations"]
     assert {worker: each["confirmed"] for worker, each in told.items()} == {"b": False, "c": False}
     (event,) = events(shared, run, "evaluations-differ")
-    assert event["data"] == {"round": 1, "workers": ["b", "c"]}
+    assert event["data"] == {"round": 0, "workers": ["b", "c"]}
     assert "b 3.0000, c 0.0120" in event["message"]
-    assert play(shared, members, 2, {"c": 0.012}) == ["a", "c", "d"]
-    (event,) = events(shared, run, "evaluation-refuted")
-    assert event["data"] == {"round": 2, "worker": "c"}
-    told = info(shared, run, "/rounds/2")["evaluations"]
-    assert {worker: each["confirmed"] for worker, each in told.items()} == {"a": True, "c": False, "d": True}
-    forget_events(shared, run)
-    later = [name for round_ in range(3, 8) for name in play(shared, members, round_, {"c": 0.012})]
-    assert set(later) == {"a", "b", "d"}
 
 
 @pytest.mark.covers("security:lying-evaluator")
@@ -140,19 +147,19 @@ def test_the_word_of_one_waits_for_the_other(shared: InThread, run: str) -> None
     assert info(shared, run)["held_out_loss"] == pytest.approx(3.005)
 
 
-def test_of_the_last_state_it_is_the_first_two_that_ask(shared: InThread, run: str) -> None:
+def test_of_the_last_state_it_is_the_first_three_that_ask(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run, rounds=1, min_workers=3))
-    members = [Member(shared.client(), run, name) for name in "abcd"]
-    tokens = [shared.token(Scope.WORKER, names=2), shared.token(Scope.WORKER), shared.token(Scope.WORKER, note="own")]
-    for member, token in zip(members, [tokens[0], tokens[0], *tokens[1:]], strict=True):
+    members = [Member(shared.client(), run, name) for name in "abcde"]
+    tokens = [shared.token(Scope.WORKER, names=2), *(shared.token(Scope.WORKER, note=name) for name in "cde")]
+    for member, token in zip(members, [tokens[0], *tokens], strict=True):
         member.join(token)
     members[0].assignment(None)
     members[0].seed()
     members = [recovered(member) for member in members]
     play(shared, members, 0, {})
     asked = [member.assignment(1).evaluate for member in members]
-    assert asked == [True, False, True, False], "b has the token of a; and two are enough"
-    tell(members[0], 1, 2.0)
-    tell(members[2], 1, 2.0)
-    assert [member.assignment(1).evaluate for member in members] == [False] * 4
+    assert asked == [True, False, True, True, False], "b has the token of a; and three are enough"
+    for member in (members[0], *members[2:4]):
+        tell(member, 1, 2.0)
+    assert [member.assignment(1).evaluate for member in members] == [False] * 5
     assert info(shared, run)["held_out_loss"] == 2.0
