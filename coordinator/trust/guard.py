@@ -96,6 +96,22 @@ def suspects(parts: Mapping[str, Sequence[CountedContribution]], share: float = 
     return sorted(found) if 2 * len(found) < len(parts) else []
 
 
+def most_different(parts: Mapping[str, Sequence[CountedContribution]]) -> tuple[str, str] | None:
+    """Return the worker that differs most from the others, and how; None of fewer than three. It may well be honest."""
+    cosines = {
+        worker: statistics.fmean(known)
+        for worker, each in parts.items()
+        if (known := [part.cosine for part in each if part.cosine is not None])
+    }
+    if len(parts) < 3 or not parts.keys() & cosines.keys():
+        return None
+    counted = {worker: statistics.fmean(part.factor for part in each) for worker, each in parts.items()}
+    worker = min(sorted(parts), key=lambda each: (counted[each] * cosines.get(each, 0.0), counted[each]))
+    others = statistics.median(cosine for other, cosine in cosines.items() if other != worker)
+    cosine = f"{cosines[worker]:.3f}" if worker in cosines else "unknown"
+    return worker, f"its mean cosine is {cosine}, the others' {others:.3f}; its mean factor is {counted[worker]:.2f}"
+
+
 def _differs(cosines: Mapping[str, float], worker: str, share: float) -> bool:
     others = [cosine for other, cosine in cosines.items() if other != worker]
     if worker not in cosines or len(others) < 2:
@@ -207,7 +223,8 @@ def drop_order(change: Change, why: str) -> None:
     """Drop the ordered rollback because it is not possible, and report why. The run stays paused."""
     record = record_of(change.row)
     message = f"the run cannot be rolled back to state {record.to}: {why}; it stays paused"
-    change.record("spoilt", message, state=record.judged, good=record.good, to=None, without=list(record.without))
+    without = list(record.without)
+    change.record("spoilt", message, state=record.judged, good=record.good, to=None, without=without, differs=None)
     _set(change, replace(record, to=None, without=()))
 
 
@@ -215,6 +232,8 @@ def _report_spoilt(change: Change, message: str, state: int, *, good: int, pause
     """Report that the model is spoilt after state `good`, and pause the run or order a rollback."""
     run, record = change.run, record_of(change.row)
     to, without = None, list[str]()
+    if (differs := most_different(_counted_since(change, good))) is not None:
+        message = f"{message}. Since then {differs[0]} has differed most from the others: {differs[1]}"
     if pauses and not run.ended:
         if run.spec.guard.action == "rollback":
             to, why = _target(change, record, good)
@@ -229,7 +248,8 @@ def _report_spoilt(change: Change, message: str, state: int, *, good: int, pause
         change.set_state(RunState.PAUSED)
         change.wake()
         record = replace(record, paused=True)
-    change.record("spoilt", message, state=state, good=good, to=to, without=without)
+    named = None if differs is None else differs[0]
+    change.record("spoilt", message, state=state, good=good, to=to, without=without, differs=named)
     _set(change, replace(record, judged=state, good=good, to=to, without=without))
 
 

@@ -104,7 +104,7 @@ def to_measure(run: LiveRun, session: Session, state: int, loss: float) -> list[
         return sorted(workers)
     if not is_audited(before, _draw(run, state, "audit")):
         return []
-    return sorted(workers, key=lambda worker: _draw(run, state, worker))[:MOST_AT_ONCE]
+    return sorted(sorted(workers, key=lambda worker: _draw(run, state, worker))[:MOST_AT_ONCE])
 
 
 def is_possible(run: LiveRun) -> bool:

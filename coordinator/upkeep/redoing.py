@@ -138,6 +138,7 @@ def _put_in_place(run: LiveRun, redo: Redo, made: list[RedoneDelta]) -> None:
             guard.note_redone(change, state)
             _record(change, redo, prefix)
             change.after_commit(partial(run.members.stale.update, run.members.live()))
+            change.after_commit(run.members.evaluators.clear)
             change.after_commit(partial(setattr, run, "redo", None))
             change.wake()
         opening = None

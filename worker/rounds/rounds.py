@@ -142,7 +142,8 @@ class Rounds:
                 f"asked to train on state {assignment.round} while holding state {self._state.round}"
             )
         if over:
-            self._load_reached(assignment)
+            if self._load_reached(assignment):
+                return self._begin(self._prepare(self._ask()))  # the last round may be done again
             self._training.points.end()
             return None
         self._load_start(assignment)
@@ -178,20 +179,22 @@ class Rounds:
         one."""
         return self._training.evaluate if assignment.evaluate else None
 
-    def _load_reached(self, assignment: Assignment) -> None:
-        """Load what the outer optimizer has reached into the model, and report its held-out loss if asked to."""
+    def _load_reached(self, assignment: Assignment) -> bool:
+        """Load what the outer optimizer has reached into the model, and report its held-out loss if asked to. Return
+        True if the loss without single contributions was asked for, too."""
         for p in range(len(self._state)):
             self._fragments.scatter(p, self._state.reached(p))
             self._state.release(p)
         evaluate, probe = self._evaluation(assignment), self._training.probe
-        if evaluate is None:
-            return
+        if evaluate is None or probe is None:
+            return False
         workers = self._assignments.report_evaluation(assignment.round, evaluate)
-        if workers and probe is not None:
+        if workers:
             self._assignments.report_without(assignment.round, workers, probe)
             for p in range(len(self._state)):
                 self._fragments.scatter(p, self._state.reached(p))
                 self._state.release(p)
+        return bool(workers)
 
     def _note_inner_step(self, round_: Round, *, ended: bool) -> None:
         """Note one inner step; `ended`: the round's own steps are done. Raises Unwanted if the coordinator does not
