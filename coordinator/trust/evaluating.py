@@ -1,15 +1,15 @@
 """Which workers measure the held-out loss of a state, and whose measurement is accepted.
 
-If all workers hold out the same text, three workers with different tokens measure each evaluated state, and the workers
-take turns. So the run never depends on a single worker's measurement, and one that differs from the other two is found
-at once: it is not asked for the next NOT_ASKED evaluated states. If there are only two tokens and their measurements
-differ, neither counts. With private data every worker measures its own held-out text, and nothing is compared.
+If all workers hold out the same text, three workers with different tokens measure each evaluated state, of six tokens
+and more five, and the workers take turns. A measurement counts if most of them agree. So the run never depends on a
+single worker's measurement, and one that differs is found at once: it is not asked for the next NOT_ASKED evaluated
+states. With private data every worker measures its own held-out text, and nothing is compared.
 
 The reply to a measurement may ask for more: the loss without one of the contributions (`leaving_out.py`).
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from sqlalchemy import func, select
@@ -23,8 +23,6 @@ from outerstep.common.quantities import natural
 from protocol.errors import Problem
 from protocol.messages import Evaluation, EvaluationReply, EvaluationReport, RunState, WithoutReport
 
-EVALUATORS = 3  # of a state, with different tokens: if one of them is wrong, the other two agree
-CONFIRMING = 2
 NOT_ASKED = 16  # evaluated states
 NEAR = 0.05  # nats per token; differences in hardware and precision cause a tenth of that
 
@@ -44,7 +42,13 @@ def evaluators(run: LiveRun, session: Session, workers: Sequence[str]) -> set[st
     refuted = _refuted_workers(run, session, run.round - NOT_ASKED * every)
     trusted = [worker for worker in workers if worker not in refuted] or list(workers)
     tokens = {worker: run.members.token(worker) for worker in trusted}
-    return set(in_turn(trusted, tokens, run.round // every, EVALUATORS))
+    return set(in_turn(trusted, tokens, run.round // every, most_evaluators(set(tokens.values()))))
+
+
+def most_evaluators(tokens: Collection[str | None]) -> int:
+    """Return how many workers with different tokens evaluate a state: most of them agree even if some lie together.
+    Pure."""
+    return 2 * leaving_out.liars(len(tokens)) + 1
 
 
 def in_turn(workers: Sequence[str], tokens: Mapping[str, str | None], turn: int, count: int) -> list[str]:
@@ -127,20 +131,18 @@ def far_from_majority(losses: Mapping[str, float]) -> set[str] | None:
 
 
 def _compare(change: Change, round_: int, rows: Mapping[str, EvaluationRow]) -> None:
-    """Set `confirmed` on each measurement of the state. Record an event if the measurements differ, or if one of three
-    differs from the other two."""
-    far = far_from_majority({worker: row.loss for worker, row in rows.items()})
-    enough = len(rows) >= min(_number_asked(change, round_), CONFIRMING)
+    """Set `confirmed` on each measurement of the state. Record an event if the measurements differ, or if one differs
+    from those of most workers that were asked."""
+    far, asked = far_from_majority({worker: row.loss for worker, row in rows.items()}), _number_asked(change, round_)
+    enough = far is not None and 2 * (len(rows) - len(far)) > asked
     for worker, row in rows.items():
-        row.confirmed = enough and far is not None and worker not in far
+        row.confirmed = enough and worker not in (far or ())
     losses = ", ".join(f"{worker} {rows[worker].loss:.4f}" for worker in sorted(rows, key=natural))
-    if far is None and len(rows) == CONFIRMING:
-        message = (
-            f"state {round_}: the held-out losses differ ({losses}); they count once a third worker agrees with one"
-        )
+    if far is None and len(rows) == 2:
+        message = f"state {round_}: the held-out losses differ ({losses}); neither counts unless most workers agree"
         change.record("evaluations-differ", message, round=round_, workers=sorted(rows))
     for worker in sorted(far or ()):
-        if len(rows) == EVALUATORS:
+        if enough:
             member = change.worker_row(worker)
             member.refuted_state = max(round_, -1 if member.refuted_state is None else member.refuted_state)
             message = f"state {round_}: the held-out loss of {worker} is far from the others' ({losses}); it is not"

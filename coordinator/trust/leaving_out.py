@@ -3,7 +3,7 @@
 No bound on norms and directions excludes all harm: a contribution that looks like the others may still raise the loss
 of the next state. So the workers that evaluate a state also measure it as it would be without each worker's last
 contribution, on the same held-out tokens. They do so if the loss has risen, and in rounds chosen at random, which no
-worker can predict (`is_audited`). If two of them with different tokens find that the loss is clearly lower without a
+worker can predict (`is_audited`). If enough of them with different tokens find that the loss is clearly lower without a
 worker, that worker is quarantined, and the round is done again without it (`upkeep/redoing.py`).
 
 A worker's own token has no say about it, so neither a lie nor silence of one evaluator decides anything. A false alarm
@@ -23,7 +23,7 @@ from coordinator.trust import held_out
 from protocol.digest import digest
 from protocol.messages import WithoutReport
 
-JUDGES = 2  # evaluators with different tokens that must agree
+MOST_LIARS = 2  # tokens that may lie together about what they have measured
 FEWEST = 3  # tokens among the contributors: with fewer, nobody could judge without being a party
 GAIN = 0.01  # nats per token; honest workers measured up to 0.005
 GAIN_SHARE = 0.1  # of what the round lowers the loss without the worker
@@ -76,18 +76,24 @@ def harm(report: WithoutReport, before: float | None) -> dict[str, float]:
     return {worker: gain for worker, gain in gains.items() if gain - usual > least}
 
 
+def liars(tokens: int) -> int:
+    """Return how many of this many tokens may lie together without deciding anything: a third of them, one at least and
+    MOST_LIARS at most. So twice as many evaluators and one more are asked, and more than that must agree."""
+    return min(max(tokens // 3, 1), MOST_LIARS)
+
+
 def agreed(found: Mapping[str, Collection[str]], owners: Mapping[str, str]) -> set[str]:
     """Return the workers to leave out. `found`: the harmful workers, by the evaluator that says so. `owners`: the token
     of each worker; only evaluators and workers with a known one count.
 
-    At least JUDGES tokens must say so, and more than half of those that have measured. A worker's own token has no say.
-    Nobody is left out if that would be half of the tokens or more."""
-    out = set()
+    More tokens than may lie together must say so, and more than half of those that have measured. A worker's own token
+    has no say. Nobody is left out if that would be half of the tokens or more."""
+    out, most = set(), liars(len(set(owners.values())))
     for worker in set().union(*found.values()) & owners.keys():
         judges = {owners[each] for each in found if each in owners} - {owners[worker]}
         accusers = {owners[each] for each, workers in found.items() if each in owners and worker in workers}
         accusers -= {owners[worker]}
-        if len(accusers) >= JUDGES and 2 * len(accusers) > len(judges):
+        if len(accusers) > most and 2 * len(accusers) > len(judges):
             out.add(worker)
     return out if 2 * len({owners[worker] for worker in out}) < len(set(owners.values())) else set()
 

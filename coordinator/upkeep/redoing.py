@@ -67,7 +67,7 @@ def redo_if_due(run: LiveRun, *, verifying: Callable[[], bool]) -> None:
             redo.making = True
             run.context.submit(_make, run, redo)
         elif not (verifying() or run.outer.any_job_running):
-            _put_in_place(run, redo, redo.made)
+            put_in_place(run, redo, redo.made)
 
 
 def _make(run: LiveRun, redo: Redo) -> None:
@@ -79,7 +79,7 @@ def _make(run: LiveRun, redo: Redo) -> None:
                 .where(FragmentRow.run_id == run.id, FragmentRow.round == redo.state - 1)
                 .order_by(FragmentRow.fragment)
             ).all()
-        redo.made = [_made(run, redo, row) for row in rows]
+        redo.made = [make_fragment(run, redo, row) for row in rows]
     except (_Impossible, ContributionsLost, ResidualLost) as error:
         with run.lock:
             _give_up(run, redo, str(error))
@@ -90,7 +90,8 @@ def _make(run: LiveRun, redo: Redo) -> None:
         redo.making = False
 
 
-def _made(run: LiveRun, redo: Redo, row: FragmentRow) -> RedoneDelta:
+def make_fragment(run: LiveRun, redo: Redo, row: FragmentRow) -> RedoneDelta:
+    """Make one fragment's new delta, and put it into the store. Raises ContributionsLost, ResidualLost and _Impossible."""
     before, found = collected_again(run, row), collected_again(run, row, redo.found)
     if before is None or found is None:
         raise _Impossible("its contributions are not kept any more, or none is left")
@@ -108,7 +109,7 @@ def _units_of(run: LiveRun, collected: Collected, worker: str) -> list[list[int]
         return payload.header.units
 
 
-def _put_in_place(run: LiveRun, redo: Redo, made: list[RedoneDelta]) -> None:
+def put_in_place(run: LiveRun, redo: Redo, made: list[RedoneDelta]) -> None:
     """Replace the deltas, and everything that follows from them. The caller holds the lock."""
     state, rows = redo.state, _checkpoint_before(run, redo.state)
     if rows is None:

@@ -13,7 +13,7 @@ from coordinator.run.open_round import OpenRound, RoundAssignment
 from coordinator.run.schedule import round_steps
 from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, WorkerRow
 from coordinator.trust import held_out
-from coordinator.trust.evaluating import EVALUATORS, is_evaluated
+from coordinator.trust.evaluating import is_evaluated, most_evaluators
 from coordinator.trust.quarantine import kept_out
 from coordinator.units.carrying import carriable_units
 from coordinator.units.ledger import assign_units, assigned_units, reclaim_units, return_forgotten_units
@@ -164,7 +164,10 @@ def _take_part(change: Change, worker: str) -> AssignmentRow:
             )
         ).all()
         tokens = {run.members.owners.get(each) for each in asked}
-        few = len(asked) < EVALUATORS and run.members.owners.get(worker) not in tokens
+        few = (
+            len(asked) < most_evaluators(set(run.members.owners.values()))
+            and run.members.owners.get(worker) not in tokens
+        )
         evaluates = run.spec.data.private or not asked or few
         evaluate = evaluates and is_evaluated(run)
         row = assignment_row(run, worker, RoundAssignment(inner_steps_of(run, worker), evaluate, []))
@@ -203,7 +206,9 @@ def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
             )
         ).all()
         tokens = {row.name: row.token for row in rows}
-    if len(asked) >= EVALUATORS or any(tokens.get(other) == tokens.get(worker) for other in asked):
+    if len(asked) >= most_evaluators(set(run.members.owners.values())) or any(
+        tokens.get(other) == tokens.get(worker) for other in asked
+    ):
         return False
     with run.change() as change:
         change.after_commit(partial(run.members.evaluators.add, worker))

@@ -6,16 +6,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sqlalchemy import select
 
 from coordinator.store.payloads import fault_in
+from coordinator.store.tables import FragmentRow
 from coordinator.sync import outer_state
-from coordinator.trust.leaving_out import agreed, harm, has_risen, is_audited
+from coordinator.trust.leaving_out import agreed, harm, has_risen, is_audited, liars
 from coordinator.upkeep import redoing, rolling_back
 from harness.coordinator import InThread
 from harness.member import DATA, F32, Member, spec_toml
 from protocol.codecs import CODECS
 from protocol.messages import Assignment, Scope, WithoutReport
-from protocol.wire import Payload
+from protocol.wire import DeltaHeader, Payload
 from tests.coordinator.crew import events, info, play_round, problem
 from tests.coordinator.test_backup import caught_up
 from tests.coordinator.test_evaluating import crew_of_tokens
@@ -85,8 +87,15 @@ OWNERS = {"a": "1", "b": "2", "c": "3", "d": "4", "d2": "4", "m": "5"}
         ({"a": {"b", "c", "m"}, "d": {"b", "c", "m"}}, set()),  # more than half
     ],
 )
-def test_two_tokens_must_agree(found: dict[str, set[str]], expected: set[str]):
+def test_more_tokens_than_may_lie_must_agree(found: dict[str, set[str]], expected: set[str]):
     assert agreed(found, OWNERS) == expected
+
+
+def test_of_six_two_liars_decide_nothing():
+    six = {name: name for name in "abcdmn"}
+    assert agreed({"m": {"a"}, "n": {"a"}}, six) == set()
+    assert agreed({"m": {"a"}, "n": {"a"}, "b": {"m", "n"}, "c": {"m", "n"}, "d": {"m", "n"}}, six) == {"m", "n"}
+    assert [liars(tokens) for tokens in (1, 3, 4, 5, 6, 9, 100)] == [1, 1, 1, 1, 2, 2, 2]
 
 
 # --- of a run ---------------------------------------------------------------------------------------------------------
@@ -167,8 +176,9 @@ def test_the_round_is_done_again_without_whoever_harmed_it(shared: InThread, run
     assert info(shared, run)["tokens"] * 4 == tokens * 3, "its units return to the pool"
     new = [a.delta(0, p) for p in range(len(a.theta))]
     assert not {each.headers["etag"] for each in new} & set(old)
-    (contributors, *_) = [Payload.from_bytes(each.content).header.contributors for each in new]
-    assert [each.worker for each in contributors] == ["a", "b", "c"]
+    header = Payload.from_bytes(new[0].content).header
+    assert isinstance(header, DeltaHeader)
+    assert [each.worker for each in header.contributors] == ["a", "b", "c"]
 
     problem(a.contribute(before, 0, a.theta[0]), "stale-base")
     honest = [recovered(member) for member in (a, b, c)]
@@ -301,7 +311,7 @@ def test_killed_at_any_point_the_next_start_does_it_or_has_done_it(
         wait_until(lambda: not live.outer.any_job_running)
         patch.setattr(live, "restored", lambda opening: None)  # nothing follows: it is dead
         if point != "order":
-            live.redo.made = [redoing._made(live, live.redo, row) for row in rows_of(live)]
+            live.redo.made = [redoing.make_fragment(live, live.redo, row) for row in rows_of(live)]
         if point in ("rows", "checkpoint", "blobs"):
             at = {
                 "rows": (live.blobs, "put"),
@@ -310,7 +320,7 @@ def test_killed_at_any_point_the_next_start_does_it_or_has_done_it(
             }[point]
             patch.setattr(*at, dies)
             with live.lock, pytest.raises(KeyboardInterrupt):
-                redoing._put_in_place(live, live.redo, live.redo.made or [])
+                redoing.put_in_place(live, live.redo, live.redo.made or [])
     with lives.life() as running:
         wait_until(lambda: len(events(running, "r", "redone")) == 1)
         assert not events(running, "r", "restored-from-backup")
@@ -327,10 +337,6 @@ def test_killed_at_any_point_the_next_start_does_it_or_has_done_it(
 
 
 def rows_of(live: Any) -> list[Any]:
-    from sqlalchemy import select
-
-    from coordinator.store.tables import FragmentRow
-
     with live.context.database.read() as session:
         query = select(FragmentRow).where(FragmentRow.run_id == live.id, FragmentRow.round == 0)
         return list(session.scalars(query.order_by(FragmentRow.fragment)))

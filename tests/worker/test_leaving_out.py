@@ -1,0 +1,97 @@
+"""A worker that harms the model is found by real evaluators, and the run ends as it would have without that worker."""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.coordinator import InThread, coordinator_thread
+from protocol.messages import Scope
+from tests.coordinator.crew import events, info
+from tests.support.text import write_chapters
+from worker.box import set_up
+from worker.diloco import DiLoCo
+from worker.link.client import Client, open_http
+from worker.privacy.release import Release, release_for
+from worker.settings import BoxSettings
+from worker.state.work import Contribution
+from worker.train import train
+
+SPEC = """
+name = "r"
+[model]
+preset = "tiny"
+[data]
+source = "{source}"
+sequence_length = 32
+holdout = 0.1
+[inner]
+batch_size = 2
+learning_rate = 3e-3
+warmup_steps = 2
+[sync]
+rounds = 3
+inner_steps = 6
+fragment_elements = 60_000
+aggregation = "mean"
+{sync}
+[members]
+min_workers = 3
+[evaluation]
+max_tokens = 2048
+"""
+
+
+class Backwards(Release):
+    """Sends the way back, eight times as long: the mean then leads back, too."""
+
+    def together(self, made: Iterable[Contribution], fragments: Sequence[int]) -> Iterator[Contribution]:
+        for each in made:
+            yield self.alone(each)
+
+    def alone(self, made: Contribution) -> Contribution:
+        return replace(made, delta=made.delta * -8, norm=made.norm * 8)
+
+
+def work(running: InThread, name: str, errors: list[BaseException]) -> None:
+    try:
+        with open_http(running.url) as http:
+            client = Client(http, "r", running.token(Scope.WORKER, note=name))
+            run = client.run_detail()
+            box = set_up(run.spec, BoxSettings(name=name, device="cpu", threads=1), torch.device("cpu"))
+            given: dict[str, Any] = {"data": box.data.summary, "evaluate": box.evaluate, "probe": box.probe}
+            joining = DiLoCo(box.model, box.optimizers, client=client, run=run, name=name, **given)
+            with closing(box.data), joining:
+                train(joining, box)
+    except Exception as error:  # noqa: BLE001, asserted by the test
+        errors.append(error)
+
+
+@pytest.mark.system
+@pytest.mark.covers("security:ascent")
+@pytest.mark.parametrize("sync", ["", 'wait = "never"', "overlap = 1"])
+def test_the_run_ends_without_the_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str):
+    def release(*arguments: Any) -> Release:
+        return Backwards() if threading.current_thread().name == "m" else release_for(*arguments)
+
+    monkeypatch.setattr("worker.diloco.release_for", release)
+    text, errors = write_chapters(tmp_path / "text"), list[BaseException]()
+    with coordinator_thread(tmp_path / "coordinator") as running:
+        running.create_run(SPEC.format(source=text, sync=sync))
+        workers = [threading.Thread(target=work, args=(running, name, errors), name=name) for name in "abcm"]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert errors == []
+        left_out = [event["data"] for event in events(running, "r", "redone")]
+        assert [each["workers"] for each in left_out] == [["m"]]
+        assert info(running, "r")["state"] == "finished"
+        losses = [info(running, "r", f"/rounds/{number}")["held_out_loss"] for number in range(3)]
+        assert all(after < before for before, after in pairwise(losses)), losses
