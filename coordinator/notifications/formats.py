@@ -44,6 +44,7 @@ EVENT_KINDS = {
     "lost": "worker-lost",
     "diverged": "divergence",
     "evaluations-differ": "divergence",
+    "redone": "divergence",
     "suspected": "divergence",
     "spoilt": "guard",
     "finished": "run-finished",

@@ -470,7 +470,8 @@ class CheckpointSpec(Section):
 
 
 class EvaluationSpec(Section):
-    """Held-out loss of the global model, measured by two workers with different tokens, or by the only one."""
+    """Held-out loss of the global model, measured by three workers with different tokens, or by the only one. A worker
+    whose contribution raises it is found and left out."""
 
     every_rounds: Rounds = Field(
         1, description="rounds between evaluations; the first and last state are always evaluated"

@@ -21,6 +21,7 @@ const BAD = new Set([
   "storage-full",
   "storage-unavailable",
   "corrupt",
+  "redone",
   "spoilt",
   "suspected",
   "rolled-back",
