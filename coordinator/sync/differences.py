@@ -17,7 +17,8 @@ def difference(run: LiveRun, state: int, fragment: int, worker: str, evaluator: 
     contributions are not kept.
     """
     with run.context.database.read() as session:
-        evaluates = state == run.round and session.get(EvaluationRow, (run.id, state, evaluator)) is not None
+        current = state == run.round and evaluator not in run.members.stale
+        evaluates = current and session.get(EvaluationRow, (run.id, state, evaluator)) is not None
         if not evaluates or worker not in (leaving_out.contributors(run, session, state) or ()):
             raise Problem("not-asked", f"{evaluator} was not asked to measure state {state} without {worker}")
         row = session.get_one(FragmentRow, (run.id, state - 1, fragment))

@@ -5,6 +5,7 @@ quarantine.py  reputations: a worker that is left out repeatedly takes no part f
 equal_work.py  reports workers that send the same contribution
 evaluating.py  which workers measure the held-out loss, and whose measurement is accepted
 held_out.py    the held-out loss of a state
+leaving_out.py which contributions have raised that loss
 guard.py       what happens if the model looks spoilt nevertheless
 
 `screening/` is the pure part below: it measures contributions and judges them. `sync/admission.py` rejects those that

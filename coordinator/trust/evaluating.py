@@ -76,7 +76,7 @@ def record_evaluation(run: LiveRun, worker: str, round_: int, report: Evaluation
     with run.change() as change:
         if round_ > run.round:
             raise Problem("round-not-open", f"state {round_} does not exist yet; the run is at {run.round}")
-        if not _was_asked(change, worker, round_):
+        if not _was_asked(change, worker, round_) or worker in run.members.stale:
             raise Problem("not-asked", f"{worker} was not asked to evaluate state {round_} of the run {run.name}")
         session = change.session
         measured = select(EvaluationRow).where(EvaluationRow.run_id == run.id, EvaluationRow.round == round_)
@@ -106,7 +106,7 @@ def record_without(run: LiveRun, worker: str, round_: int, report: WithoutReport
     """
     with run.change() as change:
         row = change.session.get(EvaluationRow, (run.id, round_, worker))
-        if row is None:
+        if row is None or worker in run.members.stale:
             raise Problem("not-asked", f"{worker} has not evaluated state {round_} of the run {run.name}")
         if row.without is None:
             row.without = report.model_dump()

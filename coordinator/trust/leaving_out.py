@@ -21,12 +21,13 @@ from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import EvaluationRow, FragmentRow
 from coordinator.trust import held_out
 from protocol.digest import digest
-from protocol.messages import WithoutReport
+from protocol.messages import WithoutLosses, WithoutReport
 
 MOST_LIARS = 2  # tokens that may lie together about what they have measured
 FEWEST = 3  # tokens among the contributors: with fewer, nobody could judge without being a party
 GAIN = 0.01  # nats per token; honest workers measured up to 0.005
 GAIN_SHARE = 0.1  # of what the round lowers the loss without the worker
+START = 2.0  # times as much at θ, where a delta has 1 + μ times the effect and the next round repairs some of it
 RISE = 0.02  # nats per token above the state before; more where the loss usually goes up and down by more
 USUAL_RISES = 3.0  # times the usual rise
 AUDITED_AT = 0.02  # nats per token: a round that usually lowers the loss by this much or more is always audited
@@ -64,16 +65,21 @@ def is_audited(before: Losses, draw: float) -> bool:
     return draw < max(usual / AUDITED_AT, LEAST_AUDITED)
 
 
-def harm(report: WithoutReport, before: float | None) -> dict[str, float]:
-    """Return the workers without whose contribution the loss is clearly lower, and by how much in nats per token.
-    `before`: the loss of the state before; None if it is unknown.
-
-    Where leaving out most of the workers lowers the loss, that says nothing about one of them."""
-    gains = {worker: report.loss - loss for worker, loss in report.without.items()}
-    usual = max(statistics.median_low(gains.values()), 0.0)
-    fall = 0.0 if before is None else max(before - min(report.without.values()), 0.0)
+def harm(report: WithoutReport, before: float | None) -> dict[str, tuple[float, float]]:
+    """Return the workers without whose contribution the loss is clearly lower: by worker, the loss with it and without.
+    `before`: the loss of the state before; None if it is unknown."""
+    fall = 0.0 if before is None else before - min(report.reached.without.values())
     least = max(GAIN, GAIN_SHARE * fall)
-    return {worker: gain for worker, gain in gains.items() if gain - usual > least}
+    found = {} if report.start is None else _lower_without(report.start, START * least)
+    return found | _lower_without(report.reached, least)
+
+
+def _lower_without(losses: WithoutLosses, least: float) -> dict[str, tuple[float, float]]:
+    """Return the workers without whom the loss is lower by more than `least`. Where leaving out most of the workers
+    lowers it, that says nothing about one of them."""
+    gains = {worker: losses.loss - loss for worker, loss in losses.without.items()}
+    usual = max(statistics.median_low(gains.values()), 0.0)
+    return {worker: (losses.loss, losses.without[worker]) for worker, gain in gains.items() if gain - usual > least}
 
 
 def liars(tokens: int) -> int:
@@ -148,14 +154,11 @@ def found_harmful(run: LiveRun, session: Session, state: int) -> dict[str, list[
     before = confirmed_losses(run, session, state)
     last = before[-1][1] if before and before[-1][0] == state - 1 else None
     judging = owners | {each: run.members.owners[each] for each in reports if each in run.members.owners}
-    found = {evaluator: harm(report, last).keys() & owners.keys() for evaluator, report in reports.items()}
+    found = {evaluator: harm(report, last) for evaluator, report in sorted(reports.items())}
+    harmful = agreed({evaluator: each.keys() & owners.keys() for evaluator, each in found.items()}, judging)
     return {
-        worker: [
-            (evaluator, reports[evaluator].loss, reports[evaluator].without[worker])
-            for evaluator in sorted(reports)
-            if worker in found[evaluator]
-        ]
-        for worker in sorted(agreed(found, judging))
+        worker: [(evaluator, *each[worker]) for evaluator, each in found.items() if worker in each]
+        for worker in sorted(harmful)
     }
 
 

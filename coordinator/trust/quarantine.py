@@ -1,4 +1,5 @@
-"""Quarantine: a worker whose contributions were left out repeatedly takes no part for a while, then tries again.
+"""Quarantine: a worker whose contributions were left out repeatedly, or harmed the model, takes no part for a while.
+Then it tries again.
 
 Each worker has a reputation: a score between 0 and 1 of how much of its recent contributions has counted. In quarantine
 a worker keeps its lease and follows the run. No worker is kept out unless `min_workers` others contribute: each

@@ -91,7 +91,7 @@ def _make(run: LiveRun, redo: Redo) -> None:
 
 
 def make_fragment(run: LiveRun, redo: Redo, row: FragmentRow) -> RedoneDelta:
-    """Make a fragment's new delta, and put it into the store. Raises ContributionsLost, ResidualLost and _Impossible."""
+    """Make a fragment's new delta and put it into the store. Raises ContributionsLost, ResidualLost and _Impossible."""
     before, found = collected_again(run, row), collected_again(run, row, redo.found)
     if before is None or found is None:
         raise _Impossible("its contributions are not kept any more, or none is left")

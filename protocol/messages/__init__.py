@@ -41,6 +41,7 @@ from protocol.messages.rounds import (
     Verdict,
     Waiting,
     Waits,
+    WithoutLosses,
     WithoutReport,
 )
 from protocol.messages.runs import (

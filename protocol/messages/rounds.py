@@ -196,9 +196,17 @@ class EvaluationReply(ReplyModel):
     without: list[str] = Field(default_factory=list)
 
 
-class WithoutReport(RequestModel):
+class WithoutLosses(RequestModel):
     """Held-out losses on the same tokens, in mean nats per token: of the state as it is, and, by worker, as it would be
     without that worker's last contribution."""
 
     loss: Finite
     without: Annotated[dict[Name, Finite], Field(min_length=1, max_length=MAX_WITHOUT)]
+
+
+class WithoutReport(RequestModel):
+    """What single contributions have done to a state: at x, the point that is evaluated, and at θ, from which workers
+    train on; null if the two are the same."""
+
+    reached: WithoutLosses
+    start: WithoutLosses | None = None

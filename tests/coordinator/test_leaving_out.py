@@ -16,7 +16,7 @@ from coordinator.upkeep import redoing, rolling_back
 from harness.coordinator import InThread
 from harness.member import DATA, F32, Member, spec_toml
 from protocol.codecs import CODECS
-from protocol.messages import Assignment, Scope, WithoutReport
+from protocol.messages import Assignment, Scope, WithoutLosses, WithoutReport
 from protocol.wire import DeltaHeader, Payload
 from tests.coordinator.crew import events, info, play_round, problem
 from tests.coordinator.test_backup import caught_up
@@ -68,7 +68,15 @@ def test_the_more_the_loss_falls_the_more_is_audited():
 )
 def test_harmful_is_whose_absence_lowers_the_loss(without: dict[str, float], before: float, expected: set[str]):
     loss = 10.0 if max(without.values()) > 10 else 3.0
-    assert harm(WithoutReport(loss=loss, without=without), before).keys() == expected
+    losses = WithoutLosses(loss=loss, without=without)
+    assert harm(WithoutReport(reached=losses), before).keys() == expected
+
+
+@pytest.mark.parametrize(("without_m", "expected"), [(2.985, set()), (2.975, {"m"})])
+def test_where_the_next_round_starts_twice_as_much_is_harmful(without_m: float, expected: set[str]):
+    reached = WithoutLosses(loss=3.0, without=dict.fromkeys("abcm", 3.0))
+    start = WithoutLosses(loss=3.0, without={"a": 3.01, "b": 3.01, "c": 3.01, "m": without_m})
+    assert harm(WithoutReport(reached=reached, start=start), 3.0).keys() == expected
 
 
 OWNERS = {"a": "1", "b": "2", "c": "3", "d": "4", "d2": "4", "m": "5"}
@@ -111,7 +119,8 @@ def evaluate(member: Member, state: int, loss: float) -> list[str]:
 
 def accuse(member: Member, state: int, loss: float, without: dict[str, float]) -> None:
     path = f"/v1/runs/{member.run}/rounds/{state}/evaluation/without"
-    member.http.put(path, json={"loss": loss, "without": without}).raise_for_status()
+    report = {"reached": {"loss": loss, "without": without}}
+    member.http.put(path, json=report).raise_for_status()
 
 
 def begin(running: InThread, run: str, names: str = "abcm", **spec: Any) -> list[Member]:
@@ -181,6 +190,8 @@ def test_the_round_is_done_again_without_whoever_harmed_it(shared: InThread, run
     assert [each.worker for each in header.contributors] == ["a", "b", "c"]
 
     problem(a.contribute(before, 0, a.theta[0]), "stale-base")
+    late = b.http.put(f"/v1/runs/{run}/rounds/1/evaluation", json={"loss": 9.0, "tokens": 100})
+    problem(late, "not-asked")  # it has measured the old state
     honest = [recovered(member) for member in (a, b, c)]
     assert m.assignment(0).action == "recover"
     assert "quarantine" in m.assignment(1).reason
@@ -225,7 +236,9 @@ def test_one_evaluator_alone_leaves_nobody_out(shared: InThread, run: str):
     shared.await_state(run, 2)
     assert not events(shared, run, "redone")
     problem(
-        members[0].http.put(f"/v1/runs/{run}/rounds/1/evaluation/without", json={"loss": 1, "without": {"b": 1}}),
+        members[0].http.put(
+            f"/v1/runs/{run}/rounds/1/evaluation/without", json={"reached": {"loss": 1, "without": {"b": 1}}}
+        ),
         "not-asked",
     )
 

@@ -4,8 +4,10 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
 from protocol.errors import Problem, Remedy
-from protocol.messages import Action, Assignment, EvaluationReport, WithoutReport
+from protocol.messages import Action, Assignment, EvaluationReport, WithoutLosses, WithoutReport
 from protocol.wire import Payload
 from worker.accounts.progress import Progress
 from worker.joining import recovery
@@ -88,17 +90,27 @@ class Assignments:
         return self._ranks.on_first(lambda: self._membership.act(tell))
 
     def report_without(self, state_round: int, workers: list[str], evaluate: Callable[[], EvaluationReport]) -> None:
-        """Measure the held-out loss of the state in the model, then as it would be without the last contribution of
-        each of `workers`, one at a time, and report all of them. The model then holds the last one."""
-        state, losses = self._exchange.state, dict[str, float]()
-        loss = evaluate().loss
+        """Measure the held-out loss at the two points of the state, then as it would be without the last contribution
+        of each of `workers`, one at a time, and report all of them. The model then holds any of these."""
+        state = self._exchange.state
+
+        def loss(point: Callable[[int], Tensor]) -> float:
+            for p in range(len(state)):
+                self._fragments.scatter(p, point(p))
+                state.release(p)
+            return evaluate().loss
+
+        reached = WithoutLosses.model_construct(loss=loss(state.reached), without={})
+        start = None
+        if state.looks_ahead:
+            start = WithoutLosses.model_construct(loss=loss(lambda p: state.start(p, None)), without={})
         try:
             for worker in workers:
-                differences = self._ranks.together(partial(self._differences, state_round, worker))
-                for p in range(len(state)):
-                    self._fragments.scatter(p, state.reached(p, differences.get(p)))
-                losses[worker] = evaluate().loss
-            report = WithoutReport(loss=loss, without=losses)
+                lacking = self._ranks.together(partial(self._differences, state_round, worker))
+                reached.without[worker] = loss(lambda p: state.reached(p, lacking.get(p)))  # noqa: B023, called at once
+                if start is not None:
+                    start.without[worker] = loss(lambda p: state.start(p, lacking.get(p)))  # noqa: B023
+            report = WithoutReport(reached=reached, start=start)
             tell = partial(self._client.report_without, state_round=state_round, report=report)
             self._ranks.on_first(lambda: self._membership.act(tell))
         except Problem as problem:
@@ -106,7 +118,7 @@ class Assignments:
                 raise
             log.info("state %d without single contributions: %s", state_round, problem.detail)
             return
-        log.info("state %d: held-out loss %.4f, without %s", state_round, loss, losses)
+        log.info("state %d: held-out loss %.4f, without %s", state_round, reached.loss, reached.without)
 
     def _differences(self, state_round: int, worker: str) -> dict[int, Payload]:
         """Return what the last deltas lack of the means without `worker`, by fragment that this process owns."""

@@ -112,12 +112,25 @@ class OuterState:
         return self._rehash(p) if known is None else known
 
     def reached(self, p: int, difference: Payload | None = None) -> Tensor:
-        """Return the parameters of fragment p to evaluate, float32[n] (`protocol.outer_step.reached`): x. `difference`:
-        D, if the last delta Δ is to be replaced by Δ + D. With x₊ = θ − η·Δ, the state before being θ, that is x − η·D.
+        """Return the parameters of fragment p to evaluate, float32[n] (`protocol.outer_step.reached`): x.
+
+        `difference`: D, if the last delta Δ is to be Δ + D. With x = θ₋ − η·Δ, θ₋ being the θ before, that is x − η·D.
         """
         lr, beta = self._outer.learning_rate, self._outer.momentum
-        point = torch.from_numpy(reached(self.theta[p].numpy(), self.momentum[p].numpy(), learning_rate=lr, beta=beta))
-        return point if difference is None else point - lr * unpack_payload(difference, _HOST, len(point))
+        x = torch.from_numpy(reached(self.theta[p].numpy(), self.momentum[p].numpy(), learning_rate=lr, beta=beta))
+        return x if difference is None else x - lr * unpack_payload(difference, _HOST, len(x))
+
+    def start(self, p: int, difference: Payload | None) -> Tensor:
+        """Return θ of fragment p as it would be with Δ + D, float32[n]: θ − η·(1 + μ)·D, since D is in u, too."""
+        if difference is None:
+            return self.theta[p]
+        step = self._outer.learning_rate * (1 + self._outer.momentum)
+        return self.theta[p] - step * unpack_payload(difference, _HOST, len(self.theta[p]))
+
+    @property
+    def looks_ahead(self) -> bool:
+        """True if θ, from which workers train on, is another point than `reached`."""
+        return self._outer.momentum > 0
 
     def room_for_delta(self, p: int) -> Tensor | None:
         """Return the memory for this round's pseudo-gradient of fragment p, float32[n], if it is in a file; None if it
