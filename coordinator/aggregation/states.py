@@ -170,8 +170,8 @@ class States:
 
 def _leads_on(state: StateRef | None, task: Advance) -> bool:
     """Return True if the task's state may be derived from `state`. Whether it belongs to the run shows when it has
-    become the known one."""
-    if state is None or not task.origin.checkpoint.round <= state.round <= task.round:
+    become the known one. A later one than that may be of a history that was dropped."""
+    if state is None or not task.origin.checkpoint.round <= state.round <= task.known.round:
         return False
     return state.round not in (task.known.round, task.origin.checkpoint.round) or state in (
         task.known,

@@ -128,6 +128,13 @@ def test_a_state_from_before_a_rollback_is_derived_again(line: Line, tmp_path: P
         assert advance(states, line, line.task(3, known=known)).digest == line.states[3].digest
 
 
+def test_a_state_that_was_done_again_is_derived_again(line: Line, tmp_path: Path) -> None:
+    """The state that is wanted has the number of one that is kept."""
+    other, states = line_of(tmp_path / "other", ["d", "e", "f"]), States(tmp_path / "states", 1 << 30)
+    advance(states, other, other.task(1))
+    assert advance(states, line, line.task(1)).digest == line.states[1].digest
+
+
 @pytest.mark.parametrize("kind", ["checkpoints/0", "deltas/1"])
 @pytest.mark.parametrize("how", ["spoilt", "missing"])
 def test_a_state_that_cannot_be_derived_is_given_up(line: Line, tmp_path: Path, kind: str, how: str) -> None:
