@@ -16,8 +16,9 @@ late or absent is random.
   late        one worker misses every round, or each with probability 1/2, and carries its work
   auto H      the workers' speeds range from 1 to 4, and the inner steps of a round are proportional
 
-"Left out, shortened" counts the contributions that the coordinator's screening would have left out or shortened. All of
-these workers are honest, so it should leave out none; it is not applied here.
+"Left out, shortened, harmful" counts the contributions that the coordinator's screening would have left out or
+shortened, and those without which the held-out loss would be clearly lower (coordinator/trust/leaving_out.py, in every
+round). All of these workers are honest, so it should leave out none and find none harmful; neither is applied here.
 
 Perplexity is exp of the held-out loss, nats per byte. Time is virtual: a round lasts until the slowest worker has done
 its inner steps; 1 is a round of H steps at mean speed. Synchronisation takes no time.
@@ -29,7 +30,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -41,11 +42,14 @@ from torch import Tensor
 
 from coordinator.aggregation.rules import aggregate
 from coordinator.run import step_rates
+from coordinator.trust.leaving_out import FEWEST, harm
 from harness.screening import Screening
 from protocol.fragments import plan_fragments
+from protocol.messages import WithoutLosses, WithoutReport
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import SyncSpec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_header
+from worker.box import PROBE_TOKENS
 from worker.codecs import pack_fragment, unpack_payload
 from worker.data.open_training_set import TextData
 from worker.inner.evaluation import evaluate
@@ -295,10 +299,57 @@ def step(contributions: Sequence[tuple[Payload, int]], p: int, state: OuterState
     return unpack_payload(payload, torch.device("cpu"), payload.header.elements)
 
 
+class LeavingOut:
+    """Leaves out each contribution to a state in turn, as evaluators do."""
+
+    def __init__(self, spec: RunSpec, data: TextData) -> None:
+        self._spec, self._data, self._replica = spec, data, Replica(spec, data)
+        self._before: float | None = None  # the loss of the last state
+
+    def harmful(self, state: OuterState, sent: Mapping[int, Mapping[int, tuple[Payload, int]]]) -> int:
+        """Return how many of the contributions to the last round have harmed `state`. `sent`: by fragment and worker,
+        each with its tokens."""
+        reached, start = self._losses(state, {}), self._losses(state, {}, ahead=True)
+        workers = sent[0] if len(sent[0]) >= FEWEST else {}
+        without = {str(worker): _differences(sent, worker) for worker in workers}
+        before, self._before = self._before, reached
+        if not without:
+            return 0
+        report = WithoutReport(
+            reached=WithoutLosses(loss=reached, without={w: self._losses(state, d) for w, d in without.items()}),
+            start=WithoutLosses(
+                loss=start, without={w: self._losses(state, d, ahead=True) for w, d in without.items()}
+            ),
+        )
+        return len(harm(report, before))
+
+    def _losses(self, state: OuterState, differences: Mapping[int, Tensor], *, ahead: bool = False) -> float:
+        """Return the loss at x, or `ahead` at θ, if the last delta had these differences."""
+        outer = self._spec.outer
+        step = outer.learning_rate * (1 + outer.momentum if ahead else 1)
+        for p in range(len(state)):
+            point = state.theta[p].clone() if ahead else state.reached(p)
+            self._replica.fragments.rebase(p, point - step * differences.get(p, 0.0), None)
+        return evaluate(self._replica.model, self._data, PROBE_TOKENS, CPU).loss
+
+
+def _differences(sent: Mapping[int, Mapping[int, tuple[Payload, int]]], without: int) -> dict[int, Tensor]:
+    """Return the mean without a worker minus the mean, by fragment."""
+    found = {}
+    for p, each in sent.items():
+        values = {w: unpack_payload(payload, CPU, payload.header.elements) for w, (payload, _) in each.items()}
+        total = sum(tokens for _, tokens in each.values())
+        mean = sum(values[w] * (tokens / total) for w, (_, tokens) in each.items())
+        own = each[without][1]
+        found[p] = (mean - values[without]) * (own / (total - own))
+    return found
+
+
 @dataclass(frozen=True)
 class Result:
     """A result. `loss`: held-out, nats per byte. `tokens`: trained on; `counted`: those in a delta. `time`: virtual.
-    `left_out`, `shortened`: how many of the `judged` contributions the screening would leave out or shorten."""
+    `left_out`, `shortened`: how many of the `judged` contributions the screening would leave out or shorten. `harmful`:
+    how many contributions would be found to have harmed the model."""
 
     loss: float
     tokens: int
@@ -308,6 +359,7 @@ class Result:
     judged: int
     left_out: int
     shortened: int
+    harmful: int
 
 
 def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
@@ -322,6 +374,7 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
     inner_steps = scenario.inner_steps(spec.sync)
     next_unit = tokens = counted = 0
     virtual, screening, factors = 0.0, Screening(spec), list[float]()
+    leaving_out, harmful = LeavingOut(spec, data), 0
     present = set(range(WORKERS))
     kept: set[int] = set()  # workers that continue from their own parameters
     for number in range(spec.sync.rounds):
@@ -340,13 +393,14 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
             tokens += steps * spec.unit_tokens
         late = scenario.late(present, draw)
         on_time = sorted(present - late)
-        means = {}
+        means, sent = {}, dict[int, Mapping[int, tuple[Payload, int]]]()
         for p in range(len(state)):
             in_time = {worker: contribution(worker, works[worker][p], state, spec) for worker in on_time}
             carries = {worker: works[worker][p].late for worker in on_time}
             carried = {worker: len(carry.rounds) for worker, carry in carries.items() if carry is not None}
             factors += screening.judge(p, in_time, carried).values()
-            means[p] = step(list(in_time.values()), p, state, spec)
+            means[p], sent[p] = step(list(in_time.values()), p, state, spec), in_time
+        harmful += leaving_out.harmful(state, sent)
         for worker, work in works.items():
             if worker not in late:
                 counted += sum(stop - first for first, stop in work[0].units) * spec.unit_tokens
@@ -363,7 +417,8 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
     loss = evaluate(final.model, data, spec.evaluation.max_tokens, CPU).loss
     in_rounds = float(virtual) / spec.sync.schedule_steps
     left_out, shortened = factors.count(0.0), sum(0 < factor < 1 for factor in factors)
-    return Result(loss, tokens, counted, in_rounds, time.perf_counter() - began, len(factors), left_out, shortened)
+    seconds = time.perf_counter() - began
+    return Result(loss, tokens, counted, in_rounds, seconds, len(factors), left_out, shortened, harmful)
 
 
 def measure(size: Size, seed: int, names: Sequence[str]) -> dict[str, Any]:
@@ -398,7 +453,7 @@ def table(result: dict[str, Any]) -> Table:
     shown = Table(title=f"{result['workers']} workers, {steps}; seed {result['seed']}", title_justify="left")
     shown.add_column("scenario")
     columns = ("loss", "perplexity", "against clean", "target", "tokens that counted", "time", "times as fast")
-    for name in (*columns, "left out, shortened"):
+    for name in (*columns, "left out, shortened, harmful"):
         shown.add_column(name, justify="right")
     for name, row in result["scenarios"].items():
         shown.add_row(
@@ -410,7 +465,7 @@ def table(result: dict[str, Any]) -> Table:
             f"{row['counted'] / row['tokens']:.0%}",
             f"{row['time']:.1f}",
             f"{row['speedup']:.2f}",
-            f"{row['left_out']}, {row['shortened']} of {row['judged']}",
+            f"{row['left_out']}, {row['shortened']} of {row['judged']}; {row['harmful']}",
         )
     return shown
 

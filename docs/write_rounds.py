@@ -66,7 +66,11 @@ monotonic clock; no worker's clock is used. The reason is one sentence, which th
 - **Quarantine** (`coordinator/trust/quarantine.py`). A quarantined worker is left out of the round only if at least
   `min_workers` others take part that have contributed before; a member that only sends heartbeats, or has not
   contributed yet, does not count. Once a round has lasted `round_max_s`, only workers that have contributed to it
-  count.
+  count. A worker that is in quarantine for measured harm and takes part all the same counts for the quorum, but not in
+  the delta.
+- **A round that is done again** (`coordinator/upkeep/redoing.py`). If a contribution to the last round has harmed the
+  model, no fragment of the open round closes until that round is done again without it. Then the open round is dropped
+  and opens anew.
 
 After a restart of the coordinator, `opened_at` and `quorum_at` are the time of the restart, so every worker has the
 full time again.
