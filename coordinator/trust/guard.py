@@ -97,13 +97,14 @@ def suspects(parts: Mapping[str, Sequence[CountedContribution]], share: float = 
 
 
 def most_different(parts: Mapping[str, Sequence[CountedContribution]]) -> tuple[str, str] | None:
-    """Return the worker that differs most from the others, and how; None of fewer than three. It may well be honest."""
+    """Return the worker that differs most from the others, and how; None if too few can be compared. It may well be
+    honest."""
     cosines = {
         worker: statistics.fmean(known)
         for worker, each in parts.items()
         if (known := [part.cosine for part in each if part.cosine is not None])
     }
-    if len(parts) < 3 or not parts.keys() & cosines.keys():
+    if len(parts) < 3 or len(cosines) < 2:
         return None
     counted = {worker: statistics.fmean(part.factor for part in each) for worker, each in parts.items()}
     worker = min(sorted(parts), key=lambda each: (counted[each] * cosines.get(each, 0.0), counted[each]))

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from coordinator.aggregation.state_file import BOUND
-from coordinator.trust.guard import SUSPECTED, CountedContribution, Rise, risen, stopped_falling, suspects
+from coordinator.trust.guard import (
+    SUSPECTED,
+    CountedContribution,
+    Rise,
+    most_different,
+    risen,
+    stopped_falling,
+    suspects,
+)
 from coordinator.upkeep import rolling_back
 from harness.coordinator import InThread
 from harness.member import Member, spec_toml
@@ -76,6 +84,16 @@ def test_whose_direction_was_hardly_that_of_the_others_stands_out():
     assert suspects({**honest, "d": parts(0.2, 0.2, 0.2)}) == []
     assert suspects({**honest, "d": parts(0.2, 0.2, 0.2)}, SUSPECTED) == ["d"]
     assert suspects({"a": parts(0.5, 0.5), "d": parts(-0.5, -0.5)}) == [], "of two nobody can tell"
+
+
+def test_some_worker_always_differs_most():
+    assert most_different({"a": parts(0.5, 0.5), "d": parts(-0.5, -0.5)}) is None, "of two nobody can tell"
+    assert most_different({"a": parts(0.5), "b": parts(None), "c": parts(None)}) is None
+    honest = {name: parts(0.5, 0.4, 0.6) for name in "abc"}
+    found = most_different({**honest, "d": parts(0.45, 0.45, 0.45)})
+    assert found == ("d", "its mean cosine is 0.450, the others' 0.500; its mean factor is 1.00")
+    assert (most_different({**honest, "d": parts(0.5, 0.5, factor=0.4)}) or "")[0] == "d"
+    assert (most_different({**honest, "d": parts(None, None, factor=0.0)}) or "")[0] == "d"
 
 
 def test_half_of_the_workers_do_not_stand_out():
@@ -187,6 +205,7 @@ def test_the_run_goes_back_without_who_stands_out_and_goes_on(shared: InThread, 
     wait_until(lambda: info(shared, run)["round"] == 3)
     (spoilt,) = events(shared, run, "spoilt")
     assert "back to state 3; banned: m" in spoilt["message"]
+    assert spoilt["data"]["differs"] == "m"
     (event,) = events(shared, run, "rolled-back")
     assert "the guard rolled the run back from state 5 to state 3; banned: m" in event["message"]
     assert info(shared, run)["state"] == "running"
