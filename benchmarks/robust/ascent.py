@@ -26,7 +26,7 @@ from worker.state.outer_state import OuterState
 
 CPU = torch.device("cpu")
 KNOWN_DELTAS = 2
-STEPS = 24  # of gradient ascent
+STEPS = 16  # of gradient ascent
 KEPT = 0.5  # of the direction, in each step
 BATCHES = 8  # on which losses are compared
 HALVINGS = 6
@@ -105,16 +105,20 @@ class Ascent:
             away = [torch.randn(len(own), generator=generator) for own in honest]
         else:
             away = self._found[1]
-        away = [_without(each, own) for each, own in zip(away, known, strict=True)]
+        bases = [_basis(each) for each in known]
+        along = [_unit(own) for own in honest]
+        away = [_outside(each, basis) for each, basis in zip(away, bases, strict=True)]
 
         def next_state(share: float) -> list[Tensor]:
             step = lr * self._weight * plan.length
-            parts = zip(others, honest, away, strict=True)
-            return [start - step * own.norm() * _mixed(own, each, share) for start, own, each in parts]
+            across = (1 - share**2) ** 0.5
+            parts = zip(others, honest, along, away, strict=True)
+            return [start - step * own.norm() * (share * g + across * d) for start, own, g, d in parts]
 
         for _ in range(STEPS):
             self._load(next_state(plan.share))
-            uphill = [_without(-each, own) for each, own in zip(self._gradient(1), known, strict=True)]  # it descends
+            # The update is subtracted from the state.
+            uphill = [_outside(-each, basis) for each, basis in zip(self._gradient(1), bases, strict=True)]
             away = [_unit(KEPT * old + (1 - KEPT) * new) for old, new in zip(away, uphill, strict=True)]
         share = plan.share
         if plan.rise is not None:
@@ -159,12 +163,17 @@ def _unit(values: Tensor) -> Tensor:
     return values / values.norm().clamp(min=1e-30)
 
 
+def _basis(known: Sequence[Tensor]) -> Tensor:
+    """Return orthonormal vectors that span the known ones, float32[n, known]."""
+    return torch.linalg.qr(torch.stack([_unit(each) for each in known], dim=1)).Q
+
+
+def _outside(values: Tensor, basis: Tensor) -> Tensor:
+    """Return the component of `values` that is orthogonal to the basis, of norm 1."""
+    return _unit(values - basis @ (basis.T @ values))
+
+
 def _mixed(own: Tensor, away: Tensor, share: float) -> Tensor:
     """Return the vector of norm 1 that has the cosine `share` with `own`, and is along `away` otherwise."""
-    return share * _unit(own) + (1 - share**2) ** 0.5 * _without(away, [own])
-
-
-def _without(values: Tensor, known: Sequence[Tensor]) -> Tensor:
-    """Return the component of `values` that is orthogonal to all `known`, of norm 1."""
-    basis, _ = torch.linalg.qr(torch.stack([_unit(each) for each in known], dim=1))
-    return _unit(values - basis @ (basis.T @ values))
+    along = _unit(own)
+    return share * along + (1 - share**2) ** 0.5 * _outside(away, along[:, None])

@@ -48,20 +48,26 @@ def complete(rows: Sequence[Row], size: Size, seed: int, guard: str, results: Pa
     """Return the outcome of each row, and of the same run without its attackers. Append each to the lines of JSON in
     `results`, and take from there what is there already."""
     setting = {**asdict(size), "seed": seed, "guard": guard}
-    outcomes = {}
-    if results is not None and results.exists():
-        lines = map(json.loads, results.read_text().splitlines())
-        outcomes = {line["outcome"]["name"]: Outcome(**line["outcome"]) for line in lines if line["setting"] == setting}
+    outcomes: dict[str, Outcome] = {}
     wanted = {each.name: each for row in rows for each in (row, row.without_attackers())}
-    for name, row in wanted.items():
-        if name not in outcomes:
-            outcomes[name] = play(row, size, seed, guard)
-            line = json.dumps({"setting": setting, "outcome": asdict(outcomes[name])})
+    for each in wanted.values():
+        stored = _stored(results, setting).get(each.name)  # read each time: another process may have written it
+        outcomes[each.name] = outcome = stored or play(each, size, seed, guard)
+        if stored is None:
+            line = json.dumps({"setting": setting, "outcome": asdict(outcome)})
             print(line, file=sys.stderr, flush=True)
             if results is not None:
                 with results.open("a") as file:
                     file.write(line + "\n")
-    return {name: outcomes[name] for name in wanted}
+    return outcomes
+
+
+def _stored(results: Path | None, setting: dict[str, object]) -> dict[str, Outcome]:
+    """Return the outcomes by name that are in the file of results, for runs of this setting."""
+    if results is None or not results.exists():
+        return {}
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    return {line["outcome"]["name"]: Outcome(**line["outcome"]) for line in lines if line["setting"] == setting}
 
 
 def table_of(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> Table:
