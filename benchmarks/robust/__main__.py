@@ -61,6 +61,7 @@ mixes in the share C of its honest one (ascent.py). 16 rounds of 25 inner steps,
 says otherwise, C = 0.5. "absent" is the same run without the hostile workers. "above" is the target's figure: at most
 0.02. "left out" names the rounds in which hostile workers did not count in full; "honest left out" must be 0.
 
+  accusations     asked for the effect of contributions, hostile workers blame an honest one
   slow            C is raised until the next state's loss does not rise: what a detector of rises does not see
   masked          a small step along the update does no harm, only a whole one
   ahead           raises the loss at the point that the next round starts from, where momentum leads; C is raised until

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.robust.ascent import Vectors
+from protocol.messages import WithoutReport
 from protocol.spec.run import RunSpec
 from worker.diloco import DiLoCo, Joined
+from worker.link.client import Client
 from worker.privacy.release import Release
 from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState
@@ -71,6 +73,15 @@ class HostileRelease(Release):
 
 def _with(made: Contribution, values: Tensor) -> Contribution:
     return replace(made, delta=values, norm=float(values.norm()))
+
+
+class LyingClient(Client):
+    """Reports that the held-out loss is lower without the last worker by name, and higher without any other."""
+
+    def report_without(self, member_token: str, state_round: int, report: WithoutReport) -> None:
+        blamed = max(report.without)
+        without = {worker: report.loss + (-1.0 if worker == blamed else 0.5) for worker in report.without}
+        super().report_without(member_token, state_round, report.model_copy(update={"without": without}))
 
 
 class HostileDiLoCo(DiLoCo):

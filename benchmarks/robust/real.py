@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.robust.ascent import CPU, Ascent, Plan
-from benchmarks.robust.hostile import Attack, FreeRider, HostileDiLoCo
+from benchmarks.robust.hostile import Attack, FreeRider, HostileDiLoCo, LyingClient
 from harness.coordinator import CoordinatorProcess, InProcess
-from protocol.messages import EvaluationReport, RunDetail, RunState, Scope
+from protocol.messages import RunDetail, RunState, Scope
 from protocol.spec.run import RunSpec
 from worker.box import Box, set_up
 from worker.data.training_set import TrainingSet
@@ -76,7 +76,7 @@ class Row:
 
     attack     an ascent's plan, free riding, or a backdoor in the training data; None: they are honest
     absent     they do not take part
-    lies       they report a low held-out loss whenever they are asked for one
+    lies       they blame an honest worker for the loss, whenever they are asked for the effect of contributions
     late       their work misses every second round, and is carried to the next
     """
 
@@ -129,7 +129,7 @@ class Outcome:
         return sum(len(rounds) for worker, rounds in self.left_out.items() if int(worker[1:]) >= hostile)
 
 
-REPORTED = {"screened", "quarantined", "spoilt", "suspected", "rolled-back", "banned", "evaluations-differ"}
+REPORTED = {"screened", "quarantined", "spoilt", "suspected", "rolled-back", "redone", "evaluation-refuted"}
 
 
 class Poisoned:
@@ -169,6 +169,10 @@ class Worker(threading.Thread):
         self.error: BaseException | None = None
         self.model: torch.nn.Module | None = None
 
+    @property
+    def _lies(self) -> bool:
+        return self.row.lies and self.shared is not None
+
     def run(self) -> None:
         try:
             self._work()
@@ -178,28 +182,20 @@ class Worker(threading.Thread):
     def _work(self) -> None:
         torch.set_num_threads(1)
         with open_http(self.running.url) as http:
-            client = Client(http, RUN, self.token, stop=self.stop)
+            client = (LyingClient if self._lies else Client)(http, RUN, self.token, stop=self.stop)
             run = client.run_detail()
             box = set_up(run.spec, BoxSettings(name=self.name, device="cpu", threads=1), CPU, stop=self.stop)
             self.model = box.model
             given: dict[str, Any] = {"client": client, "run": run, "name": self.name, "tell": "nothing"}
-            given |= {"data": box.data.summary, "evaluate": box.evaluate}
+            given |= {"data": box.data.summary, "evaluate": box.evaluate, "probe": box.probe}
             kind: Callable[..., DiLoCo] = DiLoCo
             if self.shared is not None:  # this one is hostile
                 kind = partial(HostileDiLoCo, partial(self.shared.attack, run.spec, box), late=self.row.late)
-                if self.row.lies and box.evaluate is not None:
-                    given["evaluate"] = partial(lie, box.evaluate)
                 if self.row.attack == "backdoor":
                     box = replace(box, data=Poisoned(box.data, run.spec.seed))
             diloco = kind(box.model, box.optimizers, **given)
             with closing(box.data), diloco:
                 train(diloco, box, None)
-
-
-def lie(evaluate: Callable[[], EvaluationReport]) -> EvaluationReport:
-    """Report half of the loss."""
-    report = evaluate()
-    return report.model_copy(update={"loss": report.loss / 2})
 
 
 class SharedAscent:
