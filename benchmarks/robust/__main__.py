@@ -160,8 +160,8 @@ def main() -> None:
     real = parser.add_subparsers(dest="what").add_parser(
         "real", help="on a real coordinator", description=REAL, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [row.name for row in ROWS]
-    real.add_argument("--rows", nargs="+", choices=names, default=names, metavar="NAME", help="; ".join(names))
+    named = {row.name: row for row in ROWS}
+    real.add_argument("--rows", nargs="+", choices=named, default=list(named), metavar="NAME", help="; ".join(named))
     real.add_argument(
         "--guard", default="pause", choices=["tell", "pause", "rollback"], help="guard.action of the runs"
     )
@@ -172,7 +172,7 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.what == "real":
-        rows = [row for row in ROWS if row.name in given.rows]
+        rows = [named[name] for name in given.rows]
         outcomes = complete(rows, SHORT if given.quick else RealSize(), given.seed, given.guard, given.results)
         Console(width=160).print(table_of(rows, outcomes))
         if given.json:

@@ -22,7 +22,7 @@ ROWS = [
     Row("2 of 6", _ATTACK, workers=6, hostile=2),
     Row("2 of 6, C = 0.85", Plan(share=0.85), workers=6, hostile=2),
     Row("ternary", _ATTACK, codec="ternary"),
-    Row("2-bit", _ATTACK, codec="two_bit"),
+    Row("2-bit", _ATTACK, codec="2bit"),
     Row("late", _ATTACK, late=True),
     Row('wait = "never"', _ATTACK, wait="never"),
     Row("with false accusations", _ATTACK, lies=True),
