@@ -166,6 +166,7 @@ def main() -> None:
         "--guard", default="pause", choices=["tell", "pause", "rollback"], help="guard.action of the runs"
     )
     real.add_argument("--results", type=Path, help="file of JSON lines, to go on from after an interruption")
+    real.add_argument("--rounds", type=int, default=RealSize.rounds)
     real.add_argument("--seed", type=int, default=0)
     real.add_argument("--quick", action="store_true", help="hardly any training, which shows only that it works")
     real.add_argument("--json", action="store_true", help="add one line of JSON with all figures")
@@ -173,7 +174,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if given.what == "real":
         rows = [named[name] for name in given.rows]
-        outcomes = complete(rows, SHORT if given.quick else RealSize(), given.seed, given.guard, given.results)
+        size = SHORT if given.quick else RealSize(given.rounds)
+        outcomes = complete(rows, size, given.seed, given.guard, given.results)
         Console(width=160).print(table_of(rows, outcomes))
         if given.json:
             print(json.dumps({name: asdict(each) for name, each in outcomes.items()}))
