@@ -174,8 +174,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if given.what == "real":
         rows = [named[name] for name in given.rows]
-        size = SHORT if given.quick else RealSize(given.rounds)
-        outcomes = complete(rows, size, given.seed, given.guard, given.results)
+        played = SHORT if given.quick else RealSize(given.rounds)
+        outcomes = complete(rows, played, given.seed, given.guard, given.results)
         Console(width=160).print(table_of(rows, outcomes))
         if given.json:
             print(json.dumps({name: asdict(each) for name, each in outcomes.items()}))
