@@ -76,18 +76,19 @@ class Ascent:
         self._batches = list(data.held_out_batches(spec.evaluation.max_tokens))
         self._lock = threading.Lock()
         self._momenta: dict[int, list[Tensor]] = {}  # by state
-        self._found: tuple[int, list[Tensor], float] | None = None  # the last round, its direction and C
+        self._found: tuple[bytes, list[Tensor], float] | None = None  # the last state, its direction and C
         self._next_batch = 0
 
     def updates(self, round_: int, state: OuterState, honest: Vectors) -> list[Tensor]:
         """Return what to send instead of the `honest` pseudo-gradients; these if the plan does not attack in this
         round."""
         with self._lock:
-            self._momenta.setdefault(round_, [each.clone() for each in state.momentum])
+            self._momenta[round_] = [each.clone() for each in state.momentum]
             if not self.plan.is_on(round_, self._spec.sync.rounds):
                 return list(honest)
-            if self._found is None or self._found[0] != round_:  # the first attacker computes it for all
-                self._found = round_, *self._ascend(round_, state, honest)
+            at = state.digest()  # a round may be done again
+            if self._found is None or self._found[0] != at:  # the first attacker computes it for all
+                self._found = at, *self._ascend(round_, state, honest)
             _, away, share = self._found
         return [self._as_received(_mixed(own, each, share), own) for own, each in zip(honest, away, strict=True)]
 

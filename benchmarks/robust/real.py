@@ -4,7 +4,6 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -159,11 +158,11 @@ def target_loss(model: torch.nn.Module) -> float:
 
 
 class Worker(threading.Thread):
-    """One worker. `shared`: makes the ascent of all hostile workers; None: this worker is honest."""
+    """One worker. `shared`: the attack of all hostile workers; None: this worker is honest."""
 
-    def __init__(self, running: InProcess, name: str, row: Row, size: Size, shared: "SharedAscent | None") -> None:
+    def __init__(self, running: InProcess, name: str, row: Row, shared: "SharedAttack | None") -> None:
         super().__init__(name=name)
-        self.running, self.row, self.size, self.shared = running, row, size, shared
+        self.running, self.row, self.shared = running, row, shared
         self.token = running.token(Scope.WORKER, names=3)
         self.stop = threading.Event()
         self.error: BaseException | None = None
@@ -198,8 +197,8 @@ class Worker(threading.Thread):
                 train(diloco, box, None)
 
 
-class SharedAscent:
-    """The attack of a row, which its hostile workers share."""
+class SharedAttack:
+    """The attack of a row. Its hostile workers share an ascent."""
 
     def __init__(self, row: Row) -> None:
         self._row, self._lock = row, threading.Lock()
@@ -241,9 +240,9 @@ def play(row: Row, size: Size, seed: int, guard: str) -> Outcome:
         stack.callback(coordinator.stop)
         running = coordinator.start()
         running.create_run(spec_of(row, size, seed, guard))
-        shared, attacks = SharedAscent(row), row.attack is not None or row.lies
+        shared, attacks = SharedAttack(row), row.attack is not None or row.lies
         workers = [
-            Worker(running, name, row, size, shared if attacks and index < row.hostile and not row.absent else None)
+            Worker(running, name, row, shared if attacks and index < row.hostile and not row.absent else None)
             for index, name in enumerate(names)
         ]
         for each in workers:
@@ -283,7 +282,7 @@ def _listed(running: InProcess, what: str) -> Iterator[dict[str, Any]]:
 def _outcome(row: Row, running: InProcess) -> Outcome:
     detail = _detail(running)
     outcome = Outcome(row.name, str(detail.state), detail.round, detail.held_out_loss)
-    factors: dict[str, Counter[int]] = {}
+    left_out: dict[str, set[int]] = {}
     counted: list[float] = []
     with running.client() as http:
         for number in range(detail.round):
@@ -291,10 +290,10 @@ def _outcome(row: Row, running: InProcess) -> Outcome:
             for fragment in fragments:
                 for worker, verdict in fragment["verdicts"].items():
                     if verdict["factor"] == 0:
-                        factors.setdefault(worker, Counter())[number] += 1
+                        left_out.setdefault(worker, set()).add(number)
                     if int(worker[1:]) < row.hostile:
                         counted.append(verdict["factor"])
-    outcome.left_out = {worker: sorted(rounds) for worker, rounds in sorted(factors.items())}
+    outcome.left_out = {worker: sorted(rounds) for worker, rounds in sorted(left_out.items())}
     outcome.credit = round(statistics.mean(counted), 3) if counted and not row.absent else None
     for event in _listed(running, "events"):
         data = event.get("data") or {}
