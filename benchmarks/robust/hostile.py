@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.robust.ascent import Vectors
-from protocol.messages import WithoutReport
+from protocol.messages import WithoutLosses, WithoutReport
 from protocol.spec.run import RunSpec
 from worker.diloco import DiLoCo, Joined
 from worker.link.client import Client
@@ -79,9 +79,11 @@ class LyingClient(Client):
     """Reports that the held-out loss is lower without the last worker by name, and higher without any other."""
 
     def report_without(self, member_token: str, state_round: int, report: WithoutReport) -> None:
-        blamed = max(report.without)
-        without = {worker: report.loss + (-1.0 if worker == blamed else 0.5) for worker in report.without}
-        super().report_without(member_token, state_round, report.model_copy(update={"without": without}))
+        loss, workers = report.reached.loss, report.reached.without
+        without = {worker: loss + (-1.0 if worker == max(workers) else 0.5) for worker in workers}
+        super().report_without(
+            member_token, state_round, WithoutReport(reached=WithoutLosses(loss=loss, without=without))
+        )
 
 
 class HostileDiLoCo(DiLoCo):
