@@ -555,8 +555,8 @@ def test_a_standby_has_the_dashboard(tmp_path: Path, url: str) -> None:
             page = other.get("/")
             assert client.get("/").content == page.content
         assert standby.server.shared is not None
-        leader.server.should_exit = True
         standby.server.shared.terms.election.withdraw()
+        leader.server.should_exit = True
         wait_until(lambda: client.get("/readyz").status_code == 503)
         file = re.search(r'"(dashboard/[^"]+\.js)"', page.text)
         assert file is not None
