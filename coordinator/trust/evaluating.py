@@ -117,7 +117,9 @@ def record_without(run: LiveRun, worker: str, round_: int, report: WithoutReport
 def note_harmful(change: Change) -> None:
     """If workers are found whose contributions have harmed the run's state, have the round done again without them."""
     run = change.run
+    known = run.members.harmful(run.round)  # if the round could not be done again
     found = leaving_out.found_harmful(run, change.session, run.round)
+    found = {worker: measured for worker, measured in found.items() if worker not in known}
     if found and run.redo is None:
         change.after_commit(partial(setattr, run, "redo", Redo(run.round, found)))
 

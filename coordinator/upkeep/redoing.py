@@ -80,12 +80,13 @@ def _make(run: LiveRun, redo: Redo) -> None:
                 .order_by(FragmentRow.fragment)
             ).all()
         redo.made = [make_fragment(run, redo, row) for row in rows]
-    except (_Impossible, ContributionsLost, ResidualLost) as error:
+    except Exception as error:  # nothing awaits the job
+        if run.context.storage_failed(error) is not None:
+            return  # the next tick tries again
+        if not isinstance(error, _Impossible | ContributionsLost | ResidualLost):
+            logger.exception("%s: round %d cannot be done again", run.name, redo.state - 1)
         with run.lock:
             _give_up(run, redo, str(error))
-    except Exception as error:  # the next tick tries again
-        if run.context.storage_failed(error) is None:
-            logger.exception("%s: round %d could not be done again", run.name, redo.state - 1)
     finally:
         redo.making = False
 

@@ -349,6 +349,25 @@ def test_killed_at_any_point_the_next_start_does_it_or_has_done_it(
         assert info(running, "r")["divergences"] == 0
 
 
+def test_a_round_whose_contributions_are_lost_stands_and_the_worker_is_excluded(tmp_path: Path):
+    lives = Lives(tmp_path / "data")
+    with lives.life() as running:
+        members = begin(running, "r")
+        live = running.live("r")
+        lost = [name for name, _ in live.blobs.list(live.names.kind("contributions")) if ".a." in name]
+        live.blobs.delete(*lost)
+        digest = members[0].delta(0, 0).headers["etag"]
+        find_harmful(members)
+        wait_until(lambda: bool(events(running, "r", "redone")))
+        assert members[0].delta(0, 0).headers["etag"] == digest
+    with lives.life() as running:
+        (event,) = events(running, "r", "redone")
+        assert event["data"] == {"round": 0, "workers": ["m"], "place": None}
+        assert "cannot be done again" in event["message"]
+        assert len(events(running, "r", "quarantined")) == 1
+        assert running.live("r").redo is None
+
+
 def rows_of(live: Any) -> list[Any]:
     with live.context.database.read() as session:
         query = select(FragmentRow).where(FragmentRow.run_id == live.id, FragmentRow.round == 0)
