@@ -37,7 +37,7 @@ def _room_on_the_disk() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # the simulation may run in the same process
 def _nobody_is_too_slow() -> Iterator[None]:
     """Leases in a shared database expire, and coordinators, aggregators and stores count as gone, only where a test says
     so: not because the machine is busy."""
@@ -52,7 +52,7 @@ def _nobody_is_too_slow() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)  # the simulation may run in the same process
 def _one_tick_at_a_time() -> Iterator[None]:
     """A test's tick begins after the coordinator's own one has ended: so all that is due has been done when it
     returns."""
