@@ -10,7 +10,6 @@ from sqlalchemy import select
 
 from coordinator.store.payloads import fault_in
 from coordinator.store.tables import FragmentRow
-from coordinator.sync import outer_state
 from coordinator.trust.leaving_out import agreed, harm, has_risen, is_audited, liars
 from coordinator.upkeep import redoing, rolling_back
 from harness.coordinator import InThread
@@ -328,7 +327,7 @@ def test_killed_at_any_point_the_next_start_does_it_or_has_done_it(
         if point in ("rows", "checkpoint", "blobs"):
             at = {
                 "rows": (live.blobs, "put"),
-                "checkpoint": (outer_state, "fetch_checkpoint"),
+                "checkpoint": (live.outer, "begin"),
                 "blobs": (rolling_back, "set_aside"),
             }[point]
             patch.setattr(*at, dies)
