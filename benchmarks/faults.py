@@ -304,7 +304,7 @@ class LeavingOut:
 
     def __init__(self, spec: RunSpec, data: TextData) -> None:
         self._spec, self._data, self._replica = spec, data, Replica(spec, data)
-        self._before: float | None = None  # the loss of the last state
+        self._before = evaluate(self._replica.model, data, PROBE_TOKENS, CPU).loss  # of the last state
 
     def harmful(self, state: OuterState, sent: Mapping[int, Mapping[int, tuple[Payload, int]]]) -> int:
         """Return how many of the contributions to the last round have harmed `state`. `sent`: by fragment and worker,

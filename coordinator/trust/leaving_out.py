@@ -65,10 +65,10 @@ def is_audited(before: Losses, draw: float) -> bool:
     return draw < max(usual / AUDITED_AT, LEAST_AUDITED)
 
 
-def harm(report: WithoutReport, before: float | None) -> dict[str, tuple[float, float]]:
+def harm(report: WithoutReport, before: float, rounds: int = 1) -> dict[str, tuple[float, float]]:
     """Return the workers without whose contribution the loss is clearly lower: by worker, the loss with it and without.
-    `before`: the loss of the state before; None if it is unknown."""
-    fall = 0.0 if before is None else before - min(report.reached.without.values())
+    `before`: the loss as many `rounds` before."""
+    fall = (before - min(report.reached.without.values())) / rounds
     least = max(GAIN, GAIN_SHARE * fall)
     found = {} if report.start is None else _lower_without(report.start, START * least)
     return found | _lower_without(report.reached, least)
@@ -149,12 +149,12 @@ def found_harmful(run: LiveRun, session: Session, state: int) -> dict[str, list[
     ).all()
     reports = {row.worker: WithoutReport.model_validate(row.without) for row in rows if row.without is not None}
     owners = contributors(run, session, state) if reports else None
-    if owners is None:
-        return {}
     before = confirmed_losses(run, session, state)
-    last = before[-1][1] if before and before[-1][0] == state - 1 else None
+    if owners is None or not before:
+        return {}
+    last, loss = before[-1]
     judging = owners | {each: run.members.owners[each] for each in reports if each in run.members.owners}
-    found = {evaluator: harm(report, last) for evaluator, report in sorted(reports.items())}
+    found = {evaluator: harm(report, loss, state - last) for evaluator, report in sorted(reports.items())}
     harmful = agreed({evaluator: each.keys() & owners.keys() for evaluator, each in found.items()}, judging)
     return {
         worker: [(evaluator, *each[worker]) for evaluator, each in found.items() if worker in each]

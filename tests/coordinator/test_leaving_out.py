@@ -71,6 +71,12 @@ def test_harmful_is_whose_absence_lowers_the_loss(without: dict[str, float], bef
     assert harm(WithoutReport(reached=losses), before).keys() == expected
 
 
+def test_what_many_rounds_have_gained_is_not_the_measure_of_one():
+    report = WithoutReport(reached=WithoutLosses(loss=3.0, without={"a": 3.02, "b": 3.02, "c": 3.02, "m": 2.95}))
+    assert harm(report, 4.0) == {}
+    assert harm(report, 4.0, rounds=10) == {"m": (3.0, 2.95)}
+
+
 @pytest.mark.parametrize(("without_m", "expected"), [(2.985, set()), (2.975, {"m"})])
 def test_where_the_next_round_starts_twice_as_much_is_harmful(without_m: float, expected: set[str]):
     reached = WithoutLosses(loss=3.0, without=dict.fromkeys("abcm", 3.0))
