@@ -231,3 +231,4 @@ def _give_up(run: LiveRun, redo: Redo, why: str) -> None:
         change.record("redone", message, round=redo.state - 1, workers=names, place=None)
         _quarantine(change, redo)
         change.after_commit(partial(setattr, run, "redo", None))
+        change.wake()
