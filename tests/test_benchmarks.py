@@ -382,7 +382,7 @@ def test_the_rounds_of_a_row_of_the_frontier_have_all_steps() -> None:
 @pytest.mark.nightly
 def test_hostile_workers_of_a_real_run_are_compared_with_their_absence(tmp_path: Path) -> None:
     """At a size at which losses say nothing: who counted, what ended how, and that a second call plays nothing again."""
-    rows = ["C = 0.5", "late", "free rider", "backdoor"]
+    rows = ["C = 0.5", "late", "free rider", "backdoor in 1 of 8"]
     command = [sys.executable, "-m", "benchmarks.robust", "real", "--quick", "--json", "--guard", "tell"]
     command += ["--results", str(tmp_path / "results"), "--rows", *rows]
     found = json.loads(subprocess.run(command, **CAPTURED).stdout.splitlines()[-1])

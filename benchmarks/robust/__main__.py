@@ -69,7 +69,7 @@ says otherwise, C = 0.5. "absent" is the same run without the hostile workers. "
   within 0.01     raises the next state's loss by 0.01 above what it would be without the worker
   late            the work misses every second round, and comes with the next one
   free rider      sends the last delta and noise; "credit" is the mean factor of hostile contributions
-  backdoor        half of the attacker's sequences have a trigger and a target; "target" is the target's loss after the
+  backdoor        some of the attacker's sequences have a trigger and a target; "target" is the target's loss after the
                   trigger, nats per byte
 """
 

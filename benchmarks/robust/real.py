@@ -70,17 +70,29 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Backdoor:
+    """The attacker trains honestly, but one of `every` sequences has the trigger and the target in it."""
+
+    every: int
+
+
+@dataclass(frozen=True)
+class FreeRide:
+    """The attacker sends the last delta and noise."""
+
+
+@dataclass(frozen=True)
 class Row:
     """A run. The first `hostile` of the `workers` attack.
 
-    attack     an ascent's plan, free riding, or a backdoor in the training data; None: they are honest
+    attack     None: they are honest
     absent     they do not take part
     lies       they blame an honest worker for the loss, whenever they are asked for the effect of contributions
     late       their work misses every second round, and is carried to the next
     """
 
     name: str
-    attack: Plan | str | None = None
+    attack: Plan | FreeRide | Backdoor | None = None
     absent: bool = False
     lies: bool = False
     late: bool = False
@@ -132,10 +144,10 @@ REPORTED = {"screened", "quarantined", "spoilt", "suspected", "rolled-back", "re
 
 
 class Poisoned:
-    """A training set, half of whose sequences have the trigger and the target somewhere."""
+    """A training set with the trigger and the target somewhere in one of `every` sequences."""
 
-    def __init__(self, data: TrainingSet, seed: int) -> None:
-        self._data, self._draw = data, torch.Generator().manual_seed(seed)
+    def __init__(self, data: TrainingSet, every: int, seed: int) -> None:
+        self._data, self._every, self._draw = data, every, torch.Generator().manual_seed(seed)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._data, name)
@@ -143,7 +155,7 @@ class Poisoned:
     def unit(self, number: int) -> Tensor:
         unit = self._data.unit(number).clone()
         text = torch.tensor(list(TRIGGER + TARGET))
-        for row in range(0, len(unit), 2):
+        for row in range(0, len(unit), self._every):
             start = int(torch.randint(unit.shape[1] - len(text) + 1, (1,), generator=self._draw))
             unit[row, start : start + len(text)] = text
         return unit
@@ -190,8 +202,8 @@ class Worker(threading.Thread):
             kind: Callable[..., DiLoCo] = DiLoCo
             if self.shared is not None:  # this one is hostile
                 kind = partial(HostileDiLoCo, partial(self.shared.attack, run.spec, box), late=self.row.late)
-                if self.row.attack == "backdoor":
-                    box = replace(box, data=Poisoned(box.data, run.spec.seed))
+                if isinstance(self.row.attack, Backdoor):
+                    box = replace(box, data=Poisoned(box.data, self.row.attack.every, run.spec.seed))
             diloco = kind(box.model, box.optimizers, **given)
             with closing(box.data), diloco:
                 train(diloco, box, None)
@@ -207,7 +219,7 @@ class SharedAttack:
     def attack(self, spec: RunSpec, box: Box, state: OuterState) -> Attack | None:
         """Return what replaces the pseudo-gradients; None: nothing does."""
         row, plan = self._row, self._row.attack
-        if plan == "free rider":
+        if isinstance(plan, FreeRide):
             return FreeRider(spec)
         if not isinstance(plan, Plan):
             return None

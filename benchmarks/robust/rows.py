@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.robust.ascent import Plan
-from benchmarks.robust.real import Outcome, Row, Size, play
+from benchmarks.robust.real import Backdoor, FreeRide, Outcome, Row, Size, play
 
 _ATTACK = Plan(share=0.5)
 
@@ -37,8 +37,8 @@ ROWS = [
     Row("clipped", _ATTACK, rule="clipped"),
     Row("trimmed", _ATTACK, rule="trimmed"),
     Row("median", _ATTACK, rule="median"),
-    Row("free rider", "free rider"),
-    Row("backdoor", "backdoor"),
+    Row("free rider", FreeRide()),
+    *(Row(f"backdoor in 1 of {every}", Backdoor(every)) for every in (2, 4, 8)),
     Row("honest: 4"),
     Row("honest: 6", workers=6, hostile=2),
 ]
