@@ -1,6 +1,7 @@
 """One coordinator per file of tests, with a clock that tests move; every test has a run of its own in it."""
 
 import itertools
+import pkgutil
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +17,7 @@ from coordinator.notifications import alerts
 from coordinator.service import Coordinator
 from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory
+from coordinator.store.store_probe import PROBE_S
 from harness import stores
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member
@@ -37,19 +39,38 @@ def _room_on_the_disk() -> Iterator[None]:
         yield
 
 
+# Times after which a process, a store or a transaction counts as too slow, as they are in tests.
+_PATIENT: dict[str, float] = {
+    "lease.LEASE_S": 2 * PATIENCE_S,
+    "leadership.election.LEASE_S": 2 * PATIENCE_S,
+    "leadership.election.FRESH_S": PATIENCE_S,
+    "leadership.election.DATABASE_S": PATIENCE_S,
+    "leadership.election.GIVE_WAY_S": PATIENCE_S + PROBE_S + 1.0,
+    "store.store_probe.STORE_S": PATIENCE_S,
+    "store.postgresql.IDLE_S": int(PATIENCE_S),  # a transaction that is not going on
+    "aggregation.queue.LEASE_S": 2 * PATIENCE_S,
+    "aggregation.delegation.FRESH_S": PATIENCE_S,
+    "aggregation.delegation.SILENT_S": PATIENCE_S,
+    "peers.SILENT_S": PATIENCE_S,
+}
+_SHIPPED = {name: pkgutil.resolve_name(f"coordinator.{name}") for name in _PATIENT}
+
+
 @pytest.fixture(scope="module", autouse=True)  # the simulation may run in the same process
 def _nobody_is_too_slow() -> Iterator[None]:
     """Leases in a shared database expire, and coordinators, aggregators and stores count as gone, only where a test says
     so: not because the machine is busy."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("lease.LEASE_S", "leadership.election.LEASE_S", "aggregation.queue.LEASE_S"):
-            patch.setattr(f"coordinator.{name}", 2 * PATIENCE_S)
-        for name in ("election.FRESH_S", "election.STORE_S"):
-            patch.setattr(f"coordinator.leadership.{name}", PATIENCE_S)
-        for name in ("aggregation.delegation.FRESH_S", "aggregation.delegation.SILENT_S", "peers.SILENT_S"):
-            patch.setattr(f"coordinator.{name}", PATIENCE_S)
-        patch.setattr("coordinator.store.postgresql.IDLE_S", int(PATIENCE_S))  # a transaction that is not going on
+        for name, value in _PATIENT.items():
+            patch.setattr(f"coordinator.{name}", value)
         yield
+
+
+@pytest.fixture
+def shipped_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The times that coordinators have outside of tests, for a test that moves the clock itself."""
+    for name, value in _SHIPPED.items():
+        monkeypatch.setattr(f"coordinator.{name}", value)
 
 
 @pytest.fixture(scope="module", autouse=True)  # the simulation may run in the same process

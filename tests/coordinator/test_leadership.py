@@ -20,8 +20,7 @@ from starlette.testclient import TestClient
 from coordinator import lease
 from coordinator.http import downloads
 from coordinator.http.connection_limit import ConnectionLimit
-from coordinator.leadership import election as election_module
-from coordinator.leadership.election import MARGIN_S, Election
+from coordinator.leadership.election import GIVE_WAY_S, MARGIN_S, Election
 from coordinator.leadership.forwarding import TICKET_HEADER
 from coordinator.leadership.standby import Standby
 from coordinator.leadership.terms import Terms
@@ -306,6 +305,7 @@ def test_a_leader_stops_leading_before_its_lease_expires_though_the_database_doe
         assert a.fence.token == 2
 
 
+@pytest.mark.usefixtures("shipped_times")
 def test_a_leader_whose_store_is_out_of_reach_gives_way_only_to_one_that_can_reach_it(url: str, engine: Engine) -> None:
     clock = SettableClock()
     near, far = Store(clock, answers=False), Store(clock, answers=False)
@@ -314,7 +314,7 @@ def test_a_leader_whose_store_is_out_of_reach_gives_way_only_to_one_that_can_rea
     def pass_time() -> None:
         """Longer than a store may be silent; nothing but the stores fails."""
         for _ in range(6):
-            clock.advance(election_module.GIVE_WAY_S / 5)
+            clock.advance(GIVE_WAY_S / 5)
             for each in (near, far):
                 each.probe.run()
             a.step()
@@ -340,6 +340,7 @@ def test_a_leader_whose_store_is_out_of_reach_gives_way_only_to_one_that_can_rea
     assert not a.leads()
 
 
+@pytest.mark.usefixtures("shipped_times")
 def test_a_leader_keeps_its_lease_in_an_outage_of_the_store_that_another_has_not_noticed_yet(
     url: str, engine: Engine
 ) -> None:
@@ -360,6 +361,7 @@ def test_a_leader_keeps_its_lease_in_an_outage_of_the_store_that_another_has_not
         each.engine.dispose()
 
 
+@pytest.mark.usefixtures("shipped_times")
 def test_a_database_that_hangs_is_reported_and_logged(
     url: str, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
