@@ -390,7 +390,7 @@ def test_hostile_workers_of_a_real_run_are_compared_with_their_absence(tmp_path:
     for each in found.values():
         assert (each["state"], each["round"], len(each["losses"])) == ("finished", 3, 4)
         assert set(each["left_out"]) <= {"w0"}
-    assert found["free rider"]["credit"] == 1
+    assert found["free rider"]["credit"] < 1, "the loss is lower without it"
     began = time.monotonic()
     assert json.loads(subprocess.run(command, **CAPTURED).stdout.splitlines()[-1]) == found
     assert time.monotonic() - began < sum(each["seconds"] for each in found.values())
