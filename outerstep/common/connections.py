@@ -224,7 +224,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _in_a_sentence(error: OSError) -> str:
-    text = error.strerror or os.strerror(error.errno or 0)
+    text = os.strerror(error.errno or 0)
+    if error.strerror and text.lower() not in error.strerror.lower():  # asyncio and others put words around it
+        text = error.strerror
     return text[:1].lower() + text[1:]
 
 

@@ -29,7 +29,7 @@ from protocol.digest import digest
 from protocol.errors import PROBLEM_PREFIX, Problem
 from tests.coordinator.crew import crew, play_round, problem, two
 from tests.support.http_server import Handler, serving
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 
 STATE = "/v1/runs/r/checkpoints/0/fragments/0"
 
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 
 def ask(running: InThread, request: bytes) -> Answer:
     """Send the bytes of one request, and read the answer to its end."""
-    with socket.create_connection(("127.0.0.1", running.port), timeout=30) as connection:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE_S) as connection:
         connection.sendall(request)
         answer = HTTPResponse(connection, method=request.split(b" ")[0].decode())
         answer.begin()

@@ -314,7 +314,7 @@ def test_a_certificate_that_cannot_be_served_with_is_told_before_anything_is_mad
         (one.file, other.key, f"--tls-key {other.key} does not belong to the certificate {one.file}"),
         (one.file, one.file, f"--tls-key {one.file} contains no PEM private key, or one that needs a passphrase"),
         (one.file, locked, f"--tls-key {locked} contains no PEM private key, or one that needs a passphrase"),
-        (one.key, one.key, f"--tls-certificate: {one.key} has no certificate in PEM"),
+        (one.key, one.key, f"--tls-certificate: {one.key}: it has no certificate in PEM"),
     ):
         keys = [] if key is None else ["--tls-key", str(key)]
         data = ["--data", str(tmp_path / "data"), "--port", "0"]

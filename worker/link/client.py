@@ -232,9 +232,9 @@ class Client:
     def without(self, member_token: str, state_round: int, p: int, worker: str, elements: int) -> wire.Payload:
         """Fetch what fragment p's last delta lacks of the mean without `worker`. `elements`: of the fragment."""
         path = f"{self._path}/rounds/{state_round}/fragments/{p}/without/{worker}"
-        limit_bytes = max(wire.max_payload_bytes(codec, elements) for codec in ("fp32", "2bit"))
-        headers, expected_bytes = self._headers(member_token), wire.max_payload_bytes("2bit", elements)
-        return _payload(Download(self._channel, lambda: path, headers, limit_bytes, expected_bytes))
+        limit_bytes = wire.max_payload_bytes("fp32", elements)
+        expected_bytes = wire.max_payload_bytes("2bit", elements)
+        return _payload(Download(self._channel, lambda: path, self._headers(member_token), limit_bytes, expected_bytes))
 
     def contribute(
         self,
