@@ -128,6 +128,7 @@ def test_the_loop_of_several_processes_is_compared_with_a_bare_one_of_as_many() 
         assert 0 < each["quartiles"][0] <= each["ratio"] <= each["quartiles"][1]
 
 
+@pytest.mark.nightly
 def test_projected_gradient_ascent_stays_within_the_bounds_of_screening_and_raises_the_loss() -> None:
     size = Size(rounds=2, inner_steps=8, evaluation_tokens=4096)
     spec = parse_spec(real.spec_of(Row("a", Plan()), size, seed=0, guard="tell"))
