@@ -435,7 +435,13 @@ def test_the_secret_can_be_rotated_while_coordinators_run(tmp_path: Path, postgr
         engine.dispose()
         assert new != old
         assert len(new) == 32
-        wait_until(lambda: standby.client().get("/v1/runs").is_success and leader.live("r") is not before)
+
+        def leads_anew() -> bool:
+            assert leader.server.shared is not None
+            found = leader.server.shared.terms.coordinator  # None between the terms
+            return found is not None and found.run("r") is not before
+
+        wait_until(lambda: leads_anew() and standby.client().get("/v1/runs").is_success)
         assert leader.live("r").context.secret == new
         play_round(members, 1)
         leader.await_state("r", 2)

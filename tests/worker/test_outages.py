@@ -258,7 +258,9 @@ def test_a_worker_whose_own_disk_is_full_waits_for_room_and_says_so(
 
         class Waits(Client):
             def pause(self, seconds: float) -> None:
-                assert seconds == state_dir.LOOKS_S
+                if seconds != state_dir.LOOKS_S:  # it waits for something else
+                    super().pause(seconds)
+                    return
                 workers[0].joined.heartbeat.beat()
                 phases.append(run.told("a").metrics.phase)
                 if len(phases) == 3:
@@ -280,6 +282,9 @@ def test_waiting_for_room_ends_with_the_run(tmp_path: Path) -> None:
 
         class Waits(Client):
             def pause(self, seconds: float) -> None:
+                if seconds != state_dir.LOOKS_S:  # it waits for something else
+                    super().pause(seconds)
+                    return
                 with run.coordinator.client() as http:
                     http.patch("/v1/runs/toy", json={"state": "stopped"}).raise_for_status()
                 workers[0].joined.heartbeat.beat()
