@@ -4,7 +4,8 @@ A name belongs to the token that first joined with it, even after the lease has 
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -49,24 +50,7 @@ def join(
     model-mismatch, data-mismatch, pin-mismatch. The last three are also reported as an event, because the run may wait
     for this worker.
     """
-    try:
-        return _join(run, worker, request, by, actor, is_good)
-    except Problem as problem:
-        if problem.slug in _REFUSED and run.members.refuse(worker, problem.detail):
-            with run.change() as change:
-                change.record("refused", f"{worker} cannot join: {problem.detail}", worker=worker)
-        raise
-
-
-def _join(
-    run: LiveRun,
-    worker: str,
-    request: JoinRequest,
-    by: Identity,
-    actor: Actor,
-    is_good: Callable[[str], bool],
-) -> JoinReply:
-    with run.change() as change:
+    with _reporting_refusal(run, worker), run.change() as change:
         if by.token is not None and not is_good(by.token):
             raise Problem("unauthorized", "the token was revoked, or has expired")
         check_joinable(run)
@@ -115,6 +99,19 @@ def _join(
         change.after_commit(lambda: members.join(worker, hashed, run.context.clock(), token=by.token, proven=proven))
         epoch, lease_s = row.epoch, members.lease_s
         return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=lease_s, layout=model.layout)
+
+
+@contextmanager
+def _reporting_refusal(run: LiveRun, worker: str) -> Iterator[None]:
+    """Record an event if the worker is refused for its model or data, once for each reason. Not for the name of a live
+    worker: that one has joined, and somebody else was refused."""
+    try:
+        yield
+    except Problem as problem:
+        if problem.slug in _REFUSED and worker not in run.members and run.members.refuse(worker, problem.detail):
+            with run.change() as change:
+                change.record("refused", f"{worker} cannot join: {problem.detail}", worker=worker)
+        raise
 
 
 def check_joinable(run: LiveRun) -> None:

@@ -106,6 +106,9 @@ def test_those_that_wait_for_a_worker_learn_why_it_cannot_join(shared: InThread,
     assert first.assignment(0).reason.endswith(f"1 of at least 2 are ready; v cannot join: {detail}")
     (event,) = events(shared, run, "refused")
     assert (event["data"]["worker"], event["message"]) == ("v", f"v cannot join: {detail}")
+    taken = Member(shared.client(), run, "w", tensors=other.tensors)
+    problem(taken.ask_to_join(), "model-mismatch")
+    assert len(events(shared, run, "refused")) == 1, "w has joined: whoever uses its name is not that worker"
     recovered(enlist(shared, run, "v"))
     assert "cannot join" not in first.assignment(0).reason
 
