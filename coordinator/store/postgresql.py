@@ -108,10 +108,9 @@ def _reading(url: URL, connections: int, answer_s: float = ANSWER_S) -> Engine:
     return engine.execution_options(postgresql_readonly=True)
 
 
-def engine_of(url: URL, connections: int = 1, answer_s: float = ANSWER_S) -> Engine:
-    """Return an engine in which every statement commits by itself. `answer_s`: how long one may go without a byte from
-    the server."""
-    return _engine(url, connections, isolation_level="AUTOCOMMIT", answer_s=answer_s)
+def engine_of(url: URL, connections: int = 1) -> Engine:
+    """Return an engine in which every statement commits by itself."""
+    return _engine(url, connections, isolation_level="AUTOCOMMIT")
 
 
 class Bell:

@@ -1,12 +1,14 @@
 """One of several coordinators leads: the lease, the fencing token, and what a standby does with requests."""
 
 import asyncio
+import itertools
 import logging
 import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -392,16 +394,24 @@ def test_a_database_that_hangs_is_reported_and_logged(
     a.engine.dispose()
 
 
-def test_a_statement_fails_once_the_server_has_been_silent_for_too_long(url: str) -> None:
-    """Otherwise a thread waits for as long as the server hangs, and forever if its machine never continues."""
+def test_a_statement_fails_once_the_server_has_been_silent_for_too_long(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a thread waits for as long as the server hangs, and forever if its machine never continues. Time passes
+    only while the line is frozen."""
+    frozen, times = threading.Event(), itertools.count(step=backend.ANSWER_S)
+    clock = SimpleNamespace(monotonic=lambda: next(times) if frozen.is_set() else 0.0)
+    monkeypatch.setattr(backend, "time", clock)
     with tunnel(make_url(url).port or 0) as line:
-        hanging = backend.engine_of(make_url(url).set(port=line.port), answer_s=0.2)
+        hanging = backend.engine_of(make_url(url).set(port=line.port))
         with hanging.connect() as connection:
             line.freeze()
+            frozen.set()
             with pytest.raises(OperationalError, match="the server has not answered for") as failed:
                 connection.execute(text("SELECT 1"))
             assert backend.fault(failed.value) is not None
             assert connection.invalidated
+        frozen.clear()
         line.mend()
         with hanging.connect() as connection:
             assert connection.execute(text("SELECT 1")).scalar_one() == 1
