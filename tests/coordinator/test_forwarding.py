@@ -453,6 +453,7 @@ def test_the_secret_can_be_rotated_while_coordinators_run(tmp_path: Path, postgr
         assert addresses(leader)[0] == "127.0.0.1"
 
 
+@pytest.mark.in_sqlite
 def test_the_secret_of_one_coordinator_is_rotated_while_it_is_stopped(tmp_path: Path) -> None:
     command = ["coordinator", "rotate-secret", "--data", str(tmp_path / "data")]
     assert CliRunner().invoke(app, command).exit_code == Exit.USAGE
