@@ -3,11 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 from harness.coordinator import Running
-from protocol.messages import RunDetail, Scope, WorkerInfo
+from protocol.messages import RoundDetail, RunDetail, Scope, WorkerInfo
 
 
 class WorkerProcesses:
@@ -28,9 +29,13 @@ class WorkerProcesses:
             each.kill()
             each.wait()
 
-    def start(self, name: str, *options: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Start a worker with these options, and these variables beside this process's environment."""
-        command = [sys.executable, "-m", "outerstep", "worker", self._running.url, "--run", self._run, "--name", name]
+    def start(
+        self, name: str, *options: str, environment: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
+        """Start a worker with these options, and these variables beside this process's environment. `prefix`: of the
+        command, to run it behind a line."""
+        command = [*prefix, sys.executable, "-m", "outerstep", "worker", self._running.url]
+        command += ["--run", self._run, "--name", name]
         command += ["--state", str(self._directory / name), "--device", self._device, *options]
         variables = {**os.environ, "OUTERSTEP_TOKEN": self._running.token(Scope.WORKER), **(environment or {})}
         with self._log(name).open("wb") as log:
@@ -57,6 +62,12 @@ class WorkerProcesses:
         """Return what the coordinator shows of the run."""
         with self._running.client() as http:
             return RunDetail.model_validate(http.get(f"/v1/runs/{self._run}").raise_for_status().json())
+
+    def round(self, number: int) -> RoundDetail:
+        """Return what the coordinator shows of a round."""
+        with self._running.client() as http:
+            found = http.get(f"/v1/runs/{self._run}/rounds/{number}").raise_for_status().json()
+        return RoundDetail.model_validate(found)
 
     def workers(self) -> list[WorkerInfo]:
         """Return what the coordinator shows of them."""

@@ -4,6 +4,7 @@ And how all of them are named."""
 import asyncio
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -17,6 +18,8 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from benchmarks import gpu, inner_steps, loop, prepare
+from benchmarks.boxes.loop import together
+from benchmarks.boxes.rows import QUICK, equal_length, search, spec_of
 from benchmarks.control_plane import measure
 from benchmarks.convergence import rows as convergence
 from benchmarks.faults import Replica
@@ -28,7 +31,6 @@ from benchmarks.frontier.training import Training
 from benchmarks.robust import real
 from benchmarks.robust.ascent import Ascent, Plan
 from benchmarks.robust.real import Row, Size
-from benchmarks.unequal import loop as unequal
 from harness.coordinator import coordinator_process
 from protocol.spec.run import parse_spec
 from protocol.wire import CHUNK_ELEMENTS
@@ -46,7 +48,7 @@ CAPTURED: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "
 def test_pages_name_benchmarks_as_they_are_run() -> None:
     """As modules: as a file, one finds its neighbours only where the project is installed."""
     sources = {f"benchmarks.{path.stem}": path for path in (ROOT / "benchmarks").glob("*.py")}
-    for package in ("convergence", "frontier", "peers", "robust", "siege", "unequal", "wan"):
+    for package in ("boxes", "convergence", "frontier", "peers", "robust", "siege", "wan"):
         sources[f"benchmarks.{package}"] = ROOT / "benchmarks" / package / "__main__.py"
     texts = {name: path.read_text() for name, path in sources.items()}
     pages = [path.read_text() for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md"))]
@@ -268,63 +270,52 @@ def test_what_an_absent_coordinator_costs_is_measured() -> None:
     assert all(0 < row["trained"] < 1 and row["loss"] > 0 for row in rows.values())
 
 
-def in_parts(units: int, missed: int) -> unequal.Stale:
-    """A contribution of two tensors, of two values and one."""
-    return unequal.Stale(torch.tensor([3.0, 4.0, 1.0]), units, [torch.tensor([1.0, 0.0, 0.0])] * missed)
+@pytest.mark.parametrize(
+    ("losses", "shares"),
+    [
+        ([(0.6, 2.1), (0.8, 1.9)], 0.7),
+        ([(0.8, 1.9), (0.6, 2.0)], 0.6),  # measured in any order
+        ([(0.5, 2.1), (0.6, 2.05), (0.9, 1.75)], 0.65),
+        ([(0.6, 1.9), (0.8, 1.8)], None),
+        ([(0.6, 2.3), (0.8, 2.1)], None),
+    ],
+)
+def test_the_length_with_a_loss_lies_between_two_measured_ones(
+    losses: list[tuple[float, float]], shares: float | None
+) -> None:
+    found = equal_length(2.0, losses)
+    assert found == (None if shares is None else pytest.approx(shares))
 
 
-def test_rules_for_stale_work_leave_fresh_work_as_it_is() -> None:
-    momentum = torch.tensor([-3.0, -4.0, 1.0])
-    for rule in (unequal.tokens, unequal.decayed, unequal.corrected, unequal.HeLoCo([2, 1])):
-        delta, weight = rule(in_parts(6, 0), momentum)
-        assert delta.tolist() == [3, 4, 1]
-        assert weight == 6
+@pytest.mark.parametrize("first", [0.3, 0.62, 1.1])
+def test_lengths_are_tried_until_the_loss_lies_between_two(first: float) -> None:
+    tried: list[float] = []
+
+    def loss(length: float) -> float:
+        tried.append(length)
+        return 3 - length
+
+    assert search(2.38, first, loss) == pytest.approx(0.62)
+    assert min(tried) <= 0.62 <= max(tried)
+    assert search(1.0, 0.5, lambda length: 2.0) is None
+    assert search(1.0, 0.5, lambda length: math.inf) is None
 
 
-def test_stale_work_weighs_less_loses_the_missed_mean_or_is_turned_towards_the_momentum() -> None:
-    momentum = torch.tensor([-3.0, -4.0, 1.0])
-    assert unequal.decayed(in_parts(6, 2), momentum)[1] == 2
-    assert unequal.corrected(in_parts(6, 2), momentum)[0].tolist() == [2, 4, 1]
-    opposed = unequal.HeLoCo([2, 1])(in_parts(6, 2), momentum)[0]
-    assert opposed.tolist() == pytest.approx([1.5, 2, 1]), (
-        "shrunk by half, as its norm is the momentum's; the other agrees"
-    )
-
-
-def test_norms_and_directions_are_averaged_separately_by_tensor() -> None:
-    parts = [(torch.tensor([2.0, 0.0, 1.0]), 1.0), (torch.tensor([0.0, 4.0, 3.0]), 1.0)]
-    merged = unequal.RadialDirectional([2, 1])(parts)
-    assert merged.tolist() == pytest.approx([3 / 2**0.5, 3 / 2**0.5, 2])
-    assert unequal.mean([(torch.tensor([2.0]), 3), (torch.tensor([6.0]), 1)]).tolist() == [3]
-
-
-def test_a_slow_box_contributes_all_of_its_steps_after_the_rounds_that_it_needs() -> None:
-    """Of speed 0.25 it does 12 or 13 steps in a round of 50, and so needs four rounds for 50."""
-    loop, merged = unequal.Loop((0.25,), 4, 0), list[tuple[int, int]]()
-
-    def rule(each: unequal.Stale, momentum: torch.Tensor) -> tuple[torch.Tensor, float]:
-        merged.append((each.units, len(each.missed)))
-        return each.delta, each.units
-
-    loop.train = lambda box, units, begins, ends: None  # type: ignore[method-assign]
-    unequal.in_rounds(loop, 1, rule, unequal.mean)
-    assert merged == [(12, 0), (13, 0), (12, 0), (13, 0)]
-    merged.clear()
-    both = unequal.Loop((1.0, 0.25), 4, 0)
-    both.train = loop.train  # type: ignore[method-assign]
-    unequal.in_rounds(both, 50, rule, unequal.mean)
-    assert merged == [(50, 0)] * 4 + [(50, 3)]
+def test_a_box_does_the_inner_steps_for_which_a_round_has_time() -> None:
+    """In 4 rounds of 5 steps, a box of speed 1/3 does 6."""
+    loss, steps = together(spec_of(QUICK, 4, 0), [1.0, 1 / 3])
+    assert steps == 4 * 5 + 6
+    assert 0 < loss < math.log(256) + 1
 
 
 @pytest.mark.nightly
-def test_boxes_of_unequal_speeds_are_measured() -> None:
-    command = [sys.executable, "-m", "benchmarks.unequal", "--rounds", "2", "--json"]
-    loops = subprocess.run([*command, "--only", "every round", "away for 1, trains 2 H"], **CAPTURED)
-    assert [each["units"] for each in json.loads(loops.stdout.splitlines()[-1])["results"]] == [487, 400]
-    product = subprocess.run([*command, "--product", "--only", "auto"], **CAPTURED)
-    (row,) = json.loads(product.stdout.splitlines()[-1])["rows"]
-    assert row["contributions"][0] == 2
-    assert row["units"] > 0
+def test_what_a_second_box_gives_is_measured() -> None:
+    command = [sys.executable, "-m", "benchmarks.boxes"]
+    done = subprocess.run([*command, "real", "--quick", "--boxes", "1,1/2", "--json"], **CAPTURED)
+    (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
+    assert row["finished"]
+    assert min(row["contributions"]) > 0
+    assert row["tokens"] > 0
 
 
 def test_stacked_replicas_have_the_losses_and_gradients_of_the_model() -> None:
