@@ -256,6 +256,7 @@ class Coordinator:
     def _tick_run(self, run: LiveRun) -> None:
         leases.end_without_token(run, self.tokens.is_good)
         leases.expire(run)
+        leases.note_stalled(run)
         leases.replace_silent_seeder(run)
         leases.end_lingering(run)
         run.settle()

@@ -34,7 +34,7 @@ is published, the round ends and the next one opens.
 
 ## What `decide` looks at
 
-`decide(expected, contributed, policy, opened_at, quorum_at, now, silent)` returns
+`decide(expected, contributed, policy, opened_at, quorum_at, now, silent, stalled)` returns
 `Wait(until, reason, silent)` or `Close(contributors, reason)`.
 
 It is a pure function. `expected` are the live workers that hold an assignment for the round and are waited for.
@@ -46,7 +46,8 @@ monotonic clock; no worker's clock is used. The reason is one sentence, which th
 - **Quorum.** A quorum is more than half of the votes and at least `min_workers` workers. Each token has one vote, which
   its proven workers (below) in the round share equally. If each box has its own token, or all share one token, that is
   more than half of the workers; but many names of one token are no majority over the others. With exactly half of the
-  votes, more than half of the workers must have contributed. Give each box its own token if each shall have a vote.
+  votes, more than half of the workers must have contributed. Of two votes or two workers, half is enough: one of two
+  boxes never waits for the other one longer than the grace. Give each box its own token if each shall have a vote.
 - **Grace.** From the quorum on, stragglers still have the *grace*: `grace_factor` times what the quorum took, but at
   least `grace_min_s` and at most `grace_max_s`. So a run whose rounds take an hour waits for minutes, and one whose
   rounds take seconds waits for seconds.
@@ -63,6 +64,10 @@ monotonic clock; no worker's clock is used. The reason is one sentence, which th
   grace, and the round closes without it.
 - **Silent workers.** A live worker whose last heartbeat is older than half of its lease is still waited for. The reason
   names it first, with when it was last heard of and when it will be dropped.
+- **Stalled workers.** A live worker that should train and has taken no inner step for a whole lease, and for ten times
+  as long as a step took it in its last round, is not waited for once there is a quorum. Its heartbeats may go on,
+  because another thread sends them. It does not count as ready for the next round's `min_workers` either. As soon as it
+  takes a step, it is like any other.
 - **Quarantine** (`coordinator/trust/quarantine.py`). A quarantined worker is left out of the round only if at least
   `min_workers` others take part that have contributed before; a member that only sends heartbeats, or has not
   contributed yet, does not count. Once a round has lasted `round_max_s`, only workers that have contributed to it
@@ -108,6 +113,7 @@ class Situation:
     expected: set[str] = field(default_factory=set)
     newcomers: set[str] = field(default_factory=set)
     contributed: set[str] = field(default_factory=set)
+    stalled_since: dict[str, float] = field(default_factory=dict)
     quorum_at: float | None = None
 
     def look(self, now: float) -> tuple[str, float | None, bool]:
@@ -115,7 +121,13 @@ class Situation:
         if self.quorum_at is None and has_quorum(self.expected, self.contributed, self.policy, self.owners):
             self.quorum_at = now
         waited_for = self.expected | self.newcomers
-        decision = decide(waited_for, self.contributed, self.policy, opened_at=0.0, quorum_at=self.quorum_at, now=now)
+        decision = decide(
+            *(waited_for, self.contributed, self.policy),
+            opened_at=0.0,
+            quorum_at=self.quorum_at,
+            now=now,
+            stalled={worker: now - since for worker, since in self.stalled_since.items()},
+        )
         if isinstance(decision, Close):
             return f"**close**: {decision.reason}", None, True
         return f"wait: {decision.reason}", decision.until, False
@@ -134,6 +146,10 @@ def contributes(at: float, *workers: str) -> Event:
 
 def dies(at: float, worker: str) -> Event:
     return at, f"the lease of {worker} ends", lambda situation: situation.expected.discard(worker)
+
+
+def stalls(at: float, worker: str, since: float) -> Event:
+    return at, f"{worker} has stalled since {since:g}", lambda s: s.stalled_since.update({worker: since})
 
 
 def enters(at: float, worker: str) -> Event:
@@ -185,9 +201,19 @@ EXAMPLE_LIST = [
         [opens("a", "b", "c", "d"), contributes(100, "a", "b"), dies(160, "c"), dies(161, "d")],
     ),
     Example(
+        "Two boxes, and one is slow",
+        "One of two is enough for the grace.",
+        [opens("a", "b"), contributes(100, "a")],
+    ),
+    Example(
+        "Two boxes, and the GPU of one hangs",
+        "Its heartbeats go on, so its lease does not end.",
+        [opens("a", "b"), stalls(90, "b", 30), contributes(100, "a")],
+    ),
+    Example(
         "A worker joins in the middle",
         "The quorum does not count it. From the quorum on it has the grace.",
-        [opens("a", "b"), contributes(60, "a"), enters(80, "c"), contributes(100, "b")],
+        [opens("a", "b"), contributes(60, "a"), enters(80, "c"), contributes(85, "b")],
     ),
     Example(
         "Too few workers, `min_workers = 3`",

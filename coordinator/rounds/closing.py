@@ -22,9 +22,10 @@ def close_due(run: LiveRun) -> bool:
     now = run.context.clock()
     members, policy = run.members, run.spec.members
     expected, newcomers = members.waited_for(opening.assigned)
-    silent, refused = members.silent(now), opening.refused | members.quarantined(run.round)
+    silent, stalled = members.silent(now), members.stalled(now)
+    refused = opening.refused | members.quarantined(run.round)
     decisions = [
-        each.due(expected, newcomers, members.owners, policy, opening.opened_at, now, silent, refused)
+        each.due(expected, newcomers, members.owners, policy, opening.opened_at, now, silent, refused, stalled)
         for each in opening.fragments
     ]
     if not any(decisions):

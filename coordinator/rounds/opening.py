@@ -5,7 +5,7 @@ Workers get their units in worker-id order, so the order of their requests does 
 """
 
 from coordinator.run import step_rates
-from coordinator.run.decide import OverdueHeartbeat, describe_silence
+from coordinator.run.decide import OverdueHeartbeat, describe_silence, describe_stalled
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound, RoundAssignment
 from coordinator.run.schedule import round_steps, share_of
@@ -75,11 +75,12 @@ def why_not_open(run: LiveRun) -> str | None:
         return _with_silence(
             run, "waiting for state 0" if seeder is None else f"waiting for {seeder} to upload state 0"
         )
-    ready, least = len(_candidates(run)), run.spec.members.min_workers
+    stalled, least = run.members.stalled(run.context.clock()), run.spec.members.min_workers
+    ready = len(_candidates(run) - stalled.keys())
     if ready < least:
         waiting = f"round {run.round} waits for workers: {ready} of at least {least} are ready"
         refused = "".join(f"; {worker} cannot join: {why}" for worker, why in list(run.members.refused.items())[-1:])
-        return _with_silence(run, waiting) + refused
+        return _with_silence(run, waiting) + (f"; {describe_stalled(stalled)}" if stalled else "") + refused
     return None
 
 

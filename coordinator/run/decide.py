@@ -28,6 +28,7 @@ class OverdueHeartbeat(NamedTuple):
 
 
 NONE_SILENT: Mapping[str, OverdueHeartbeat] = MappingProxyType({})
+NONE_STALLED: Mapping[str, float] = MappingProxyType({})
 
 # state -> event -> the next state. The diagram in docs/rounds.md is drawn from this.
 TRANSITIONS: dict[FragmentState, dict[str, FragmentState]] = {
@@ -84,7 +85,8 @@ def has_quorum(
 
     The quorum is counted over `expected` workers. `owners`: the token that each worker joined with. Every token has one
     vote, which its workers share; a worker with an unknown token has a vote alone. If exactly half of the votes have
-    contributed, more than half of the workers must have.
+    contributed, more than half of the workers must have. Of two votes or two workers, half is enough: no majority can
+    be without the other one, which would then hold every round.
     """
     if len(contributed) < policy.min_workers:
         return False
@@ -92,7 +94,9 @@ def has_quorum(
     parts = (Fraction(count, votes[owner]) for owner, count in present.items() if count < votes[owner])
     whole = sum(count == votes[owner] for owner, count in present.items())
     more = 2 * (whole + sum(parts)) - len(votes)
-    return more > 0 or (more == 0 and 2 * len(contributed) > votes.total())
+    surplus = 2 * len(contributed) - votes.total()
+    two = len(votes) == 2 or votes.total() == 2
+    return more > 0 or (more == 0 and (surplus > 0 or (two and surplus == 0)))
 
 
 def _by_owner(workers: Set[str], owners: Mapping[str, str]) -> Counter[str]:
@@ -114,25 +118,32 @@ def decide(
     quorum_at: float | None,
     now: float,
     silent: Mapping[str, OverdueHeartbeat] = NONE_SILENT,
+    stalled: Mapping[str, float] = NONE_STALLED,
 ) -> Wait | Close:
     """Decide whether to wait or to close, with the reason in one sentence.
 
     `expected`: live workers that hold an assignment for this round and are waited for. `contributed`: workers with an
     accepted contribution, live or not, because an acknowledged contribution counts. `quorum_at`: when `has_quorum`
     became True; None before. `silent`: live workers with an overdue heartbeat. They are still waited for, and the
-    reason names them first.
+    reason names them first. `stalled`: live workers that take no inner step, and for how many seconds. After the quorum
+    they are not waited for.
     """
-    missing = sorted(expected - contributed, key=natural)
+    hung = describe_stalled({worker: stalled[worker] for worker in stalled.keys() & expected - contributed})
+    awaited = expected if quorum_at is None else expected - stalled.keys()
+    missing = sorted(awaited - contributed, key=natural)
     everybody = counted(len(expected | contributed), "worker")
     if not missing:
         if len(contributed) >= policy.min_workers:
+            if hung:
+                why = f"closed without waiting further, as {hung}; {len(contributed)} of {everybody} have contributed"
+                return Close(tuple(sorted(contributed)), why)
             return Close(tuple(sorted(contributed)), f"{_all(len(contributed))} contributed")
         return Wait(
             None,
             f"{len(contributed)} of at least {counted(policy.min_workers, 'worker')} have contributed; "
             "waiting for more workers to join",
         )
-    waiting = f"waiting for {len(missing)} of {everybody} ({names_of(missing)})"
+    waiting = (f"{hung}; " if hung else "") + f"waiting for {len(missing)} of {everybody} ({names_of(missing)})"
     unheard = {worker: silent[worker] for worker in missing if worker in silent}
     if unheard:
         waiting = f"{describe_silence(unheard)}; {waiting}"
@@ -166,6 +177,16 @@ def describe_silence(unheard: Mapping[str, OverdueHeartbeat]) -> str:
     since_s, left_s = unheard[longest_first[0]]
     are = "is" if len(unheard) == 1 else "are"
     return f"{names_of(longest_first)} {are} silent: last heard {since_s:.0f} s ago, dropped in {left_s:.0f} s"
+
+
+def describe_stalled(hung: Mapping[str, float]) -> str:
+    """Return a sentence that names the stalled workers, the longest stalled first, with the time of that one; empty if
+    there are none."""
+    if not hung:
+        return ""
+    longest_first = sorted(hung, key=lambda worker: (-hung[worker], natural(worker)))
+    verb = "has" if len(hung) == 1 else "have"
+    return f"{names_of(longest_first)} {verb} taken no inner step for {hung[longest_first[0]]:.0f} s"
 
 
 def names_of(workers: list[str]) -> str:

@@ -64,6 +64,7 @@ ALARMING = frozenset(
         "redone",
         "seeder-silent",
         "spoilt",
+        "stalled",
         "storage-full",
         "storage-unavailable",
         "suspected",

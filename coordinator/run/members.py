@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 
 from coordinator.run.decide import OverdueHeartbeat
-from protocol.messages import Metrics
+from protocol.messages import Metrics, Stage
 
 MISSED = 3  # no round waits for a worker that has missed this many in a row
 MOST_REFUSED = 16  # workers whose refusals are recorded
 SILENT = 0.5  # a heartbeat is overdue after this share of a lease; workers send three per lease
+STALLED_STEPS = 10.0  # times as long as an inner step usually takes the worker; and a lease at least
 SEEDER_S = 1800.0  # to upload one fragment of state 0: half a gigabyte at 2 Mbit/s
 OTHERS_ASK_S = 120.0  # every waiting member asks again within this time, because a long poll lasts 60 s
 LINGER_S = 1800.0  # to finish after a run is over: fetch the last deltas, evaluate
@@ -17,12 +18,14 @@ LINGER_S = 1800.0  # to finish after a run is over: fetch the last deltas, evalu
 
 @dataclass(frozen=True)
 class Lease:
-    """A live worker's lease: the hash of its member token, and the time and metrics of its last heartbeat. `token`: the
-    id of the token that it joined with; None if unknown."""
+    """A live worker's lease: the hash of its member token, and the time and metrics of its last heartbeat. `moved_at`:
+    the time of the first heartbeat with the inner step, round and phase of the last one. `token`: the id of the token
+    that it joined with; None if unknown."""
 
     token_hash: bytes
     seen_at: float
     metrics: Metrics
+    moved_at: float
     token: str | None = None
 
 
@@ -36,6 +39,7 @@ class Members:
     evaluators  the workers that evaluate the final state
     refused     why workers could not join, since this process started: their model or data differ
     stale       workers that may hold the run's state as it was before its last round was done again
+    noted_stalled  the stalled workers that an event was recorded of
 
     A worker is *proven* once it has contributed to the run. A round waits for the proven workers that have not missed
     MISSED rounds in a row, and counts its quorum over them, with one vote per token. It waits for a newcomer only once,
@@ -49,6 +53,7 @@ class Members:
         self.evaluators: set[str] = set()
         self.refused: dict[str, str] = {}
         self.stale: set[str] = set()
+        self.noted_stalled: set[str] = set()
         self._leases: dict[str, Lease] = {}
         self._by_token_hash: dict[bytes, str] = {}
         self._owners: dict[str, str] = {}
@@ -82,7 +87,7 @@ class Members:
         self.refused.pop(worker, None)
         with self._lock:
             self._end(worker)
-            self._leases[worker] = Lease(token_hash, now, metrics or Metrics(), token)
+            self._leases[worker] = Lease(token_hash, now, metrics or Metrics(), now, token)
             self._by_token_hash[token_hash] = worker
 
     def refuse(self, worker: str, reason: str) -> bool:
@@ -104,7 +109,8 @@ class Members:
         with self._lock:
             lease = self._leases.get(worker)
             if lease is not None:
-                self._leases[worker] = replace(lease, seen_at=now, metrics=metrics)
+                moved_at = lease.moved_at if _progress(metrics) == _progress(lease.metrics) else now
+                self._leases[worker] = replace(lease, seen_at=now, metrics=metrics, moved_at=moved_at)
             return lease is not None
 
     def leave(self, worker: str) -> None:
@@ -158,6 +164,20 @@ class Members:
             for worker, seconds in heard.items()
             if seconds > overdue_s
         }
+
+    def stalled(self, now: float) -> dict[str, float]:
+        """Return the live workers that should train and take no inner step, and for how many seconds: for a lease, and
+        STALLED_STEPS times as long as a step took them in the round before. Their heartbeats may go on, because another
+        thread sends them. A worker that has not reported its speed yet is never among them."""
+        found = {}
+        with self._lock:
+            for worker, lease in self._leases.items():
+                rate = lease.metrics.inner_steps_per_second
+                if lease.metrics.phase == Stage.TRAIN and rate is not None and rate > 0:
+                    seconds = now - lease.moved_at
+                    if seconds > max(self.lease_s, STALLED_STEPS / rate):
+                        found[worker] = seconds
+        return found
 
     def metrics(self, worker: str) -> Metrics:
         """Return the metrics of the worker's last heartbeat; empty if it has sent none or holds no lease."""
@@ -295,3 +315,7 @@ class Members:
         if not contributing:
             return live, set()
         return contributing, {worker for worker in live - self._proven if not self._missed.get(worker, 0)}
+
+
+def _progress(metrics: Metrics) -> tuple[int | None, int | None, str | None]:
+    return metrics.round, metrics.inner_step, metrics.phase

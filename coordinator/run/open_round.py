@@ -4,7 +4,15 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from coordinator.aggregation.tasks import NOT_LATE, Lateness
-from coordinator.run.decide import NONE_SILENT, Close, OverdueHeartbeat, decide, has_quorum, without_refused
+from coordinator.run.decide import (
+    NONE_SILENT,
+    NONE_STALLED,
+    Close,
+    OverdueHeartbeat,
+    decide,
+    has_quorum,
+    without_refused,
+)
 from coordinator.screening.measuring import Measure
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
@@ -58,10 +66,12 @@ class OpenFragment:
         now: float,
         silent: Mapping[str, OverdueHeartbeat] = NONE_SILENT,
         refused: Set[str] = frozenset(),
+        stalled: Mapping[str, float] = NONE_STALLED,
     ) -> Close | None:
         """Decide whether this fragment closes now. Return the contributors to close it with, or None to keep
         collecting; either way record the reason and when to decide again. The quorum is counted over `expected`
-        workers, one vote per token owner; `newcomers` are waited for but do not count. `silent`: as for `decide`.
+        workers, one vote per token owner; `newcomers` are waited for but do not count. `silent`, `stalled`: as for
+        `decide`.
         `refused`: workers without which the quorum must be reachable."""
         if self.state is not FragmentState.COLLECTING:
             return None
@@ -70,7 +80,14 @@ class OpenFragment:
         if self.quorum_at is None and has_quorum(expected, contributed, reachable, owners):
             self.quorum_at = now
         decision = decide(
-            waited_for, contributed, policy, opened_at=opened_at, quorum_at=self.quorum_at, now=now, silent=silent
+            waited_for,
+            contributed,
+            policy,
+            opened_at=opened_at,
+            quorum_at=self.quorum_at,
+            now=now,
+            silent=silent,
+            stalled=stalled,
         )
         self.reason = decision.reason
         if isinstance(decision, Close):

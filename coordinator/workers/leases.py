@@ -103,6 +103,22 @@ def expire(run: LiveRun) -> None:
                     end_lease(change, worker, WorkerState.LOST, message)
 
 
+def note_stalled(run: LiveRun) -> None:
+    """Record an event for each worker that has begun to stall: its heartbeats hide it."""
+    members = run.members
+    with run.lock:
+        stalled = members.stalled(run.context.clock())
+        members.noted_stalled &= stalled.keys()
+        for worker in sorted(stalled.keys() - members.noted_stalled):
+            message = (
+                f"{worker} sends heartbeats, and has taken no inner step for {stalled[worker]:.0f} s: once a majority "
+                "has contributed, rounds go on without it. Look at its process and its GPU, or start it again"
+            )
+            with run.change() as change:
+                change.record("stalled", message, worker=worker)
+                change.after_commit(partial(members.noted_stalled.add, worker))
+
+
 def replace_silent_seeder(run: LiveRun) -> None:
     """Let another worker upload state 0 if the seeder has uploaded nothing for SEEDER_S seconds."""
     with run.lock:

@@ -4,7 +4,7 @@ import pytest
 
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member
-from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, events, info, problem
+from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, events, info, play_round, problem
 
 NAMES = ["a", "b", "c"]
 
@@ -21,8 +21,8 @@ def test_a_round_closes_without_the_straggler_once_quorum_and_grace_have_passed(
 ) -> None:
     a, b, c = crew(shared, run, NAMES, members=GRACE_OF_A_SECOND)
     c.assignment(0)
-    contribute_all(a, 0)
     b.assignment(0)
+    contribute_all(a, 0)
     clock.advance(50)
     shared.coordinator.tick()
     assert info(shared, run, "/rounds/0")["fragments"][0]["closes_in_s"] == 14_400 - 50, "no quorum, only the cap"
@@ -176,3 +176,31 @@ def test_a_contribution_before_its_round_is_refused_with_the_reason(shared: InTh
     assert (
         "round 1 is not open" in problem(a.contribute(ahead, 0, a.pseudo_gradients(1)[0]), "round-not-open")["detail"]
     )
+
+
+def test_a_box_whose_gpu_hangs_holds_no_round_although_its_heartbeats_go_on(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    a, b = crew(shared, run, ["a", "b"], members="lease_s = 60\ngrace_min_s = 600\ngrace_max_s = 600")
+    play_round([a, b], 0)
+    for member in (a, b):
+        member.assignment(1)
+    hung = {"round": 1, "inner_step": 7, "phase": "train", "inner_steps_per_second": 5.0}
+    for seconds in (0, 20, 20, 20):
+        clock.advance(seconds)
+        for member, inner_step in ((a, 10 + seconds), (b, 7)):
+            member.http.put(member.path("/lease"), json=hung | {"inner_step": inner_step}).raise_for_status()
+    contribute_all(a, 1)
+    reason = "waiting for 1 of 2 workers (b); closes in 600 s"
+    assert info(shared, run, "/rounds/1")["fragments"][0]["reason"] == reason, "a minute has not passed"
+    clock.advance(1)
+    shared.coordinator.tick()
+    fragment = info(shared, run, "/rounds/1")["fragments"][0]
+    assert fragment["contributors"] == ["a"]
+    assert fragment["reason"] == (
+        "closed without waiting further, as b has taken no inner step for 61 s; 1 of 2 workers have contributed"
+    )
+    shared.coordinator.tick()
+    (event,) = events(shared, run, "stalled")
+    assert event["data"] == {"worker": "b"}
+    assert event["message"].startswith("b sends heartbeats, and has taken no inner step for 61 s")

@@ -142,3 +142,38 @@ def test_a_worker_that_joins_again_is_what_it_was() -> None:
         members.leave(worker)
         members.join(worker, worker.encode(), now=1)
     assert members.waited_for({"a", "b"}) == ({"a"}, set())
+
+
+def training(step: int, rate: float | None = 2.0, phase: str = "train") -> Metrics:
+    return Metrics(round=3, inner_step=step, inner_steps_per_second=rate, phase=phase)
+
+
+def test_who_takes_no_inner_step_has_stalled_however_its_heartbeats_go_on() -> None:
+    members = Members(lease_s=60)
+    members.join("w", b"w", now=0)
+    for now, step in ((20, 30), (40, 70), (60, 71), (80, 71), (100, 71), (120, 71)):
+        assert members.stalled(now) == {}
+        members.renew("w", now, training(step))
+    assert members.stalled(now=120) == {}, "for a lease, since the step was first reported"
+    assert members.stalled(now=121) == {"w": 61}
+    members.renew("w", 130, training(72))
+    assert members.stalled(now=190) == {}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "after_s"),
+    [
+        (training(1, rate=0.05), 200.0),  # its steps take 20 s
+        (training(1, rate=None), None),  # nobody knows how long its steps take
+        (training(1, phase="sync"), None),  # it waits for a delta
+        (training(1, phase="evaluate"), None),
+    ],
+)
+def test_a_worker_has_stalled_only_in_training_and_after_ten_of_its_steps(
+    metrics: Metrics, after_s: float | None
+) -> None:
+    members = Members(lease_s=60)
+    members.join("w", b"w", now=0, metrics=metrics)
+    for now in range(0, 1000, 20):
+        members.renew("w", now, metrics)
+        assert bool(members.stalled(now)) == (after_s is not None and now > after_s)

@@ -126,6 +126,51 @@ def test_a_worker_that_is_silent_is_named_before_all_else_and_still_waited_for()
     assert not others.silent
 
 
+def test_a_worker_that_has_stalled_is_not_waited_for_once_there_is_a_quorum() -> None:
+    """Its heartbeats go on, so its lease would hold every round for the grace."""
+
+    def decided(contributed: set, quorum_at: float | None, stalled: dict[str, float]) -> Wait | Close:
+        return decide(
+            {"w0", "w1", "w2"}, contributed, POLICY, opened_at=0, quorum_at=quorum_at, now=60, stalled=stalled
+        )
+
+    hung = {"w2": 61.0}
+    assert decided({"w0"}, None, hung) == Wait(
+        None,
+        "w2 has taken no inner step for 61 s; waiting for 2 of 3 workers (w1, w2); "
+        "no deadline before a quorum has contributed",
+    )
+    assert decided({"w0", "w1"}, 60, hung) == Close(
+        ("w0", "w1"),
+        "closed without waiting further, as w2 has taken no inner step for 61 s; 2 of 3 workers have contributed",
+    )
+    assert isinstance(decided({"w0", "w1"}, 60, {}), Wait)
+    assert decided({"w0", "w1", "w2"}, 60, hung).reason == "all 3 workers have contributed", "it has made it after all"
+    lonely = decided({"w0"}, None, {"w1": 70.0, "w2": 61.0})
+    assert isinstance(lonely, Wait), "a minority does not go on alone"
+    assert lonely.reason.startswith("w1, w2 have taken no inner step for 70 s; waiting for")
+
+
+@pytest.mark.parametrize(
+    ("expected", "contributed", "owners", "enough"),
+    [
+        ("ab", "a", {}, True),  # two boxes
+        ("ab", "a", {"a": "x", "b": "x"}, True),  # of one token
+        ("ab", "", {}, False),
+        ("abc", "a", {}, False),
+        ("abcd", "ab", {}, False),
+        ("abcd", "ab", dict.fromkeys("abcd", "x"), False),
+        ("abcd", "ab", {"a": "x", "b": "x", "c": "y", "d": "y"}, True),  # one of two places
+        ("abcd", "d", {"a": "x", "b": "x", "c": "x", "d": "y"}, False),  # half of the votes, a quarter of the workers
+    ],
+)
+def test_of_two_votes_one_is_enough_and_of_more_a_majority(
+    expected: str, contributed: str, owners: dict[str, str], enough: bool
+) -> None:
+    policy = POLICY.model_copy(update={"min_workers": 1})
+    assert has_quorum(set(expected), set(contributed), policy, owners) is enough
+
+
 @given(situations())
 def test_a_round_never_closes_below_min_workers_and_sums_in_worker_id_order(situation: dict) -> None:
     decision = decide(**situation)
