@@ -34,7 +34,6 @@ SMALL = {
     "batch_size = 16": "batch_size = 2",
     "rounds = 200": "rounds = 2",
     "inner_steps = 500": "inner_steps = 2",
-    "min_workers = 2": "min_workers = 1",
 }
 
 

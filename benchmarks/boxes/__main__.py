@@ -22,6 +22,8 @@ from benchmarks.boxes.rows import (
     QUICK,
     SYNCS,
     TARGETS,
+    TROUBLE,
+    TROUBLE_MEMBERS,
     Results,
     Size,
     equal_length,
@@ -65,7 +67,11 @@ class Real:
     def __init__(self, size: Size, results: Results) -> None:
         self._size, self._results, self._floor = size, results, Floor(size, results)
 
-    def run(self, boxes: str, rounds: int, seed: int, sync: str, line: str, trouble: str = "none") -> dict[str, Any]:
+    def run(
+        self, boxes: str, rounds: int, seed: int, sync: str, line: str, trouble: str | None = None
+    ) -> dict[str, Any]:
+        """Return what a run has measured. `trouble`: one of TROUBLES, or "none" to compare with them; None: the leases
+        and the graces are the default ones."""
         key = {"boxes": boxes, "rounds": rounds, "seed": seed, "sync": sync, "line": line, "trouble": trouble}
 
         def measure() -> dict[str, Any]:
@@ -73,7 +79,8 @@ class Real:
                 *(speeds_of(boxes), self._size, rounds, seed),
                 sync=sync,
                 line=line,
-                trouble=TROUBLES.get(trouble),
+                members=TROUBLE_MEMBERS if trouble is not None else "",
+                trouble=TROUBLES.get(trouble or ""),
                 small_disks=trouble == "disk full",
             )
             print(f"{key}: {found}", file=sys.stderr, flush=True)
@@ -156,7 +163,7 @@ def _trouble(given: argparse.Namespace, size: Size, results: Results) -> tuple[T
     table = Table("trouble", "sync", "s per round", "of the healthy box's", "longest round, s", "loss", "left out")
     for sync in given.sync:
         line = "100/10"
-        healthy = bench.run("1", size.rounds, 0, sync, line)
+        healthy = bench.run("1", size.rounds, 0, sync, line, "none")
         usual = statistics.mean(healthy["rounds_s"][half:])
         for name in given.troubles or TROUBLES:
             found = bench.run("1,1", size.rounds, 0, sync, line, name)
@@ -199,7 +206,8 @@ def main() -> None:
         parser.error(f"unknown trouble {min(unknown)!r}: choose from {', '.join(TROUBLES)}")
     torch.set_num_threads(1)
     tables = {"floor": _floor, "real": _real, "trouble": _trouble}
-    table, rows = tables[given.what](given, QUICK if given.quick else Size(), Results(given.results))
+    size = QUICK if given.quick else TROUBLE if given.what == "trouble" else Size()
+    table, rows = tables[given.what](given, size, Results(given.results))
     Console(width=132).print(table)
     if given.json:
         print(json.dumps({"benchmark": f"boxes {given.what}", "rows": rows}))

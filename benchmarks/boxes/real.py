@@ -128,6 +128,7 @@ def measure(
     *,
     sync: str = "default",
     line: str = "none",
+    members: str = "",
     trouble: Trouble | None = None,
     small_disks: bool = False,
 ) -> Measured:
@@ -142,7 +143,7 @@ def measure(
         coordinator = CoordinatorProcess(folder / "data", host=host)
         stack.callback(coordinator.stop)
         running = coordinator.start()
-        running.create_run(spec_of(size, rounds, seed, sync, model=f'factory = "{FACTORY}"'))
+        running.create_run(spec_of(size, rounds, seed, sync, f'factory = "{FACTORY}"', members))
         workers = stack.enter_context(WorkerProcesses(running, RUN, folder))
         for name in names if small_disks else ():
             stack.enter_context(_small_disk(folder / name))

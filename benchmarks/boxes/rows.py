@@ -52,6 +52,9 @@ class Size:
         return self.rounds * self.round_s
 
 
+# Of `trouble`: a lease is half of a round, and the shortest grace a tenth of it.
+TROUBLE = Size(rounds=8, step_s=0.4)
+TROUBLE_MEMBERS = "lease_s = 5\ngrace_min_s = 1"
 QUICK = Size(rounds=4, inner_steps=5, warmup_steps=4, step_s=0.05, evaluation_tokens=2_048)
 
 SPEC = """
@@ -69,12 +72,16 @@ warmup_steps = {warmup_steps}
 rounds = {rounds}
 fragment_elements = 50_000
 {sync}
+[members]
+{members}
 [evaluation]
 max_tokens = {evaluation_tokens}
 """
 
 
-def spec_of(size: Size, rounds: int, seed: int, sync: str = "default", model: str = 'preset = "tiny"') -> str:
+def spec_of(
+    size: Size, rounds: int, seed: int, sync: str = "default", model: str = 'preset = "tiny"', members: str = ""
+) -> str:
     """Return the run's spec. Its warm-up is the same share of a shorter run."""
     chosen = SYNCS[sync].format(auto=AUTO.format(round_s=size.round_s, inner_steps=size.inner_steps))
     if "auto" not in sync:
@@ -85,6 +92,7 @@ def spec_of(size: Size, rounds: int, seed: int, sync: str = "default", model: st
         warmup_steps=max(size.warmup_steps * rounds // size.rounds, 1),
         rounds=rounds,
         sync=chosen,
+        members=members,
         evaluation_tokens=size.evaluation_tokens,
     )
 
