@@ -51,6 +51,13 @@ def most_evaluators(tokens: Collection[str | None]) -> int:
     return 2 * leaving_out.liars(len(tokens)) + 1
 
 
+def is_missing(run: LiveRun, worker: str, asked: Collection[str]) -> bool:
+    """Return True if a state has too few evaluators, the workers `asked`, and none with the token of `worker`."""
+    owners = run.members.owners
+    few = len(asked) < most_evaluators(set(owners.values()))
+    return few and owners.get(worker) not in {owners.get(each) for each in asked}
+
+
 def in_turn(workers: Sequence[str], tokens: Mapping[str, str | None], turn: int, count: int) -> list[str]:
     """Return up to `count` workers, no two with the same token. `turn`: the index in `workers` to start from."""
     chosen: dict[str | None, str] = {}

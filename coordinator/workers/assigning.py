@@ -11,9 +11,9 @@ from coordinator.rounds.opening import assignment_row, inner_steps_of, status, u
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.open_round import OpenRound, RoundAssignment
 from coordinator.run.schedule import round_steps
-from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow, WorkerRow
+from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow
 from coordinator.trust import held_out
-from coordinator.trust.evaluating import is_evaluated, most_evaluators
+from coordinator.trust.evaluating import is_evaluated, is_missing
 from coordinator.trust.quarantine import kept_out
 from coordinator.units.carrying import carriable_units
 from coordinator.units.ledger import assign_units, assigned_units, reclaim_units, return_forgotten_units
@@ -163,13 +163,7 @@ def _take_part(change: Change, worker: str) -> AssignmentRow:
                 AssignmentRow.run_id == run.id, AssignmentRow.round == run.round, AssignmentRow.evaluate
             )
         ).all()
-        tokens = {run.members.owners.get(each) for each in asked}
-        few = (
-            len(asked) < most_evaluators(set(run.members.owners.values()))
-            and run.members.owners.get(worker) not in tokens
-        )
-        evaluates = run.spec.data.private or not asked or few
-        evaluate = evaluates and is_evaluated(run)
+        evaluate = is_evaluated(run) and (run.spec.data.private or not asked or is_missing(run, worker, asked))
         row = assignment_row(run, worker, RoundAssignment(inner_steps_of(run, worker), evaluate, []))
         session.add(row)
         change.record("entered", f"{worker} entered round {run.round} while it was open", worker=worker)
@@ -197,18 +191,9 @@ def _is_final_evaluator(run: LiveRun, worker: str) -> bool:
             return False
         if run.spec.data.private:
             return True
-        asked = sorted(run.members.evaluators | set(done))
-        if worker in run.members.evaluators:
-            return True
-        rows = session.execute(
-            select(WorkerRow.name, WorkerRow.token).where(
-                WorkerRow.run_id == run.id, WorkerRow.name.in_([worker, *asked])
-            )
-        ).all()
-        tokens = {row.name: row.token for row in rows}
-    if len(asked) >= most_evaluators(set(run.members.owners.values())) or any(
-        tokens.get(other) == tokens.get(worker) for other in asked
-    ):
+    if worker in run.members.evaluators:
+        return True
+    if not is_missing(run, worker, run.members.evaluators | set(done)):
         return False
     with run.change() as change:
         change.after_commit(partial(run.members.evaluators.add, worker))
