@@ -34,9 +34,9 @@ from tests.simulation.aggregator_node import AggregatorNode
 from tests.simulation.coordinator_node import (
     SECRET,
     TICK_S,
+    add_worker_tokens,
     answer_of,
     application,
-    new_worker_token,
     template,
 )
 from tests.simulation.world.database import DatabaseNode
@@ -80,7 +80,7 @@ class Cluster:
         self.loses_one = rng.random() < 0.3
         self.gone: Machine | None = None
         self.dirty = True
-        self.worker_token = ""
+        self.worker_tokens: dict[str, str] = {}
         self.on_crash: Callable[[], None] = lambda: None
         self.on_start: Callable[[Coordinator, bool], None] = lambda service, directly: None
         self.on_commit: Callable[[], None] = lambda: None
@@ -170,8 +170,7 @@ class Cluster:
     def began(self, service: Coordinator, token: int) -> None:
         """A term has begun. What was seen as the leader crashed is comparable to its runs if it is the next one."""
         self.terms += 1
-        if not self.worker_token:
-            self.worker_token = new_worker_token(service)
+        add_worker_tokens(service, self.worker_tokens)
         assert service.delegation is not None
         service.delegation.outcomes = self.outcomes
         self.on_start(service, self.seen_term is not None and token == self.seen_term + 1)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
 
 TICK_S = 0.5
+MOST_WORKERS = 5  # that are honest: w0, w1 and so on
 SECRET = b"of the simulation"
 
 
@@ -68,7 +69,7 @@ class CoordinatorNode(Machine):
         self.service: Coordinator | None = None
         self.app: FastAPI | None = None
         self.dirty = True  # something was committed since the invariants were checked
-        self.worker_token = ""
+        self.worker_tokens: dict[str, str] = {}
         self.served_dir = root.parent / f"data-{os.getpid()}"  # where the process finds it: always at the same path
         shutil.copy(template(root.parent), self.data_dir / sqlite.FILE)
         self.on_crash: Callable[[], None] = lambda: None
@@ -132,8 +133,7 @@ class CoordinatorNode(Machine):
                 raise
             self.end()
         service.waiters.attach(FakeLoop(self.scheduler))  # type: ignore[arg-type]
-        if not self.worker_token:
-            self.worker_token = new_worker_token(service)
+        add_worker_tokens(service, self.worker_tokens)
         self.app = application()
         self.app.state.coordinator = service
         self.service = service
@@ -170,9 +170,11 @@ class CoordinatorNode(Machine):
         return answer_of(self.app, method, target, headers, body)
 
 
-def new_worker_token(service: Coordinator) -> str:
-    """A token for all workers."""
-    return service.new_token(TokenRequest(scope=Scope.WORKER, names=100), Actor()).token
+def add_worker_tokens(service: Coordinator, tokens: dict[str, str]) -> None:
+    """Add the token of each worker that has none yet, so that no two share one."""
+    for number in range(MOST_WORKERS):
+        if f"w{number}" not in tokens:
+            tokens[f"w{number}"] = service.new_token(TokenRequest(scope=Scope.WORKER, names=1), Actor()).token
 
 
 def answer_of(app: ASGIApp, method: str, target: str, headers: Headers, body: bytes) -> Answer:

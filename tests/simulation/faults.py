@@ -11,6 +11,7 @@ from coordinator.workers import assigning, leases, membership
 from protocol.errors import Problem
 from protocol.messages import JoinRequest, Metrics, RunState, Scope, WorkerChange
 from tests.simulation.cluster import Cluster
+from tests.simulation.coordinator_node import MOST_WORKERS
 from tests.simulation.network import Weather
 from tests.simulation.violation import Violation, demand
 from tests.simulation.worker_node import Toy, WorkerNode
@@ -275,7 +276,7 @@ class Faults:
                 if run.ended or name not in run.members or run.model is None:
                     return
                 request = JoinRequest(tensors=tensor_specs(Toy(self._sim.fragments)))
-                holder = Identity(Scope.WORKER, token=run.members.token(name))  # the same token as all of them have
+                holder = Identity(Scope.WORKER, token=run.members.token(name))  # it has got hold of that
                 try:
                     membership.join(run, name, request, holder, Actor(), lambda token: True)
                 except Problem as problem:
@@ -310,7 +311,7 @@ class Faults:
             self._sim.scheduler.sleep(2.0)
 
     def _new_worker(self) -> bool:
-        if len(self._sim.workers) >= 5:
+        if len(self._sim.workers) >= MOST_WORKERS:
             return False
         name = f"w{len(self._sim.workers)}"
         self._sim.add_worker(name)

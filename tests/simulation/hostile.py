@@ -2,7 +2,9 @@
 
 It trains nothing. Each round it draws what to do: contributions that are scaled, flipped, zeros or noise; a weight of
 several rounds, units of rounds that it has held back, with nothing said of carrying them, or rounds as carried that it
-has contributed to; and at any time a pace that no machine has, and held-out losses that nobody asked for. What the run's outer state is, it is told by the simulation.
+has contributed to; and at any time a pace that no machine has, and held-out losses that nobody asked for. In half of the
+seeds it also accuses an honest worker whenever it is asked what the state would be without the others' contributions.
+What the run's outer state is, it is told by the simulation.
 """
 
 import random
@@ -16,7 +18,7 @@ from harness.member import F32, Member
 from protocol.messages import Action, Assignment, DataSummary
 from protocol.wire import MAX_UNIT_RANGES
 from tests.simulation.network import Line
-from tests.simulation.worker_node import ELEMENTS, Toy
+from tests.simulation.worker_node import ELEMENTS, SHARED_DATA, Toy
 from worker.link.client import TIMEOUT
 from worker.state.parameters import tensor_specs
 
@@ -51,6 +53,7 @@ class Hostile:
         self.name, self.counts = name, dict[str, int]()
         self._sim, self._token = simulation, token
         self._rng = random.Random(f"{simulation.seed} {name}")
+        self._accuses = self._rng.random() < 0.5
         weather, line_rng = lambda: simulation.weather, random.Random(f"{simulation.seed} {name}'s line")
         self._line = Line(simulation.scheduler, line_rng, simulation.node, weather, simulation.ledger)
         self._member: Member | None = None
@@ -77,7 +80,7 @@ class Hostile:
                     self._count("lost its line")
 
     def _join(self, http: httpx.Client) -> Member:
-        data = DataSummary(units=5) if self._sim.private else None
+        data = DataSummary(units=5) if self._sim.private else SHARED_DATA
         member = Member(http, "sim", self.name, tensor_specs(Toy(self._sim.fragments)), data)
         member.join(self._token())
         self._member = member
@@ -93,12 +96,26 @@ class Hostile:
             self._member, self._held = None, []
         if assignment.action is not Action.TRAIN:
             return
-        path = f"/v1/runs/sim/rounds/{assignment.round}/evaluation"
-        # Two losses in a row that it was asked for would pause the run: that is the guard's affair.
-        member.http.put(path, json={"loss": 1.0 if assignment.evaluate else LOSS, "tokens": 1})
+        self._evaluate(member, assignment)
         if assignment.round != self._played:
             self._played = assignment.round
             self._play(member, assignment)
+
+    def _evaluate(self, member: Member, assignment: Assignment) -> None:
+        """Measure as honest workers do, to be believed, and accuse one; or claim what nobody asked for."""
+        loss = self._sim.ledger.loss(assignment.round) or LOSS
+        path = f"/v1/runs/sim/rounds/{assignment.round}/evaluation"
+        reply = member.http.put(path, json={"loss": loss if assignment.evaluate else LOSS, "tokens": 1})
+        others = [] if reply.is_error else [each for each in reply.json()["without"] if each != self.name]
+        if others and self._accuses:
+            victim = self._rng.choice(others)
+            without = {each: loss - (each == victim) for each in [*others, self.name]}
+            report = {"loss": loss, "without": without}
+            self._count(
+                "accused"
+                if member.http.put(f"{path}/without", json={"reached": report, "start": report}).is_success
+                else "accused in vain"
+            )
 
     def _play(self, member: Member, assignment: Assignment) -> None:
         """Hold the round's units back, or contribute."""

@@ -10,6 +10,11 @@ I7  only the newest member token of a live lease is good for anything
 I8  the schedule goes on by the most that a contributor has trained of a round, and the run ends where the schedule does
 I9  nobody weighs more than one assigned round, nor, where each has an H of its own, four times half of the others
 I10 the outer state stays within its bounds
+I11 no honest worker is quarantined or left out of a round that is done again, and each measures the state that it names
+
+A round that is done again has a second life: one published delta of it is replaced, without the workers that the event
+names. What followed from the old one is forgotten here as there, and all of these hold in each life. A replica may have
+the dropped state until it knows.
 
 With a hostile worker in the run I6 is not read from the contributions' bytes: what honest work is late comes less a mean
 that is not made of units alone. And what is left out of a delta is nobody's violation.
@@ -33,6 +38,7 @@ from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of
 from protocol.codecs import CODECS
 from protocol.digest import parse_content_digest
+from protocol.outer_step import reached
 from protocol.spec.run import UNITS_PER_WORKER
 from protocol.spec.sections import OuterSpec, SyncSpec
 from protocol.wire import Payload
@@ -40,11 +46,12 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.error_feedback import ErrorFeedback
 from tests.simulation.violation import demand
-from tests.simulation.worker_node import ELEMENTS, WorkerNode
+from tests.simulation.worker_node import ELEMENTS, HeldOut, WorkerNode
 from tests.simulation.world.scheduler import Group
 from tests.simulation.world.store import Answer
 
 NAMES = RunNames("sim")
+HOSTILE = "hostile"  # the worker that is
 Key = tuple[int, int]  # round, fragment
 
 
@@ -66,6 +73,7 @@ class Ledger:
     outer: OuterSpec
     sync: SyncSpec
     unit_tokens: int
+    held_out: HeldOut
     private: bool = False  # each worker has units of its own
     hostile: bool = False  # not all workers are honest
     contributions: dict[Key, dict[str, Kept]] = field(default_factory=dict)
@@ -85,11 +93,17 @@ class Ledger:
     passed_over: set[int] = field(default_factory=set)  # units that lay in a pool while new ones of it were assigned
     # round -> worker -> the units that it was assigned for the round and has contributed to it
     trained: dict[int, dict[str, int]] = field(default_factory=dict)
+    counted: dict[Key, dict[str, float]] = field(default_factory=dict)  # by delta: who is in it, and by which factor
+    excluded: dict[int, set[str]] = field(default_factory=dict)  # by round that was done again: without whom
+    dropped: set[tuple[int, int, bytes]] = field(default_factory=set)  # states: round, fragment, digest
+    forgotten: set[tuple[int, int, str]] = field(default_factory=set)  # contributions to rounds that opened anew
+    redone: int = 0
     round: int = 0
     step: int = 0
     finished: bool = False
     checks: int = 0
     _last_row: int = 0
+    _last_event: int = 0
     _database: sqlite3.Connection | None = None
     _opened: Path | None = None
     _seen: dict[str, Any] = field(default_factory=dict)
@@ -125,6 +139,9 @@ class Ledger:
                 whole = parse_content_digest(request.headers.get("Repr-Digest", ""))
                 self.acknowledged[key] = whole or blake3(body).digest()
             kept = self._row(key)
+            if kept is None and key in self.forgotten:  # between its commit and its answer
+                del self.acknowledged[key]
+                return
             demand(kept is not None, "I2", f"{key} was acknowledged, and has no row")
         elif len(parts) == 6 and parts[4] == "workers":
             told = json.loads(request.content)["data"]
@@ -168,9 +185,11 @@ class Ledger:
             return
         demand(runs[0]["round"] >= self.round, "I4", f"the run went back from round {self.round} to {runs[0]['round']}")
         self._check_seeding()
+        self._check_events()
         self._check_contributions()
         self._check_schedule(runs[0])
         self._check_fragments()
+        self._check_evaluations()
         self._check_units()
         if self.node.up:
             self._check_coordinator(self.node.run)
@@ -217,6 +236,64 @@ class Ledger:
             half = len(values) // 2
             self._set_state((0, row["fragment"]), values[:half].copy(), values[half:].copy())
             demand(self.digests[0, row["fragment"]] == row["state_digest"], "I3", "state 0 is not what was seeded")
+
+    def _check_events(self) -> None:
+        """Nobody honest is named; and what a round that was done again has replaced is forgotten."""
+        query = "SELECT id, kind, message, data FROM events WHERE id > ? AND kind IN ('quarantined', 'redone')"
+        for row in self._all(f"{query} ORDER BY id", self._last_event):
+            self._last_event, data = row["id"], json.loads(row["data"])
+            named = set(data["workers"] if row["kind"] == "redone" else [data["worker"]])
+            demand(self.hostile and named == {HOSTILE}, "I11", row["message"])
+            if row["kind"] == "redone" and data["place"] is not None:
+                self._redo(data["round"], named)
+
+    def _redo(self, round_: int, excluded: set[str]) -> None:
+        """The last round was done again, without the workers `excluded`. The open one was dropped."""
+        demand(round_ == self.round - 1, "I1", f"round {round_} was done again in round {self.round}")
+        self.redone += 1
+        self.excluded[round_] = excluded
+        self.dropped |= {(*key, self.digests[key]) for key in self.states if key[0] > round_}
+        self.forgotten |= {(*key, each) for key, kept in self.contributions.items() if key[0] > round_ for each in kept}
+        self.acknowledged = {key: each for key, each in self.acknowledged.items() if key[0] <= round_}
+        for of_rounds in (self.contributions, self.fixed):
+            for key in [key for key in of_rounds if key[0] > round_]:
+                del of_rounds[key]
+        for of_deltas in (self.deltas, self.means, self.left_out):
+            for key in [key for key in of_deltas if key[0] >= round_]:
+                del of_deltas[key]
+        for of_states in (self.states, self.digests):
+            for key in [key for key in of_states if key[0] > round_]:
+                del of_states[key]
+        self.trained = {each: trained for each, trained in self.trained.items() if each <= round_}
+        self._last_row = self._all("SELECT max(rowid) AS last FROM contributions WHERE round <= ?", round_)[0]["last"]
+        self.counts.clear()
+        for key, kept in self.contributions.items():
+            for worker, each in kept.items():
+                if worker not in self.excluded.get(key[0], ()):
+                    first = self._first_unit(worker)
+                    counts = self.counts.setdefault((first, key[1]), np.zeros(self._units, int))
+                    for start, stop in each.payload.header.units:  # type: ignore[union-attr]
+                        counts[start - first : stop - first] = 1
+        self._check_fragments()
+        published = sum(key[0] == round_ for key in self.deltas)
+        demand(published == self.held_out.fragments, "I1", f"round {round_} was done again, with {published} deltas")
+
+    def _check_evaluations(self) -> None:
+        """What honest workers have measured is the loss of the run's state."""
+        for row in self._all("SELECT round, worker, loss FROM evaluations WHERE round >= ?", self.round):
+            if row["worker"] in self.workers:
+                loss = self.loss(row["round"])
+                where = f"state {row['round']}: {row['worker']} measured {row['loss']}"
+                demand(loss is None or math.isclose(loss, row["loss"], rel_tol=1e-9), "I11", f"{where}, it has {loss}")
+
+    def loss(self, round_: int) -> float | None:
+        """Return the held-out loss of a state; None if it is not known yet."""
+        keys = [(round_, fragment) for fragment in range(self.held_out.fragments)]
+        if not all(key in self.states for key in keys):
+            return None
+        rate, beta = self.outer.learning_rate, self.outer.momentum
+        points = [reached(*self.states[key], learning_rate=rate, beta=beta) for key in keys]
+        return self.held_out.loss(np.concatenate(points))
 
     def _check_contributions(self) -> None:
         rows = self._all("SELECT rowid AS id, * FROM contributions WHERE rowid > ? ORDER BY rowid", self._last_row)
@@ -337,6 +414,11 @@ class Ledger:
             f"{where}: the delta names {named}; accepted were {weights}, and the kept {sorted(kept)}",
         )
         factors = {each.worker: each.factor for each in header.contributors}  # type: ignore[union-attr]
+        if key[0] in self.excluded:
+            before, without = self.counted[key], self.excluded[key[0]]
+            expected = {worker: factor for worker, factor in before.items() if worker not in without}
+            demand(factors == expected, "I2", f"{where}: is done again with {factors}, not {expected}")
+        self.counted[key] = factors
         feeds_back = any(CODECS[each.payload.header.codec].error_feedback for each in kept.values())
         demand(  # all are honest: nobody is left out; who has gathered what a codec left out may be shortened
             all(0 < factor <= 1 if feeds_back or self.hostile else factor == 1 for factor in factors.values()),
@@ -443,7 +525,8 @@ class Ledger:
     def _check_coordinator(self, run: LiveRun) -> None:
         for fragment, (round_, digest) in enumerate(run.outer.states):
             where = f"the coordinator's state {round_} of fragment {fragment}"
-            demand(self.digests.get((round_, fragment)) == digest, "I3", f"{where} is not the run's")
+            redoing = (round_, fragment, digest) in self.dropped and not run.lock.free()  # type: ignore[attr-defined]
+            demand(redoing or self.digests.get((round_, fragment)) == digest, "I3", f"{where} is not the run's")
 
     def _check_replica(self, worker: WorkerNode, state: Any) -> None:
         seen = (state.round, tuple(state.digests), worker.generation)
@@ -451,6 +534,8 @@ class Ledger:
             return
         self._seen[worker.name] = seen
         for fragment, digest in enumerate(state.digests):
+            if (state.round, fragment, digest) in self.dropped:
+                continue
             where = f"{worker.name}'s state {state.round} of fragment {fragment}"
             theta, momentum = self.states.get((state.round, fragment), (None, None))
             same = theta is not None and digest == self.digests[state.round, fragment]
@@ -489,6 +574,7 @@ class Ledger:
         """Everything that was acknowledged or published is still there, as it was; and so is what the old process knew,
         if no other one has led since."""
         self.close()
+        self._check_events()
         rows = {
             (row["round"], row["fragment"], row["worker"]): row["digest"]
             for row in self._all("SELECT round, fragment, worker, digest FROM contributions")

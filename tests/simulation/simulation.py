@@ -26,10 +26,10 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.coordinator_node import CoordinatorNode, crash_at_commits
 from tests.simulation.faults import Faults
 from tests.simulation.hostile import Hostile
-from tests.simulation.ledger import Ledger
+from tests.simulation.ledger import HOSTILE, Ledger
 from tests.simulation.network import Line, Weather
 from tests.simulation.violation import Violation, demand
-from tests.simulation.worker_node import WorkerNode
+from tests.simulation.worker_node import SHARED_DATA, HeldOut, WorkerNode
 from tests.simulation.world.machine import Machine
 from tests.simulation.world.patched import simulated
 from tests.simulation.world.scheduler import Group, Scheduler
@@ -67,6 +67,8 @@ grace_max_s = 20.0
 [checkpoints]
 every_rounds = {every_rounds}
 keep = {keep}
+[guard]
+loss_rise = 1e6
 """
 
 
@@ -185,7 +187,9 @@ class Simulation:
         spec = parse_spec(self.spec)
         self.private = spec.data.private
         self.ledger = Ledger(
-            self.node, self.workers, spec.outer, spec.sync, spec.unit_tokens, self.private, self.hostile
+            *(self.node, self.workers, spec.outer, spec.sync, spec.unit_tokens, HeldOut(self.fragments)),
+            private=self.private,
+            hostile=self.hostile,
         )
         self.node.on_crash, self.node.on_start = self.ledger.crashing, self._started
         self.node.on_commit = self.ledger.committed
@@ -194,7 +198,7 @@ class Simulation:
         self.fate = Group("fate")
         self.faults = Faults(self, rng)
         self.hostile_token = ""
-        self.hostiles = [Hostile(self, "hostile", lambda: self.hostile_token)] if self.hostile else []
+        self.hostiles = [Hostile(self, HOSTILE, lambda: self.hostile_token)] if self.hostile else []
         self.calm = False
         self.disturbed_at = self.scheduler.now
         self.progressed_at = self.scheduler.now
@@ -218,12 +222,12 @@ class Simulation:
             rng,
             self.root,
             line,
-            lambda: self.node.worker_token,
+            lambda: self.node.worker_tokens[name],
             self._over,
             self.fragments,
             speed_s=max(rng.choice([0.3, 1.0, 1.0, 4.0]), float(self.hostile)),
             keeps_state=rng.random() < 0.85,
-            data=DataSummary(digest="0d" * 32, units=3 + len(self.workers)) if self.private else None,
+            data=DataSummary(digest="0d" * 32, units=3 + len(self.workers)) if self.private else SHARED_DATA,
         )
 
     def _over(self) -> bool:
@@ -406,6 +410,7 @@ def simulate(seed: int, base: Path | None = None) -> Report:
         report.faults[f"crash {what}"] = count
     for hostile in simulation.hostiles:
         report.faults |= hostile.counts
+        report.faults["rounds done again"] = simulation.ledger.redone
     for worker in simulation.workers.values():
         for what, count in (*worker.line.faults.items(), *((f"worker {k}", n) for k, n in worker.deaths.items())):
             report.faults[what] = report.faults.get(what, 0) + count

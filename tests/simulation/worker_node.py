@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 from torch import nn
 
 from protocol.errors import Problem, Remedy
 from protocol.messages import DataSummary, EvaluationReport
+from protocol.outer_step import F32
 from tests.simulation.network import Line
 from tests.simulation.world.disk import Disk
 from tests.simulation.world.machine import Machine
@@ -24,6 +26,9 @@ from worker.errors import Stopped
 from worker.link.client import TIMEOUT, Client
 
 ELEMENTS = 512  # of a fragment, so units below this number can be told apart
+SHARED_DATA = DataSummary(digest="0d" * 32, units=10)
+ROUNDING = 0.1  # how far above its first value codecs may move a parameter
+HARM = 0.1  # nats per token that one more costs, if it is in one fragment
 
 
 class Toy(nn.Module):
@@ -31,6 +36,20 @@ class Toy(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(1)
         self.values = nn.Parameter(torch.randn(fragments * ELEMENTS, generator=generator) * 0.1)
+
+
+class HeldOut:
+    """The held-out loss: 1, and more where a parameter is above its first value. Honest work only lowers parameters, so
+    it never harms, however much or little there is of it."""
+
+    def __init__(self, fragments: int) -> None:
+        self.fragments = fragments
+        self._first = Toy(fragments).values.detach().numpy().astype(np.float64)
+
+    def loss(self, values: F32) -> float:
+        """Return the loss of a model with these parameters, float32[fragments · ELEMENTS]."""
+        above = np.maximum(values - self._first - ROUNDING, 0.0)
+        return 1.0 + HARM * float(above.sum()) / self.fragments
 
 
 class WorkerNode(Machine):
@@ -50,7 +69,7 @@ class WorkerNode(Machine):
         fragments: int,
         speed_s: float,
         keeps_state: bool,
-        data: DataSummary | None,
+        data: DataSummary,
     ) -> None:
         super().__init__(scheduler, rng, root, name)
         self.line, self.token = line, token
@@ -86,7 +105,7 @@ class WorkerNode(Machine):
         self.group.dead = True
 
     def _train(self) -> None:
-        model = Toy(self.fragments)
+        model, held_out = Toy(self.fragments), HeldOut(self.fragments)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = self.scheduler
         with httpx.Client(base_url="http://sim", transport=self.line, timeout=TIMEOUT, trust_env=False) as http:
@@ -102,14 +121,14 @@ class WorkerNode(Machine):
                 name=self.name,
                 state_dir=self.data_dir if self.keeps_state else None,
                 data=self.data,
-                evaluate=lambda: EvaluationReport(loss=1.0, tokens=1),
+                evaluate=lambda: EvaluationReport(loss=held_out.loss(model.values.detach().numpy()), tokens=1),
                 clock=lambda: scheduler.now,
             )
             self.diloco = diloco
             with diloco:
                 loss = torch.tensor(1.0)
                 # Of workers with data of their own no two send the same, or one would count as the other's copy.
-                length = 1.0 if self.data is None else 1.0 + 0.001 * (self.data.units % 8)
+                length = 1.0 + 0.001 * (self.data.units % 5)
                 for unit in diloco.units():
                     scheduler.sleep(self.speed_s * self.rng.uniform(0.5, 1.5))
                     gradient = torch.zeros_like(model.values)
