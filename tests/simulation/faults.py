@@ -14,7 +14,7 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.coordinator_node import MOST_WORKERS
 from tests.simulation.network import Weather
 from tests.simulation.violation import Violation, demand
-from tests.simulation.worker_node import Toy, WorkerNode
+from tests.simulation.worker_node import SHARED_DATA, Toy, WorkerNode
 from tests.simulation.world.database import DatabaseNode
 from worker.state.parameters import tensor_specs
 
@@ -275,7 +275,7 @@ class Faults:
             with run.lock:
                 if run.ended or name not in run.members or run.model is None:
                     return
-                request = JoinRequest(tensors=tensor_specs(Toy(self._sim.fragments)))
+                request = self._join_request()
                 holder = Identity(Scope.WORKER, token=run.members.token(name))  # it has got hold of that
                 try:
                     membership.join(run, name, request, holder, Actor(), lambda token: True)
@@ -287,6 +287,10 @@ class Faults:
                     raise Violation(f"I7: a second {name} was let in while the first was alive")
 
         return self._operate(join)
+
+    def _join_request(self) -> JoinRequest:
+        data = None if self._sim.private else SHARED_DATA
+        return JoinRequest(tensors=tensor_specs(Toy(self._sim.fragments)), data=data)
 
     def be_idle(self, name: str) -> None:
         """A name that joins, beats and takes assignments, and never contributes; until the calm end."""
@@ -300,7 +304,7 @@ class Faults:
                 if name not in run.members:
                     if run.state is RunState.DRAINING:  # which takes no newcomers
                         return
-                    request = JoinRequest(tensors=tensor_specs(Toy(self._sim.fragments)))
+                    request = self._join_request()
                     membership.join(run, name, request, Identity(Scope.WORKER), Actor(), lambda token: True)
                 leases.renew(run, name, Metrics())
                 if run.seeded:
