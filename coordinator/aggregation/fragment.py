@@ -40,7 +40,7 @@ from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, Delta
 PLAUSIBLE = 2.0  # times the norm of θ
 ONE_PASS_ELEMENTS = 1 << 24  # the largest fragment that is averaged in memory
 AHEAD = 1  # contributions that are being read, or wait to be averaged
-DIFFERENCES = "2bit"  # codec of differences between deltas, of which only the effect on the loss is measured
+DIFFERENCES = "int4"  # codec of differences between deltas; it has a zero, so what nobody has trained stays as it is
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from sqlalchemy import select
 
+from coordinator.aggregation.fragment import DIFFERENCES
 from coordinator.store.payloads import fault_in
 from coordinator.store.tables import FragmentRow
 from coordinator.trust.leaving_out import agreed, harm, has_risen, is_audited, liars
@@ -221,12 +222,24 @@ def test_an_evaluator_gets_what_makes_the_state_without_a_worker(shared: InThrea
     delta = np.empty_like(each[0])
     Payload.from_bytes(a.delta(0, 0).content).decode(delta)
     mean = sum(values * np.float32(1 / 3) for values in each[:3])
-    codec, expected, found = CODECS["2bit"], np.empty_like(delta), np.empty_like(delta)
+    codec, expected, found = CODECS[DIFFERENCES], np.empty_like(delta), np.empty_like(delta)
     raw = np.empty(codec.size(len(delta)), np.uint8)
     codec.encode(mean - delta, raw)
     codec.decode(raw, expected)
     got.decode(found)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_difference_moves_nothing_that_no_contribution_has_moved():
+    """Such as the rows of tokens that nobody had: a codec without zero would move all of them the same way."""
+    difference, found = np.zeros(512, np.float32), np.empty(512, np.float32)
+    difference[::25] = [1.0, -1.0, 0.25] * 7
+    codec = CODECS[DIFFERENCES]
+    raw = np.empty(codec.size(512), np.uint8)
+    codec.encode(difference, raw)
+    codec.decode(raw, found)
+    np.testing.assert_allclose(found, difference, atol=0.05)
+    assert not found[difference == 0].any()
 
 
 @pytest.mark.covers("security:lying-evaluator")

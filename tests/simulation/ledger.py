@@ -552,6 +552,9 @@ class Ledger:
         rounds = worker.rounds()
         if rounds is None or not rounds.training or self._seen.get(f"{worker.name}'s assignment") is rounds.assignment:
             return
+        state = worker.held()
+        if state is not None and (state.round, 0, state.digests[0]) in self.dropped:
+            return  # it has yet to be told that the round has opened anew
         assignment, carry = rounds.assignment, rounds.carry
         before = self._seen.get(f"{worker.name}'s assignment")
         self._seen[f"{worker.name}'s assignment"] = assignment

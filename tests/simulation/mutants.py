@@ -6,7 +6,7 @@ to find it, so that the proof is quick; the test looks through the first 500 whe
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -47,7 +47,9 @@ from coordinator.sync import (
     publishing,
     retention,
 )
+from coordinator.trust import leaving_out
 from coordinator.units import ledger, pools
+from coordinator.upkeep import redoing
 from coordinator.workers import assigning, leases
 from outerstep.common import files
 from outerstep.common.ranges import Range
@@ -388,6 +390,36 @@ def _deletes_before_the_checkpoint_is_complete() -> list[Replacement]:
     return [(checkpointing, "record_fragment", record_fragment)]
 
 
+# --- rounds that are done again ---------------------------------------------------------------------------------------
+
+
+def _leaves_out_whom_one_accuses() -> list[Replacement]:
+    def agreed(found: Mapping[str, Collection[str]], owners: Mapping[str, str]) -> set[str]:
+        return set().union(*found.values()) & owners.keys()
+
+    return [(leaving_out, "agreed", agreed)]
+
+
+def _keeps_the_units_of_a_dropped_round() -> list[Replacement]:
+    return [(redoing, "return_since", lambda session, run_id, round_: [])]
+
+
+class _Trusting(set[str]):
+    """Adds nobody."""
+
+    update = _nothing  # type: ignore[assignment]
+
+
+def _takes_the_dropped_state_for_the_new_one() -> list[Replacement]:
+    init = Members.__init__
+
+    def with_trust(self: Members, *args: Any) -> None:
+        init(self, *args)
+        self.stale = _Trusting()
+
+    return [(Members, "__init__", with_trust)]
+
+
 # --- several coordinators, and aggregators ----------------------------------------------------------------------------
 
 
@@ -498,6 +530,9 @@ MUTANTS = [
     Mutant("writes a contribution's row before its blob", ("I2",), 0, _writes_the_row_before_the_blob),
     Mutant("signs uploads of any bytes", ("I2",), 98, _signs_uploads_of_any_bytes),
     Mutant("commits what a worker has uploaded without a checksum", ("I2",), 1, _commits_without_a_checksum),
+    Mutant("leaves out whom one evaluator accuses", ("I11",), 0, _leaves_out_whom_one_accuses),
+    Mutant("keeps the units of a round that is dropped", ("I6",), 0, _keeps_the_units_of_a_dropped_round),
+    Mutant("takes a dropped state for the new one", ("I",), 0, _takes_the_dropped_state_for_the_new_one),
     Mutant("writes whoever leads", ("I2", "I6", "I7"), 17, _writes_whoever_leads),
     Mutant("lets two lead with one token", ("I", REFUSED), 1, _two_lead_with_one_token),
     Mutant("reads the token before its transaction", ("I2", "I4", "I6"), 17, _reads_the_token_before_the_transaction),
