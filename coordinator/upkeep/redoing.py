@@ -49,8 +49,11 @@ class _Impossible(OuterstepError):
 
 
 def restore(run: LiveRun) -> None:
-    """Restore an order that an earlier process has not carried out."""
+    """Restore an order that an earlier process has not carried out, and who may hold the state that one has dropped."""
     with run.change() as change:
+        last = change.row.rolled_back
+        if last is not None and last["round"] == run.round:
+            run.members.stale.update(last.get("stale", ()))
         evaluating.note_harmful(change)
 
 
@@ -136,10 +139,11 @@ def put_in_place(run: LiveRun, redo: Redo, made: list[RedoneDelta]) -> None:
                     .values(round=row.round, state_digest=row.state_digest)
                 )
             change.go_back(state, step)
-            change.row.rolled_back = {"round": state, "from_round": run.round, "place": prefix}
+            stale = list(change.session.scalars(select(WorkerRow.name).where(WorkerRow.run_id == run.id)))
+            change.row.rolled_back = {"round": state, "from_round": run.round, "place": prefix, "stale": stale}
             guard.note_redone(change, state)
             _record(change, redo, prefix)
-            change.after_commit(partial(run.members.stale.update, run.members.live()))
+            change.after_commit(partial(run.members.stale.update, stale))
             change.after_commit(run.members.evaluators.clear)
             change.after_commit(partial(setattr, run, "redo", None))
             change.wake()

@@ -48,7 +48,8 @@ def assign(
             # It must drop its state. Sent to the state before, it loads a checkpoint.
             reason = f"round {run.round - 1} was done again: state {run.round} has changed"
             return _answer(run, Action.RECOVER, reason, round_=run.round - 1)
-        run.members.stale.discard(worker)
+        if worker in run.members.stale:
+            _note_dropped(run, worker)
         if state_round != run.round:
             reason = f"the run is at state {run.round}, this worker at {'none' if state_round is None else state_round}"
             return _answer(run, Action.RECOVER, reason)
@@ -74,6 +75,15 @@ def assign(
         if assignment is None or not opening.agrees_on_earlier_units(worker, carried):
             assignment = _ensure_assignment(run, opening, worker, carried)
         return _training(run, opening, worker, assignment)
+
+
+def _note_dropped(run: LiveRun, worker: str) -> None:
+    """Note that the worker has dropped the state that the last round led to before it was done again."""
+    with run.change() as change:
+        last = change.row.rolled_back
+        if last is not None and worker in last.get("stale", ()):
+            change.row.rolled_back = last | {"stale": [each for each in last["stale"] if each != worker]}
+        change.after_commit(partial(run.members.stale.discard, worker))
 
 
 def _check_carried(change: Change, worker: str, carried: Sequence[Sequence[int]]) -> None:

@@ -41,12 +41,14 @@ log = logging.getLogger(__name__)
 def recover(client: Client, spec: RunSpec, state: OuterState, target: int, *, held: int | None) -> None:
     """Bring `state` to state `target`, or to a later checkpoint.
 
-    `held` is the number of the state that it is at, or may be at (None: none). Raises Resync if the coordinator's own
-    data are inconsistent.
+    `held` is the number of the state that it is at, or may be at (None: none). If that is later than `target`, the run
+    has dropped it, and a checkpoint of the same number would not show that it has gone: so an earlier one is loaded, if
+    there is one. Raises Resync if the coordinator's own data are inconsistent.
     """
+    most = target if held is not None and held > target else None
     while True:
         try:
-            checkpoint = client.checkpoint()
+            checkpoint = _newest_checkpoint(client, most)
             if held is not None and held < target and _fewer_bytes_by_deltas(client, held, checkpoint):
                 start, held = held, None  # what fails once would fail again
                 try:
@@ -71,6 +73,12 @@ def recover(client: Client, spec: RunSpec, state: OuterState, target: int, *, he
                 raise
             log.info("%s: asking for the latest checkpoint again", problem.detail)
             client.pause(1)
+
+
+def _newest_checkpoint(client: Client, most: int | None) -> CheckpointDetail:
+    """Return the newest checkpoint; the newest up to state `most`, if that is given and there is one."""
+    rounds = [] if most is None else [each.round for each in client.checkpoints() if each.round <= most]
+    return client.checkpoint(max(rounds, default=None))
 
 
 def _fewer_bytes_by_deltas(client: Client, held: int, checkpoint: CheckpointDetail) -> bool:
