@@ -23,6 +23,9 @@ from tests.coordinator.test_backup import caught_up
 from tests.coordinator.test_evaluating import crew_of_tokens
 from tests.coordinator.test_restart import Lives
 from tests.support.waiting import wait_until
+from worker.joining.recovery import recover
+from worker.link.client import Client
+from worker.state.outer_state import OuterState
 
 PRIVACY = "[privacy]\nclip_norm = 10.0\nnoise_multiplier = 0.01"
 
@@ -298,6 +301,11 @@ def test_the_last_round_is_done_again_too(shared: InThread, run: str):
     evaluate(b, 1, 4.0)
     assert info(shared, run)["held_out_loss"] == 4.0
     wait_until(lambda: [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [1, 0])
+    client, layout = Client(shared.client(), run, shared.admin_token), b.joined.layout
+    state = OuterState(layout, b.spec.outer, pin_memory=False)
+    for target, held in ((1, None), (0, 1)):  # sent back, a worker must get there, whatever checkpoint is the newest
+        recover(client, b.spec, state, target, held=held)
+        assert state.round == target
 
 
 @pytest.mark.parametrize("private", ["data", "contributions"])
@@ -359,9 +367,11 @@ def test_killed_at_any_point_the_next_start_does_it_or_has_done_it(
         wait_until(lambda: live.redo is None and all(each.round == 1 for each in live.outer.states))
         for (round_, fragment), found in live.outer.deltas.items():
             assert fault_in(live.blobs, live.names.delta(round_, fragment, found), found) is None
+        told = [member.assignment(1) for member in members[:3]]
+        assert [(each.action, each.round) for each in told] == 3 * [("recover", 0)], "they may hold the old state"
         honest = [caught_up(member) for member in members[:3]]
         for member in honest:
-            member.assignment(0)  # one that may hold the old state is sent to the new one
+            member.assignment(0)  # and are sent to the new one
         play_round(honest, 1)
         running.await_state("r", 2)
         assert info(running, "r")["divergences"] == 0
