@@ -407,7 +407,7 @@ def _keeps_the_units_of_a_dropped_round() -> list[Replacement]:
 class _Trusting(set[str]):
     """Adds nobody."""
 
-    update = _nothing  # type: ignore[assignment]
+    update = _nothing
 
 
 def _takes_the_dropped_state_for_the_new_one() -> list[Replacement]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.many import REPLAY, Summary, many
-from tests.simulation.seeds import FIXED, QUICK, head, of_commit
+from tests.simulation.seeds import DONE_AGAIN, FIXED, QUICK, head, of_commit
 from tests.simulation.simulation import Report, simulate
 
 
@@ -41,7 +41,7 @@ def test_the_invariants_hold_under_every_seed(say: Callable[[str], None]) -> Non
     whose = "no commit" if commit is None else f"commit {commit[:12]}"
     say(f"simulated seeds {FIXED.start} to {FIXED[-1]} and, by {whose}, {drawn.start} to {drawn[-1]}; replay those:")
     say(f"    python -m tests.simulation --first {drawn.start} --seeds {len(drawn)}")
-    summary = summed(many([*FIXED, *drawn]))
+    summary = summed(many([*FIXED, *DONE_AGAIN, *drawn]))
     say(summary.text())
     unseen = [fault for fault in EVERY_FAULT if not summary.faults[fault]]
     assert not unseen, f"these faults never happened: {unseen}"
@@ -53,7 +53,8 @@ EVERY_FAULT = (
     *("lost", "answer lost", "cut upload", "cut download", "damaged upload", "damaged download", "twice", "proxy"),
     *("partition", "fill_disk", "slow_disk", "impostor"),
     *("hostile contributed scaled", "hostile contributed flipped", "hostile contributed zeros"),
-    *("hostile contributed noise", "hostile held units back", "hostile was refused"),
+    *("hostile contributed noise", "hostile held units back", "hostile was refused", "hostile accused"),
+    "rounds done again",
     *("database_down", "commit lost", "reply of a commit lost", "statement lost", "stop_machine", "tasks done"),
     *("cut_off_from_the_database", "cut_off_from_the_store", "coordinator gone for good", "terms"),
 )
