@@ -91,6 +91,8 @@ class Hostile:
         body = {"state_round": self._sim.ledger.round, "carried": self._held}
         reply = member.http.put(member.path("/assignment"), json=body).raise_for_status()
         assignment = Assignment.model_validate(reply.json())
+        if assignment.action is Action.RECOVER:  # the state has changed: it says that it has dropped it
+            member.http.put(member.path("/assignment"), json=body | {"state_round": None}).raise_for_status()
         if assignment.action is Action.FINISH:
             member.http.delete(member.path()).raise_for_status()
             self._member, self._held = None, []
