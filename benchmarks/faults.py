@@ -155,11 +155,11 @@ class Scenario:
 
     def inner_steps(self, sync: SyncSpec) -> list[int]:
         """Return each worker's inner steps per round."""
-        if self.auto:
-            nominal = sync.inner_steps
-            auto = {"inner_steps": "auto", "round_s": nominal, "nominal_inner_steps": nominal, "min_inner_steps": 1}
-            sync = SyncSpec.model_validate(sync.model_dump() | auto)
-        return [step_rates.inner_steps(sync, speed) for speed in SPEEDS.tolist()]
+        if not self.auto:
+            return [sync.schedule_steps] * WORKERS
+        fastest = float(SPEEDS.max())
+        h = round(sync.schedule_steps * fastest)  # so a round takes as long as H inner steps at mean speed
+        return [step_rates.inner_steps(h, speed, fastest) for speed in SPEEDS.tolist()]
 
 
 CLEAN = "clean"

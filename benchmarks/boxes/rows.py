@@ -30,7 +30,7 @@ SYNCS = {
     "auto": 'wait = "always"\n{auto}',
     "auto, never": 'wait = "never"\n{auto}',
 }
-AUTO = 'inner_steps = "auto"\nround_s = {round_s}\nnominal_inner_steps = {inner_steps}\nmin_inner_steps = 1'
+AUTO = 'inner_steps = "auto"\nnominal_inner_steps = {inner_steps}'
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def spec_of(
     size: Size, rounds: int, seed: int, sync: str = "default", model: str = 'preset = "tiny"', members: str = ""
 ) -> str:
     """Return the run's spec. Its warm-up is the same share of a shorter run."""
-    chosen = SYNCS[sync].format(auto=AUTO.format(round_s=size.round_s, inner_steps=size.inner_steps))
+    chosen = SYNCS[sync].format(auto=AUTO.format(inner_steps=size.inner_steps))
     if "auto" not in sync:
         chosen = f"inner_steps = {size.inner_steps}\n{chosen}"
     return SPEC.format(

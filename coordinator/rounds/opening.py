@@ -8,7 +8,7 @@ from coordinator.run import step_rates
 from coordinator.run.decide import OverdueHeartbeat, describe_silence, describe_stalled
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound, RoundAssignment
-from coordinator.run.schedule import round_steps, share_of
+from coordinator.run.schedule import round_steps
 from coordinator.run.waiters import ASSIGNMENTS
 from coordinator.store.database import Fault
 from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
@@ -101,7 +101,8 @@ def open_next(run: LiveRun) -> bool:
     workers = sorted(_candidates(run))
     fragments = range(len(run.outer.states))
     opening = OpenRound(
-        run.round, run.step, round_steps(run), run.context.clock(), set(workers), [OpenFragment() for _ in fragments]
+        *(run.round, run.step, round_steps(run), run.context.clock()),
+        *(set(workers), [OpenFragment() for _ in fragments], fastest_rate(run)),
     )
     with run.change() as change:
         session, now = change.session, run.context.now()
@@ -143,7 +144,24 @@ def units_of(run: LiveRun, inner_steps: int) -> int:
 def inner_steps_of(run: LiveRun, worker: str) -> int:
     """Return H of `worker` for the open or next round if it starts to train now; less if the schedule ends in that
     round."""
-    opening = run.open
+    h, sync, opening = round_steps(run), run.spec.sync, run.open
+    if sync.inner_steps != "auto":
+        return h
+    fastest = fastest_rate(run) if opening is None else opening.fastest
+    rate = _rate(run, worker)
+    if rate is None or fastest is None:
+        return min(step_rates.first_steps(sync.schedule_steps), h)
     elapsed_s = 0.0 if opening is None else run.context.clock() - opening.opened_at
-    rate = run.step_rates.believed(worker, run.members.metrics(worker).inner_steps_per_second)
-    return share_of(run, step_rates.inner_steps(run.spec.sync, rate, elapsed_s))
+    return step_rates.inner_steps(h, rate, fastest, elapsed_s)
+
+
+def fastest_rate(run: LiveRun) -> float | None:
+    """Return the inner steps per second of the fastest worker whose contributions count, as far as it is credible; None
+    if no rate is known."""
+    counted = run.members.contributing(run.members.live()) - run.members.quarantined(run.round)
+    rates = {worker: rate for worker in counted if (rate := _rate(run, worker)) is not None}
+    return step_rates.fastest(rates, run.members.owners) if rates else None
+
+
+def _rate(run: LiveRun, worker: str) -> float | None:
+    return run.step_rates.believed(worker, run.members.metrics(worker).inner_steps_per_second)

@@ -221,7 +221,7 @@ class LiveRun:
         self._settling = self._restored = self._removed = False
 
         self.members = Members(self.spec.members.lease_s)
-        self.step_rates = StepRates(self.spec.sync)
+        self.step_rates = StepRates()
         self.outer = OuterState(context.data.states(row.name), self.lock)
         self.reports: deque[QueuedReport] = deque()  # to be booked by the next thread that gets the lock
         self.arrivals: deque[Arrival] = deque()  # to be committed by the next thread that gets the lock
@@ -441,7 +441,7 @@ class Change:
         self.after_commit(partial(setattr, self.run, "_open", None))
         self.after_commit(partial(self.run.members.end_round, opening.assigned, opening.contributed))
         seen = opening.step_times(self.run.unit_tokens)
-        self.after_commit(partial(self.run.step_rates.observe, seen, self.run.members.claimed_step_rates()))
+        self.after_commit(partial(self.run.step_rates.observe, seen))
         self.after_commit(partial(setattr, self.run, "_round", opening.number + 1))
         self.after_commit(partial(setattr, self.run, "_step", step))
 

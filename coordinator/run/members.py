@@ -184,11 +184,6 @@ class Members:
         lease = self._leases.get(worker)
         return Metrics() if lease is None else lease.metrics
 
-    def claimed_step_rates(self) -> dict[str, float | None]:
-        """Return the inner steps per second that each live worker reports; None if it has reported none yet."""
-        with self._lock:
-            return {worker: lease.metrics.inner_steps_per_second for worker, lease in self._leases.items()}
-
     def token(self, worker: str) -> str | None:
         """Return the id of the token that the worker joined with; None if unknown, or if the worker is not live."""
         lease = self._leases.get(worker)

@@ -111,6 +111,8 @@ class OpenRound:
     """The open round.
 
     step                   inner steps of the run's schedule before it
+    fastest                inner steps per second of the fastest worker, as far as it is credible; None if no rate is
+                           known
     steps                  schedule steps of this round, if all of it is trained
     assigned               workers that hold an assignment for it
     assignments            the assignments that are in memory, by worker
@@ -130,6 +132,7 @@ class OpenRound:
     opened_at: float
     assigned: set[str]
     fragments: list[OpenFragment]
+    fastest: float | None = None
     assignments: dict[str, RoundAssignment] = field(default_factory=dict)
     handed_out: dict[str, float] = field(default_factory=dict)
     without_earlier_units: set[str] = field(default_factory=set)

@@ -11,25 +11,28 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.run.live_run import LiveRun
+from coordinator.run.step_rates import first_steps
 from coordinator.store.tables import AssignmentRow, UnitRangeRow
 
 
 def round_steps(run: LiveRun) -> int:
     """Return the schedule steps of the open or next round, if all of it will be trained; 0 once the run is over."""
-    return min(run.spec.sync.schedule_steps, run.spec.total_inner_steps - run.step)
+    return min(_whole_round(run, run.round), run.spec.total_inner_steps - run.step)
+
+
+def _whole_round(run: LiveRun, round_: int) -> int:
+    """Return the schedule steps of a round. Where each worker has its own H, the first one is short: nobody's speed is
+    known."""
+    sync = run.spec.sync
+    return first_steps(sync.schedule_steps) if sync.inner_steps == "auto" and round_ == 0 else sync.schedule_steps
 
 
 def expected_rounds(run: LiveRun) -> int:
     """Return the total number of rounds of the run, if all remaining ones are whole."""
     left = run.spec.total_inner_steps - run.step
-    return run.round + -(-left // run.spec.sync.schedule_steps)
-
-
-def share_of(run: LiveRun, inner_steps: int) -> int:
-    """Return the inner steps that a worker with H = `inner_steps` does in the open or next round: fewer than H if the
-    schedule ends in it."""
-    scheduled, steps = run.spec.sync.schedule_steps, round_steps(run)
-    return inner_steps if steps == scheduled else max(-(-inner_steps * steps // scheduled), 1)
+    if left == 0:
+        return run.round
+    return run.round + 1 + -(-(left - round_steps(run)) // run.spec.sync.schedule_steps)
 
 
 def steps_trained(run: LiveRun, session: Session) -> int:

@@ -5,13 +5,13 @@ worker gets a new lease for a full term, however long the coordinator was down.
 """
 
 import logging
-import math
 from collections.abc import Callable
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from coordinator.aggregation.tasks import NOT_LATE, Lateness
+from coordinator.rounds.opening import fastest_rate
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenFragment, OpenRound
 from coordinator.run.schedule import round_steps
@@ -70,15 +70,17 @@ def _restore_workers(run: LiveRun) -> None:
 
 
 def _restore_step_rates(run: LiveRun) -> None:
-    """Restore the workers' observed rates from the steps of their last contributions. The seconds are not known after a
-    restart, so they count as infinite: each worker gets as many steps as it has just done."""
+    """Restore the workers' observed rates from the steps of their last contributions. When each of them arrived is not
+    known after a restart, so all took as long as the round."""
     steps = select(ContributionRow.worker, func.max(ContributionRow.tokens)).group_by(ContributionRow.worker)
     with run.context.database.read() as session:
         rows = session.execute(
             steps.where(ContributionRow.run_id == run.id, ContributionRow.round == run.round - 1)
         ).all()
-    seen = {worker: (tokens // run.unit_tokens(worker), math.inf) for worker, tokens in rows}
-    run.step_rates.observe(seen, run.members.claimed_step_rates())
+        last = session.get(RoundRow, (run.id, run.round - 1))
+    if last is not None and last.closed_at is not None:
+        seconds = last.closed_at - last.opened_at
+        run.step_rates.observe({worker: (tokens // run.unit_tokens(worker), seconds) for worker, tokens in rows})
 
 
 def _open_round(run: LiveRun) -> OpenRound | None:
@@ -106,6 +108,7 @@ def _open_round(run: LiveRun) -> OpenRound | None:
             OpenFragment(state=FragmentState(row.state), reason=row.reason, weights=row.contributors or {})
             for row in fragments
         ],
+        fastest_rate(run),
     )
     for row in contributions:
         lateness = NOT_LATE if row.lateness is None else Lateness(*row.lateness)

@@ -11,7 +11,7 @@ from outerstep import plan, rest
 from outerstep.common.connections import KEEP_WINDOWS, set_congestion_control
 from outerstep.common.quantities import bytes_text, count_text, share_text
 from outerstep.doctor.examination import Finding, fine, warning
-from outerstep.doctor.trial import duration, inner_steps
+from outerstep.doctor.trial import duration
 from protocol.messages import LINE_CHECK_BYTES, RunDetail
 
 LEAST_BYTES = 1 << 18
@@ -111,7 +111,7 @@ def judge_connection(
     )
     if step_s is None:
         return [fine("line", said)]
-    setting = plan.setting(workload, moved, inner_steps(run.spec, step_s))
+    setting = plan.setting(workload, moved, run.spec.sync.schedule_steps)
     share = 1 - setting.utilisation
     said += f", the whole sync {duration(moved.sync_s)}"
     if sync.overlap and setting.overlap is not None and (sync.overlap == "eager" or _covers(sync.overlap, setting)):

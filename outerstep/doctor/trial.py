@@ -231,19 +231,9 @@ def step_in_words(seen: TrialSteps, spec: RunSpec) -> str:
         f"first step {duration(seen.first_s)}. "
     )
     sync = spec.sync
-    if sync.inner_steps == "auto":
-        return f"{said}A round is {duration_text(sync.round_s)} of inner steps, as many as fit"
-    return f"{said}A round's {sync.inner_steps} take {duration(sync.inner_steps * seen.step_s)}"
+    whose = " on the fastest worker, and are fewer on others" if sync.inner_steps == "auto" else ""
+    return f"{said}A round's {sync.schedule_steps} take {duration(sync.schedule_steps * seen.step_s)}{whose}"
 
 
 def duration(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else duration_text(seconds)
-
-
-def inner_steps(spec: RunSpec, step_s: float) -> int:
-    """Return the inner steps per round of a worker that needs `step_s` seconds for one."""
-    sync = spec.sync
-    if sync.inner_steps != "auto":
-        return sync.inner_steps
-    assert sync.round_s is not None
-    return min(max(int(sync.round_s / step_s), sync.min_inner_steps), sync.max_inner_steps)

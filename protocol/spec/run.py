@@ -98,7 +98,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _private_units_have_room(self) -> "RunSpec":
-        units = self.sync.rounds * self.sync.most_inner_steps
+        units = self.sync.rounds * self.sync.schedule_steps
         if self.data.private and units >= UNITS_PER_WORKER:
             raise ValueError(
                 f"data.private = true has room for {UNITS_PER_WORKER - 1} units per worker; sync.rounds × inner steps "

@@ -286,16 +286,15 @@ class SyncSpec(Section):
         ..., description="outer steps until the run is finished; more if some rounds ended early for all workers"
     )
     inner_steps: InnerSteps | Literal["auto"] = Field(
-        500, description='H, inner steps per round; "auto" gives each worker as many as it completes in round_s'
-    )
-    round_s: Annotated[float, Field(gt=0, le=31_536_000)] | None = Field(
-        None, description='required with inner_steps = "auto": seconds of inner steps per round'
+        500,
+        description=(
+            'H, inner steps per round. "auto": the fastest worker does nominal_inner_steps, and each other one as many '
+            "as it manages in the same time. For workers of unequal speed"
+        ),
     )
     nominal_inner_steps: InnerSteps = Field(
-        500, description='with "auto": inner steps per round in the schedules, and for a worker of unknown speed'
+        500, description='with "auto": H of the fastest worker, and inner steps per round in the schedules'
     )
-    min_inner_steps: InnerSteps = Field(10, description='with "auto": fewest inner steps per round')
-    max_inner_steps: InnerSteps = Field(10_000, description='with "auto": most inner steps per round')
     upload_codec: CodecName = Field(
         "int8", description='codec of contributions; "sparse" needs many rounds and outer.momentum = 0'
     )
@@ -398,31 +397,12 @@ class SyncSpec(Section):
         it: as long as it may train on without the coordinator, and two rounds in which to return."""
         return 0 if self.wait == "always" else -(-self.most_steps_of(self.schedule_steps) // self.schedule_steps) + 1
 
-    @model_validator(mode="after")
-    def _auto_needs_a_budget(self) -> "SyncSpec":
-        if (self.inner_steps == "auto") != (self.round_s is not None):
-            raise ValueError(f'inner_steps = {self.inner_steps!r}: give round_s with "auto", and only with it')
-        if not self.min_inner_steps <= self.nominal_inner_steps <= self.max_inner_steps:
-            raise ValueError(
-                f"nominal_inner_steps = {self.nominal_inner_steps} is not between min_inner_steps = "
-                f"{self.min_inner_steps} and max_inner_steps = {self.max_inner_steps}"
-            )
-        return self
-
     def without_effect(self, given: set[str]) -> list[str]:
         """Return a sentence for each of the `given` keys that has no effect."""
-        only_auto = (
-            {"nominal_inner_steps", "min_inner_steps", "max_inner_steps"} if self.inner_steps != "auto" else set()
-        )
-        return [
-            f'sync.{key} = {getattr(self, key)} does nothing without inner_steps = "auto": leave it out'
-            for key in sorted(given & only_auto)
-        ]
-
-    @property
-    def most_inner_steps(self) -> int:
-        """The most inner steps that a worker is given per round."""
-        return self.max_inner_steps if self.inner_steps == "auto" else self.inner_steps
+        if self.inner_steps == "auto" or "nominal_inner_steps" not in given:
+            return []
+        chosen = self.nominal_inner_steps
+        return [f'sync.nominal_inner_steps = {chosen} does nothing without inner_steps = "auto": leave it out']
 
     @property
     def schedule_steps(self) -> int:

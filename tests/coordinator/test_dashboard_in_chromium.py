@@ -369,7 +369,7 @@ def test_creating_a_run_by_fields(browser: Browser, running: InThread, run: str)
         "inner.learning_rate": "4e-4",
         "inner.clip_norm": "none",
         "sync.inner_steps": "auto",
-        "sync.round_s": "600",
+        "sync.nominal_inner_steps": "600",
         "checkpoints.keep": "3",
     }
     with tab(browser, **WIDE) as found:
@@ -405,8 +405,14 @@ def test_creating_a_run_by_fields(browser: Browser, running: InThread, run: str)
     spec = info(running, run)["spec"]
     assert (spec["seed"], spec["model"]["factory"], spec["data"]["source"]) == (7, "mine:model", 'C:\\my "texts"')
     assert (spec["inner"]["learning_rate"], spec["inner"]["clip_norm"]) == (4e-4, "none")
-    sync = {key: spec["sync"][key] for key in ("rounds", "inner_steps", "round_s", "zstd", "upload_codec")}
-    assert sync == {"rounds": 6, "inner_steps": "auto", "round_s": 600, "zstd": False, "upload_codec": "int4"}
+    sync = {key: spec["sync"][key] for key in ("rounds", "inner_steps", "nominal_inner_steps", "zstd", "upload_codec")}
+    assert sync == {
+        "rounds": 6,
+        "inner_steps": "auto",
+        "nominal_inner_steps": 600,
+        "zstd": False,
+        "upload_codec": "int4",
+    }
     assert spec["checkpoints"] == {"every_rounds": 10, "keep": 3}
 
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import delete, select
@@ -51,8 +52,8 @@ class Lives:
         self.port = 0
 
     @contextmanager
-    def life(self) -> Iterator[InThread]:
-        with coordinator_thread(self.data_dir, self.port) as running:
+    def life(self, **settings: Any) -> Iterator[InThread]:
+        with coordinator_thread(self.data_dir, self.port, **settings) as running:
             self.port = int(running.url.rsplit(":", 1)[1])
             yield running
 

@@ -147,7 +147,7 @@ def test_units_that_are_not_held_are_told_as_such_whatever_the_weight(shared: In
 
 # --- nobody outweighs -------------------------------------------------------------------------------------------------
 
-AUTO = SyncSpec(rounds=1, inner_steps="auto", round_s=10)
+AUTO = SyncSpec(rounds=1, inner_steps="auto")
 
 
 @pytest.mark.covers("security:false-pace")
@@ -182,7 +182,7 @@ def test_a_weight_ends_at_four_times_the_median_of_the_others(units: list[int]) 
 
 
 def test_the_delta_says_what_each_weighed_and_is_made_again_to_the_same_bytes(shared: InThread, run: str) -> None:
-    sync = "round_s = 10\nnominal_inner_steps = 10\nmin_inner_steps = 1\nmax_inner_steps = 100"
+    sync = "nominal_inner_steps = 100"
     names = ["a", "b", "fast"]
     shared.create_run(
         spec_toml(run, rounds=9, min_workers=3, sync=sync).replace("inner_steps = 5\n", 'inner_steps = "auto"\n', 1)
@@ -193,7 +193,7 @@ def test_the_delta_says_what_each_weighed_and_is_made_again_to_the_same_bytes(sh
     for member in members:
         recovered(member)
     for round_ in range(2):
-        for member, pace in zip(members, (0.5, 0.5, 1e300), strict=True):
+        for member, pace in zip(members, (0.5, 0.5, 8.0), strict=True):
             member.http.put(member.path("/lease"), json={"inner_steps_per_second": pace}).raise_for_status()
             member.assignment(round_)
         for member in members:
@@ -204,7 +204,7 @@ def test_the_delta_says_what_each_weighed_and_is_made_again_to_the_same_bytes(sh
     header = Payload.from_bytes(delta).header
     assert isinstance(header, DeltaHeader)
     unit = members[0].spec.unit_tokens
-    assert {each.worker: each.tokens // unit for each in header.contributors} == {"a": 5, "b": 5, "fast": 20}
+    assert {each.worker: each.tokens // unit for each in header.contributors} == {"a": 6, "b": 6, "fast": 24}
     assert info(shared, run, "/workers/fast")["tokens"] == (10 + 100) * unit, "what it has trained is counted whole"
     live.blobs.delete(live.names.delta(1, 0, digest(delta)))
     assert rebuild_delta_if_damaged(live, 1, 0)

@@ -191,7 +191,7 @@ def test_another_batch_than_the_runs_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sync", "why"),
     [
-        ('inner_steps = "auto"\nround_s = 5', 'sync.inner_steps = "auto"'),
+        ('inner_steps = "auto"', 'sync.inner_steps = "auto"'),
         (f'inner_steps = {H}\nwait = "never"', "sync.wait"),
     ],
 )

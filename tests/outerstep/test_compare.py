@@ -240,7 +240,6 @@ momentum = 0.9
 [sync]
 rounds = 30
 inner_steps = "auto"
-round_s = 60
 nominal_inner_steps = 40
 wait = "never"
 upload_codec = "ternary"

@@ -789,14 +789,6 @@ def test_how_much_of_a_round_is_communication(running: InThread, run: str, text:
     assert "sync.overlap = 'eager' hides behind training" in found.said
 
 
-def test_auto_inner_steps_fill_the_round(running: InThread, run: str, text: Path) -> None:
-    spec = detail(running, text, f"{run}-fixed").spec
-    auto = spec.model_copy(update={"sync": spec.sync.model_copy(update={"inner_steps": "auto", "round_s": 60.0})})
-    assert trial.inner_steps(spec, 0.5) == 5
-    assert trial.inner_steps(auto, 0.5) == 120
-    assert trial.inner_steps(auto, 50.0) == auto.sync.min_inner_steps
-
-
 # --- the examination itself ---------------------------------------------------------------------------------------
 
 

@@ -47,10 +47,7 @@ momentum = 0.5
 [sync]
 rounds = {rounds}
 inner_steps = "auto"
-round_s = {round_s}
 nominal_inner_steps = {inner_steps}
-min_inner_steps = 1
-max_inner_steps = {inner_steps}
 fragment_elements = 50000
 [members]
 min_workers = 3
@@ -82,7 +79,6 @@ class Plan:
             seed=self.seed,
             text=text,
             rounds=self.rounds,
-            round_s=self.round_s,
             inner_steps=self.inner_steps,
             lease_s=lease_s,
         )

@@ -318,7 +318,7 @@ def test_what_does_not_go_together(sync: str, why: str) -> None:
 
 def test_a_worker_with_an_h_of_its_own_trains_on_for_as_many_times_of_it() -> None:
     auto = toy.spec(steps=H, sync='wait = "never"').replace(
-        f"inner_steps = {H}", 'inner_steps = "auto"\nround_s = 60\nnominal_inner_steps = 100'
+        f"inner_steps = {H}", 'inner_steps = "auto"\nnominal_inner_steps = 100'
     )
     assert parse_spec(auto).sync.most_steps_of(50) == 200
     assert parse_spec(auto.replace("[members]", "most_steps = 250\n[members]")).sync.most_steps_of(51) == 128

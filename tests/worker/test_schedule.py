@@ -48,7 +48,7 @@ def test_the_last_round_leaves_nothing_over() -> None:
 
 
 def test_a_worker_with_an_h_of_its_own_overlaps_the_same_share_of_it() -> None:
-    auto: dict[str, Any] = {"inner_steps": "auto", "round_s": 60.0, "nominal_inner_steps": 100, "overlap": 20}
+    auto: dict[str, Any] = {"inner_steps": "auto", "nominal_inner_steps": 100, "overlap": 20}
     assert schedule(spec(**auto), 1, 50, last=False, first=False) == Schedule([40], [50])
     assert schedule(spec(**auto), 1, 300, last=False, first=False) == Schedule([240], [300])
 

@@ -15,7 +15,7 @@ CODECS = {"upload_codec": "fp32", "download_codec": "fp32"}
 # Keys of [sync] that only matter with several workers.
 OF_SEVERAL = (
     *("overlap", "offsets", "wait", "most_steps", "alpha", "aggregation", "fragment_layers"),
-    *("round_s", "nominal_inner_steps", "min_inner_steps", "max_inner_steps"),
+    "nominal_inner_steps",
 )
 
 

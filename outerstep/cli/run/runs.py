@@ -326,4 +326,4 @@ def _overlap(spec: RunSpec) -> str:
 
 def _inner_steps(spec: RunSpec) -> str:
     sync = spec.sync
-    return f"{sync.round_s:g} s of" if sync.inner_steps == "auto" else str(sync.inner_steps)
+    return f"up to {sync.schedule_steps}" if sync.inner_steps == "auto" else str(sync.inner_steps)
