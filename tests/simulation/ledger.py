@@ -34,6 +34,7 @@ from blake3 import blake3
 
 from coordinator.aggregation.state_file import BOUND
 from coordinator.run.live_run import LiveRun
+from coordinator.run.step_rates import first_steps
 from coordinator.store import sqlite
 from coordinator.store.blobs import RunNames, round_of
 from protocol.codecs import CODECS
@@ -198,13 +199,15 @@ class Ledger:
         """Count the steps of the rounds that have ended since, from what was contributed to them."""
         total = self.sync.rounds * self.sync.schedule_steps
         while self.round < run["round"]:
-            steps = min(self.sync.schedule_steps, total - self.step)
+            auto = self.sync.inner_steps == "auto"
+            whole = first_steps(self.sync.schedule_steps) if auto and self.round == 0 else self.sync.schedule_steps
+            steps = min(whole, total - self.step)
             rows = self._all("SELECT worker, inner_steps FROM assignments WHERE round = ?", self.round)
             h = {row["worker"]: row["inner_steps"] for row in rows}
             left_out = self._left_out(self.round)
             trained = {who: units for who, units in self.trained.get(self.round, {}).items() if who not in left_out}
             shares = [Fraction(units, h[worker]) for worker, units in trained.items()]
-            unknown = self.sync.streams or self.sync.inner_steps == "auto"
+            unknown = self.sync.streams or auto
             self.step += steps if unknown else min(math.ceil(steps * max(shares, default=0)), steps)
             self.round += 1
         demand(run["step"] == self.step, "I8", f"round {self.round} begins at step {run['step']}, not {self.step}")
@@ -420,8 +423,13 @@ class Ledger:
             demand(factors == expected, "I2", f"{where}: is done again with {factors}, not {expected}")
         self.counted[key] = factors
         feeds_back = any(CODECS[each.payload.header.codec].error_feedback for each in kept.values())
-        demand(  # all are honest: nobody is left out; who has gathered what a codec left out may be shortened
-            all(0 < factor <= 1 if feeds_back or self.hostile else factor == 1 for factor in factors.values()),
+        never = self.sync.wait == "never"
+        late = {worker for worker, each in kept.items() if never and each.payload.header.carried}  # type: ignore[union-attr]
+        # All are honest, so nobody is left out. Who has gathered what a codec left out may be shortened, and so may
+        # late work of more steps than a round has: it may be longer by half, however many rounds it has missed.
+        bounded = set(factors) if feeds_back or self.hostile else late
+        demand(
+            all(0 < factor <= 1 if worker in bounded else factor == 1 for worker, factor in factors.items()),
             "I2",
             f"{where}: the weights count {factors} times",
         )

@@ -76,8 +76,7 @@ def _pace(rng: random.Random, inner_steps: int, most: int) -> str:
     """In a quarter of the seeds each worker takes as many steps as it manages, so they differ from life to life."""
     if rng.randrange(4):
         return f"inner_steps = {inner_steps}"
-    budget = f"nominal_inner_steps = {inner_steps}\nmin_inner_steps = 1\nmax_inner_steps = {most}"
-    return f'inner_steps = "auto"\nround_s = {rng.choice([1.5, 3.0])}\n{budget}'
+    return f'inner_steps = "auto"\nnominal_inner_steps = {rng.randint(inner_steps, most)}'
 
 
 def _is_hostile(seed: int) -> bool:
