@@ -423,10 +423,9 @@ class Ledger:
             demand(factors == expected, "I2", f"{where}: is done again with {factors}, not {expected}")
         self.counted[key] = factors
         feeds_back = any(CODECS[each.payload.header.codec].error_feedback for each in kept.values())
-        never = self.sync.wait == "never"
-        late = {worker for worker, each in kept.items() if never and each.payload.header.carried}  # type: ignore[union-attr]
+        late = {worker for worker, each in kept.items() if each.payload.header.carried}  # type: ignore[union-attr]
         # All are honest, so nobody is left out. Who has gathered what a codec left out may be shortened, and so may
-        # late work of more steps than a round has: it may be longer by half, however many rounds it has missed.
+        # late work: it may be longer by half, however many rounds it has missed.
         bounded = set(factors) if feeds_back or self.hostile else late
         demand(
             all(0 < factor <= 1 if worker in bounded else factor == 1 for worker, factor in factors.items()),

@@ -327,3 +327,29 @@ def test_each_worker_has_its_own_h(tmp_path: Path) -> None:
     assert seen[2] == (2, 40, 45)
     assert seen[3] == (3, 36, 85), "what the first round has left over"
     assert info.tokens == sum(inner_steps for _, inner_steps, _ in seen) * info.spec.unit_tokens
+
+
+def test_a_run_that_goes_back_leaves_no_moments_of_the_dropped_states(tmp_path: Path) -> None:
+    """Their gradients may have been far larger, and would keep the steps small for a hundred steps and more."""
+    text = toy.spec(rounds=4, checkpoints="every_rounds = 1\nkeep = 9", inner="joiner_warmup_steps = 2")
+    moments, scales, model = list[int](), list[float](), toy.make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, text, tmp_path)
+        with coordinator.client() as admin, run.connect(model, optimizer) as diloco:
+            for unit in diloco.units():
+                toy.step(diloco, model, optimizer, unit)
+                moments.append(int(optimizer.state[next(model.parameters())].get("step", 0)))
+                scales.append(diloco.warmup_scale)
+                if len(moments) == 10:
+                    assert diloco.round == 2
+                    order = {"to": 0, "from_round": 2}
+                    wait_until(lambda: admin.post("/v1/runs/toy/rollback", json=order).is_success)  # noqa: B023
+                    diloco.joined.heartbeat.beat()
+                    admin.patch("/v1/runs/toy", json={"state": "running"}).raise_for_status()
+        assert run.final().state_digest == run.told("a").state_digest
+    restarted = moments.index(0)
+    assert restarted >= 10
+    assert moments == [*range(1, restarted + 1), *range(len(moments) - restarted)]
+    assert scales[:restarted] == [1.0] * restarted
+    assert scales[restarted : restarted + 3] == [pytest.approx(1 / 3), pytest.approx(2 / 3), 1.0]

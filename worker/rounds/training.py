@@ -33,7 +33,7 @@ class InnerSteps:
     """Counts one worker's inner steps, round by round."""
 
     def __init__(self, spec: RunSpec) -> None:
-        self._warmup_steps = spec.inner.joiner_warmup_steps
+        self.warmup_steps = spec.inner.joiner_warmup_steps
         self._trains_on = spec.sync.wait == "never"
         self.done = 0
         self.taken = 0  # by this process, in all rounds
@@ -51,7 +51,7 @@ class InnerSteps:
         # Fewer than H units if an earlier process of this worker has contributed to the round as it left.
         self.most = count(self._units) if self._trains_on else self._own
         if self.warmup_left is None:
-            self.warmup_left = self._warmup_steps if assignment.round else 0
+            self.warmup_left = self.warmup_steps if assignment.round else 0
 
     def begin_unit(self) -> None:
         """Note that the loop was given the next unit. A loop that takes no units uses one per inner step."""
@@ -101,7 +101,7 @@ class InnerSteps:
         after round 0."""
         if not self.warmup_left:
             return 1.0
-        return (self._warmup_steps - self.warmup_left + 1) / (self._warmup_steps + 1)
+        return (self.warmup_steps - self.warmup_left + 1) / (self.warmup_steps + 1)
 
 
 @dataclass(frozen=True)
