@@ -27,7 +27,7 @@ from protocol.spec.model import PRESETS
 
 PAUSE_S = 0.05
 DISK_BYTES = 64 << 20
-LONGEST = 4.0
+LONGEST, LEAST_S = 4.0, 120.0
 PACE_VARIABLE = "BOXES_PACE"
 FACTORY = "benchmarks.boxes.real:build"
 HANG, SPOIL = "hang", "spoil"
@@ -71,7 +71,7 @@ def build() -> nn.Module:
 class Measured:
     """A run. Times are seconds by the coordinator's clock.
 
-    finished       False if it took more than LONGEST times as long as the fastest box alone
+    finished       False if it took more than LONGEST times as long as the fastest box alone, and LEAST_S
     seconds        from the opening of the first round to the end of the last
     loss           held-out, of the last state, nats per token
     tokens         trained on and in the model
@@ -174,7 +174,7 @@ def measure(
         scene = Scene(size, workers, coordinator, names, start, pace, shape_line, processes, lambda name: folder / name)
         if trouble is not None and scene.await_round(rounds // 2):
             trouble(scene, rounds // 2)
-        ends_at = time.monotonic() + LONGEST * size.alone_s
+        ends_at = time.monotonic() + max(LONGEST * size.alone_s, LEAST_S)
         while workers.detail().state is RunState.RUNNING and time.monotonic() < ends_at:
             if processes[names[0]].poll():
                 workers.check()
