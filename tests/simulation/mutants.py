@@ -496,11 +496,11 @@ def _leads_on_after_a_lost_reply() -> list[Replacement]:
 REFUSED = "unexpected: AssertionError: I5"
 
 MUTANTS = [
-    Mutant("acknowledges a contribution before it is fsynced", ("I2",), 2, _acknowledge_before_fsync),
+    Mutant("acknowledges a contribution before it is fsynced", ("I2",), 5, _acknowledge_before_fsync),
     Mutant("acknowledges before the folder is fsynced", ("I2",), 13, _acknowledge_before_the_folder_is_durable),
     Mutant("publishes a delta before it is durable", ("I1",), 6, _publish_before_it_is_durable),
     Mutant("sums in another order than that of worker ids", ("I2",), 1, _another_order),
-    Mutant("aggregates other contributors after a restart", ("I2", "I4"), 2, _other_contributors_after_a_restart),
+    Mutant("aggregates other contributors after a restart", ("I2", "I4"), 13, _other_contributors_after_a_restart),
     Mutant("forgets its workers in a restart", ("I4",), 0, _forgets_its_workers),
     Mutant("lets stale member tokens in", ("I4", "I7"), 0, _stale_tokens_work),
     Mutant("drops the rebase of late work", ("I6",), 2, _no_rebase),
