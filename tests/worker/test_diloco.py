@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from protocol.errors import CodecError, Problem
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -579,3 +581,25 @@ def test_a_refusal_reaches_the_caller(tmp_path: Path) -> None:
                 DiLoCo(other, optimizer, client=client, run=client.run_detail(), name="b"),
             ):
                 pass
+
+
+@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
+def test_a_worker_may_begin_and_end_while_an_optimizer_of_another_thread_steps(tmp_path: Path, register: Any) -> None:
+    """Torch iterates over its global hooks meanwhile. Here the step itself waits for another worker's whole life."""
+    lived, parameter = list[DiLoCo](), nn.Parameter(torch.ones(1))
+    stepping = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.ones(1)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, toy.spec(rounds=1), tmp_path)
+
+        def live(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if optimizer is stepping:
+                lived.extend(run.workers(["a"]).values())
+
+        hooks = [register(live), register(lambda *_: None)]
+        try:
+            stepping.step()
+        finally:
+            for hook in hooks:
+                hook.remove()
+    assert len(lived) == 1

@@ -20,6 +20,25 @@ from worker.state.writes import ForeignWrites
 _unjoined: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
+# What watches the steps of all optimizers of this process. Torch iterates over its global hooks while optimizers of
+# other threads step, so they are registered once and stay.
+_watching: set[ForeignWrites] = set()
+
+
+def _before_each(*step: Any) -> None:
+    for each in tuple(_watching):
+        each.before_other(*step)
+
+
+def _after_each(*step: Any) -> None:
+    for each in tuple(_watching):
+        each.after_other(*step)
+
+
+register_optimizer_step_pre_hook(_before_each)
+register_optimizer_step_post_hook(_after_each)
+
+
 class InUse:
     """The optimizers of a DiLoCo, within `with`: no other DiLoCo of this process may count their steps as well."""
 
@@ -74,8 +93,8 @@ class StepHooks:
         for each in others:
             resources.callback(each.register_step_pre_hook(self._before_other).remove)
         resources.callback(last.register_step_post_hook(lambda optimizer, *_: count(optimizer)).remove)
-        resources.callback(register_optimizer_step_pre_hook(self._writes.before_other).remove)
-        resources.callback(register_optimizer_step_post_hook(self._writes.after_other).remove)
+        _watching.add(self._writes)
+        resources.callback(_watching.discard, self._writes)
 
     def _before_any(self, *_: Any) -> None:
         """Set the run's learning rate. Raises if the run is over, or if anything else has written to the parameters."""
