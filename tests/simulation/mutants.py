@@ -521,7 +521,7 @@ MUTANTS = [
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
     Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 73, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),
-    Mutant("never tries again after a fault", ("I5",), 24, _never_tries_again),
+    Mutant("never tries again after a fault", ("I5",), 35, _never_tries_again),
     Mutant("counts a round that all handed in early as a whole one", ("I8",), 52, _counts_short_rounds_as_whole),
     Mutant("never ends a lease", ("I5",), 8, _leases_never_end),
     Mutant("takes any weight that a contribution names", ("I9",), 6, _takes_any_weight),

@@ -156,7 +156,8 @@ class Simulation:
         inner_steps = rng.randint(1, 3)
         most = 20 if self.hostile else 4
         if never_waits := _never_waits(seed, min(inner_steps, 2)):  # a unit is an element, and they need many
-            self.rounds, inner_steps, most = min(self.rounds, 6), min(inner_steps, 2), 2
+            self.rounds, inner_steps = min(self.rounds, 6), min(inner_steps, 2)
+            most = inner_steps  # most_steps is above H
         data = _data(random.Random(f"{seed} data"))
         upload = rng.choice(["fp32", "ternary", "int8"])
         if data and upload == "ternary":
