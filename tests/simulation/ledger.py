@@ -425,8 +425,10 @@ class Ledger:
         feeds_back = any(CODECS[each.payload.header.codec].error_feedback for each in kept.values())
         late = {worker for worker, each in kept.items() if each.payload.header.carried}  # type: ignore[union-attr]
         # All are honest, so nobody is left out. Who has gathered what a codec left out may be shortened, and so may
-        # late work: it may be longer by half, however many rounds it has missed.
-        bounded = set(factors) if feeds_back or self.hostile else late
+        # late work: it may be longer by half, however many rounds it has missed. Where H changes from round to round, a
+        # fragment that is sent in the middle of a round has steps of two, and weighs as much as one.
+        two_h = self.sync.streams and self.sync.inner_steps == "auto"
+        bounded = set(factors) if feeds_back or self.hostile or two_h else late
         demand(
             all(0 < factor <= 1 if worker in bounded else factor == 1 for worker, factor in factors.items()),
             "I2",
