@@ -1,11 +1,12 @@
 """Closing a fragment: its contributors and their weights are fixed, durably. `run/decide.py` decides when."""
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 
 from sqlalchemy import select
 
 from coordinator.run.decide import Close, advance, names_of
 from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.members import MISSED
 from coordinator.run.open_round import OpenRound
 from coordinator.store.tables import FragmentRow
 from coordinator.trust.equal_work import report_equal_work
@@ -49,7 +50,7 @@ def _close(change: Change, opening: OpenRound, index: int, decision: Close, wait
         reason += f"; did not wait for {names_of(sorted(ignored, key=natural))}"
     row = change.session.get_one(FragmentRow, (run.id, opening.number, index))
     if late and late not in _late_before(change, opening.number):
-        message = f"round {opening.number}, first in fragment {index}: {reason}"
+        message = f"round {opening.number}, first in fragment {index}: {reason}{_advice(run, late)}"
         change.record("late", message, round=opening.number, fragment=index, workers=late)
     closed = advance(fragment.state, "closed")
     row.state, row.reason, row.contributors, row.late = closed, reason, contributors, late
@@ -64,6 +65,18 @@ def _close(change: Change, opening: OpenRound, index: int, decision: Close, wait
         fragment.state, fragment.closes_at, fragment.weights = closed, None, contributors
 
     change.after_commit(apply)
+
+
+def _advice(run: LiveRun, late: Sequence[str]) -> str:
+    """Return what to do about workers that rounds do not wait for from now on: without that, their work is lost each
+    time, and nobody notices. Empty if there are none, or if late work counts."""
+    given_up = [worker for worker in late if run.members.missed(worker) == MISSED - 1]
+    if not given_up or run.spec.sync.wait == "never":
+        return ""
+    missed = f"{names_of(given_up)} missed {MISSED} rounds in a row"
+    said = f". {missed}: rounds do not wait any more, and only work in time counts"
+    unequal = "" if run.spec.sync.inner_steps == "auto" else '. For slower boxes there is sync.inner_steps = "auto"'
+    return said + unequal
 
 
 def _late_before(change: Change, round_: int) -> list[list[str]]:

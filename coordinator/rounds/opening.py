@@ -113,7 +113,7 @@ def open_next(run: LiveRun) -> bool:
         if kept_rounds := run.spec.sync.kept_rounds:
             return_unclaimed_units(session, run.id, run.members.live(), run.round - kept_rounds)
         opening.without_earlier_units = set(workers) - workers_with_units(session, run.id)
-        inner_steps = {worker: inner_steps_of(run, worker) for worker in workers}
+        inner_steps = {worker: inner_steps_of(run, opening, worker) for worker in workers}
         counts = {worker: units_of(run, steps) for worker, steps in inner_steps.items()}
         units = deal_units(session, pools_of(session, run, workers), run.round, counts)
         evaluating = evaluators(run, session, workers)
@@ -141,23 +141,23 @@ def units_of(run: LiveRun, inner_steps: int) -> int:
     return inner_steps if last else run.spec.sync.most_steps_of(inner_steps)
 
 
-def inner_steps_of(run: LiveRun, worker: str) -> int:
-    """Return H of `worker` for the open or next round if it starts to train now; less if the schedule ends in that
-    round."""
-    h, sync, opening = round_steps(run), run.spec.sync, run.open
+def inner_steps_of(run: LiveRun, opening: OpenRound, worker: str) -> int:
+    """Return H of `worker` for the round if it starts to train now; less if the schedule ends in that round."""
+    sync = run.spec.sync
     if sync.inner_steps != "auto":
-        return h
-    fastest = fastest_rate(run) if opening is None else opening.fastest
+        return opening.steps
     rate = _rate(run, worker)
-    if rate is None or fastest is None:
-        return min(step_rates.first_steps(sync.schedule_steps), h)
-    elapsed_s = 0.0 if opening is None else run.context.clock() - opening.opened_at
-    return step_rates.inner_steps(h, rate, fastest, elapsed_s)
+    if rate is None or opening.fastest is None:
+        return min(step_rates.first_steps(sync.schedule_steps), opening.steps)
+    elapsed_s = run.context.clock() - opening.opened_at
+    return step_rates.inner_steps(opening.steps, rate, opening.fastest, elapsed_s)
 
 
 def fastest_rate(run: LiveRun) -> float | None:
     """Return the inner steps per second of the fastest worker whose contributions count, as far as it is credible; None
-    if no rate is known."""
+    if no rate is known, or if all workers have the same H."""
+    if run.spec.sync.inner_steps != "auto":
+        return None
     counted = run.members.contributing(run.members.live()) - run.members.quarantined(run.round)
     rates = {worker: rate for worker in counted if (rate := _rate(run, worker)) is not None}
     return step_rates.fastest(rates, run.members.owners) if rates else None

@@ -94,9 +94,8 @@ def has_quorum(
     parts = (Fraction(count, votes[owner]) for owner, count in present.items() if count < votes[owner])
     whole = sum(count == votes[owner] for owner, count in present.items())
     more = 2 * (whole + sum(parts)) - len(votes)
-    surplus = 2 * len(contributed) - votes.total()
-    two = len(votes) == 2 or votes.total() == 2
-    return more > 0 or (more == 0 and (surplus > 0 or (two and surplus == 0)))
+    least = 0 if len(votes) == 2 or votes.total() == 2 else 1
+    return more > 0 or (more == 0 and 2 * len(contributed) - votes.total() >= least)
 
 
 def _by_owner(workers: Set[str], owners: Mapping[str, str]) -> Counter[str]:

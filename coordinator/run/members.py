@@ -297,6 +297,10 @@ class Members:
         for worker in workers - contributed:
             self._missed[worker] = self._missed.get(worker, 0) + 1
 
+    def missed(self, worker: str) -> int:
+        """Return how many rounds in a row the worker has missed."""
+        return self._missed.get(worker, 0)
+
     def contributing(self, workers: Set[str]) -> set[str]:
         """Return those of `workers` that are live, have contributed to the run, and have missed fewer than MISSED
         rounds in a row."""

@@ -71,8 +71,7 @@ class OpenFragment:
         """Decide whether this fragment closes now. Return the contributors to close it with, or None to keep
         collecting; either way record the reason and when to decide again. The quorum is counted over `expected`
         workers, one vote per token owner; `newcomers` are waited for but do not count. `silent`, `stalled`: as for
-        `decide`.
-        `refused`: workers without which the quorum must be reachable."""
+        `decide`. `refused`: workers without which the quorum must be reachable."""
         if self.state is not FragmentState.COLLECTING:
             return None
         contributed, waited_for = self.contributed.keys(), expected | newcomers
@@ -111,10 +110,10 @@ class OpenRound:
     """The open round.
 
     step                   inner steps of the run's schedule before it
-    fastest                inner steps per second of the fastest worker, as far as it is credible; None if no rate is
-                           known
     steps                  schedule steps of this round, if all of it is trained
     assigned               workers that hold an assignment for it
+    fastest                inner steps per second of the fastest worker, as far as it is credible; None if no rate is
+                           known, or if all have the same H
     assignments            the assignments that are in memory, by worker
     handed_out             when each worker first received its assignment, by the monotonic clock
     without_earlier_units  workers known to hold no units of earlier rounds

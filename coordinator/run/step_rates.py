@@ -32,7 +32,7 @@ def inner_steps(h: int, rate: float, fastest: float, elapsed_s: float = 0.0) -> 
     the difference.
     """
     left_s = max(h / fastest - elapsed_s, 0.0)
-    return min(max(round(rate * left_s), 1), h)
+    return max(round(min(rate * left_s, h)), 1)
 
 
 def fastest(rates: Mapping[str, float], owners: Mapping[str, str]) -> float:

@@ -139,7 +139,7 @@ def _training(run: LiveRun, opening: OpenRound, worker: str, assignment: RoundAs
         step=opening.step,
         schedule_steps=opening.steps,
         # A restarted worker has lost time: it trains on as many of its units as it still manages.
-        inner_steps=min(assignment.inner_steps, inner_steps_of(run, worker)),
+        inner_steps=min(assignment.inner_steps, inner_steps_of(run, opening, worker)),
         units=[list(unit_range) for unit_range in assignment.units],
         evaluate=assignment.evaluate,
     )
@@ -150,7 +150,7 @@ def _ensure_assignment(
 ) -> RoundAssignment:
     """Return the worker's assignment for the open round from the database. Create it if there is none."""
     with run.change() as change:
-        row = _take_part(change, worker)
+        row = _take_part(change, opening, worker)
         if carried is not None:
             return_forgotten_units(change.session, run.id, worker, run.round, carried)
         units = assigned_units(change.session, run.id, worker, run.round)
@@ -162,7 +162,7 @@ def _ensure_assignment(
     return assignment
 
 
-def _take_part(change: Change, worker: str) -> AssignmentRow:
+def _take_part(change: Change, opening: OpenRound, worker: str) -> AssignmentRow:
     """Return the worker's row for the open round. Create it if there is none. It evaluates if the round has too few
     evaluators with other tokens; with private data every worker does."""
     run, session = change.run, change.session
@@ -174,7 +174,7 @@ def _take_part(change: Change, worker: str) -> AssignmentRow:
             )
         ).all()
         evaluate = is_evaluated(run) and (run.spec.data.private or not asked or is_missing(run, worker, asked))
-        row = assignment_row(run, worker, RoundAssignment(inner_steps_of(run, worker), evaluate, []))
+        row = assignment_row(run, worker, RoundAssignment(inner_steps_of(run, opening, worker), evaluate, []))
         session.add(row)
         change.record("entered", f"{worker} entered round {run.round} while it was open", worker=worker)
     return row

@@ -111,7 +111,7 @@ def note_stalled(run: LiveRun) -> None:
         members.noted_stalled &= stalled.keys()
         for worker in sorted(stalled.keys() - members.noted_stalled):
             message = (
-                f"{worker} sends heartbeats, and has taken no inner step for {stalled[worker]:.0f} s: once a majority "
+                f"{worker} sends heartbeats, and has taken no inner step for {stalled[worker]:.0f} s: once a quorum "
                 "has contributed, rounds go on without it. Look at its process and its GPU, or start it again"
             )
             with run.change() as change:

@@ -204,3 +204,26 @@ def test_a_box_whose_gpu_hangs_holds_no_round_although_its_heartbeats_go_on(
     (event,) = events(shared, run, "stalled")
     assert event["data"] == {"worker": "b"}
     assert event["message"].startswith("b sends heartbeats, and has taken no inner step for 61 s")
+
+
+@pytest.mark.parametrize(("sync", "advised"), [("", True), ('wait = "never"', False)])
+def test_whose_work_is_lost_each_time_is_named_with_what_to_do(
+    shared: InThread, run: str, clock: SettableClock, sync: str, advised: bool
+) -> None:
+    """A box half as fast as the other one, with one H for both, would add nothing from then on."""
+    members = crew(shared, run, ["a", "b"], rounds=6, sync=sync, members=GRACE_OF_A_SECOND)
+    play_round(members, 0)
+    for round_ in range(1, 5):
+        for member in members:
+            member.assignment(round_)
+        contribute_all(members[0], round_)
+        clock.advance(1)
+        shared.coordinator.tick()
+        for member in members:
+            member.step(round_)
+    said = [event["message"] for event in events(shared, run, "late")]
+    advice = (
+        ". b missed 3 rounds in a row: rounds do not wait any more, and only work in time counts"
+        '. For slower boxes there is sync.inner_steps = "auto"'
+    )
+    assert [message.endswith(advice) for message in said] == [False, False, advised, False]
