@@ -30,6 +30,7 @@ VERSION = 1
 PREFIX = struct.Struct("<4sHHI")
 MAX_HEADER_BYTES = 1 << 20
 CHUNK_ELEMENTS = 1 << 18
+DIFFERENCES = "int4"  # codec of differences between deltas; it has a zero, so what nobody has trained stays as it is
 MAX_CHUNK_ELEMENTS = 1 << 22
 MAX_ELEMENTS = 1 << 31
 MAX_FRAMES = 1 << 16

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from benchmarks.faults import CPU, Replica
+from protocol.outer_step import outer_step, reached
 from protocol.spec.run import RunSpec, parse_spec
 from worker.data.open_training_set import TextData
 from worker.inner.evaluation import evaluate
@@ -27,9 +28,10 @@ def together(spec: str, speeds: list[float]) -> tuple[float, int]:
     """Return the held-out loss of the run's last state, nats per token, and the inner steps of all boxes."""
     run, data = _opened(spec)
     boxes, owed = [Replica(run, data) for _ in speeds], [0.0] * len(speeds)
-    rate, beta, h = run.outer.learning_rate, run.outer.momentum, run.sync.schedule_steps
+    h = run.sync.schedule_steps
     theta = _values(boxes[0])
     momentum = torch.zeros_like(theta)
+    outer: dict[str, float] = {"learning_rate": run.outer.learning_rate, "beta": run.outer.momentum}
     unit = 0
     for round_ in range(run.sync.rounds):
         work: list[tuple[int, Tensor]] = []
@@ -44,9 +46,10 @@ def together(spec: str, speeds: list[float]) -> tuple[float, int]:
                 work.append((steps, theta - _values(box)))
         total = sum(steps for steps, _ in work)
         delta = torch.stack([each * (steps / total) for steps, each in work]).sum(0)
-        momentum = beta * momentum + delta
-        theta = theta - rate * (delta + beta * momentum)
-    vector_to_parameters(theta + rate * beta * momentum, boxes[0].model.parameters())
+        outer_step(theta.numpy(), momentum.numpy(), delta.numpy(), **outer)
+    vector_to_parameters(
+        torch.from_numpy(reached(theta.numpy(), momentum.numpy(), **outer)), boxes[0].model.parameters()
+    )
     return evaluate(boxes[0].model, data, run.evaluation.max_tokens, CPU).loss, unit
 
 

@@ -35,12 +35,20 @@ from outerstep.common.files import aligned
 from protocol.codecs import CODECS
 from protocol.digest import Buffer, digest
 from protocol.errors import OuterstepError, WireError, WireFault
-from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Contributor, DeltaHeader, Payload, pack_frame, pack_header
+from protocol.wire import (
+    CHUNK_ELEMENTS,
+    DIFFERENCES,
+    ContributionHeader,
+    Contributor,
+    DeltaHeader,
+    Payload,
+    pack_frame,
+    pack_header,
+)
 
 PLAUSIBLE = 2.0  # times the norm of θ
 ONE_PASS_ELEMENTS = 1 << 24  # the largest fragment that is averaged in memory
 AHEAD = 1  # contributions that are being read, or wait to be averaged
-DIFFERENCES = "int4"  # codec of differences between deltas; it has a zero, so what nobody has trained stays as it is
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 logger = logging.getLogger(__name__)

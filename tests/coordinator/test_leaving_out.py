@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from sqlalchemy import select
 
-from coordinator.aggregation.fragment import DIFFERENCES
 from coordinator.store.payloads import fault_in
 from coordinator.store.tables import FragmentRow
 from coordinator.trust.leaving_out import agreed, harm, has_risen, is_audited, liars
@@ -17,7 +16,7 @@ from harness.coordinator import InThread
 from harness.member import DATA, F32, Member, spec_toml
 from protocol.codecs import CODECS
 from protocol.messages import Assignment, Scope, WithoutLosses, WithoutReport
-from protocol.wire import DeltaHeader, Payload
+from protocol.wire import DIFFERENCES, DeltaHeader, Payload
 from tests.coordinator.crew import events, info, play_round, problem
 from tests.coordinator.test_backup import caught_up
 from tests.coordinator.test_evaluating import crew_of_tokens

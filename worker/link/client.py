@@ -233,7 +233,7 @@ class Client:
         """Fetch what fragment p's last delta lacks of the mean without `worker`. `elements`: of the fragment."""
         path = f"{self._path}/rounds/{state_round}/fragments/{p}/without/{worker}"
         limit_bytes = wire.max_payload_bytes("fp32", elements)
-        expected_bytes = wire.max_payload_bytes("int4", elements) - wire.MAX_HEADER_BYTES
+        expected_bytes = wire.max_payload_bytes(wire.DIFFERENCES, elements) - wire.MAX_HEADER_BYTES
         return _payload(Download(self._channel, lambda: path, self._headers(member_token), limit_bytes, expected_bytes))
 
     def contribute(
