@@ -51,6 +51,7 @@ class Faults:
             self._stop_worker,
             self._partition,
             self._suspend,
+            self._hang,
             self._freeze_coordinator,
             self._pause,
             self._evict,
@@ -91,8 +92,10 @@ class Faults:
             self._sim.store.late = self._sim.store.truncates = False
         self._sim.weather = Weather()
         for worker in self._sim.workers.values():
-            worker.crash_chance, worker.line.cut_until = 0.0, 0.0
+            worker.crash_chance, worker.line.cut_until, worker.hung_until = 0.0, 0.0, 0.0
         self._resume()
+        if self._rng.random() < 0.5:  # the others go on without it
+            self._hang()
         self._sim.disturbed_at = self._sim.scheduler.now
 
     def _worker(self) -> WorkerNode:
@@ -159,6 +162,11 @@ class Faults:
     def _suspend(self) -> bool:
         self._worker().group.frozen_until = self._sim.scheduler.now + self._rng.choice([2.0, 15.0, 40.0])
         return True
+
+    def _hang(self) -> bool:
+        worker = self._worker()
+        worker.hung_until = self._sim.scheduler.now + self._rng.choice([20.0, 90.0, 200.0])
+        return worker.running
 
     def _freeze_coordinator(self) -> bool:
         machine, seconds = self._sim.node.any_machine(), self._rng.choice([2.0, 15.0])

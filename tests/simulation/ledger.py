@@ -11,6 +11,7 @@ I8  the schedule goes on by the most that a contributor has trained of a round, 
 I9  nobody weighs more than one assigned round, nor, where each has an H of its own, four times half of the others
 I10 the outer state stays within its bounds
 I11 no honest worker is quarantined or left out of a round that is done again, and each measures the state that it names
+I12 a round is held no longer than the grace by workers that make no progress (checked in simulation.py)
 
 A round that is done again has a second life: one published delta of it is replaced, without the workers that the event
 names. What followed from the old one is forgotten here as there, and all of these hold in each life. A replica may have
@@ -197,18 +198,17 @@ class Ledger:
 
     def _check_schedule(self, run: sqlite3.Row) -> None:
         """Count the steps of the rounds that have ended since, from what was contributed to them."""
-        total = self.sync.rounds * self.sync.schedule_steps
+        total = self.sync.rounds * self.sync.inner_steps
         while self.round < run["round"]:
-            auto = self.sync.inner_steps == "auto"
-            whole = first_steps(self.sync.schedule_steps) if auto and self.round == 0 else self.sync.schedule_steps
+            never = self.sync.wait == "never"
+            whole = first_steps(self.sync.inner_steps) if never and self.round == 0 else self.sync.inner_steps
             steps = min(whole, total - self.step)
             rows = self._all("SELECT worker, inner_steps FROM assignments WHERE round = ?", self.round)
             h = {row["worker"]: row["inner_steps"] for row in rows}
             left_out = self._left_out(self.round)
             trained = {who: units for who, units in self.trained.get(self.round, {}).items() if who not in left_out}
             shares = [Fraction(units, h[worker]) for worker, units in trained.items()]
-            unknown = self.sync.streams or auto
-            self.step += steps if unknown else min(math.ceil(steps * max(shares, default=0)), steps)
+            self.step += steps if self.sync.streams else min(math.ceil(steps * max(shares, default=0)), steps)
             self.round += 1
         demand(run["step"] == self.step, "I8", f"round {self.round} begins at step {run['step']}, not {self.step}")
         self.finished = run["state"] == "finished"
@@ -396,7 +396,7 @@ class Ledger:
         """What each contribution weighs: its units, and where these differ between honest workers, no more than four
         times as much as half of the others do."""
         tokens = {worker: each.tokens for worker, each in self.contributions.get(key, {}).items()}
-        if not self.sync.counts_differ or len(tokens) < 3:
+        if self.sync.wait == "always" or len(tokens) < 3:
             return tokens
         return {
             worker: min(own, int(4 * np.median([each for other, each in tokens.items() if other != worker])))
@@ -425,10 +425,8 @@ class Ledger:
         feeds_back = any(CODECS[each.payload.header.codec].error_feedback for each in kept.values())
         late = {worker for worker, each in kept.items() if each.payload.header.carried}  # type: ignore[union-attr]
         # All are honest, so nobody is left out. Who has gathered what a codec left out may be shortened, and so may
-        # late work: it may be longer by half, however many rounds it has missed. Where H changes from round to round, a
-        # fragment that is sent in the middle of a round has steps of two, and weighs as much as one.
-        two_h = self.sync.streams and self.sync.inner_steps == "auto"
-        bounded = set(factors) if feeds_back or self.hostile or two_h else late
+        # late work: it may be longer by half, however many rounds it has missed.
+        bounded = set(factors) if feeds_back or self.hostile else late
         demand(
             all(0 < factor <= 1 if worker in bounded else factor == 1 for worker, factor in factors.items()),
             "I2",

@@ -6,7 +6,7 @@ to find it, so that the proof is quick; the test looks through the first 500 whe
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from coordinator.aggregation.residual import Residual
 from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob, Collected
 from coordinator.lease import Fence, Leader
 from coordinator.rounds import closing, opening
-from coordinator.run import schedule
+from coordinator.run import open_round, schedule
 from coordinator.run.live_run import LiveRun
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
@@ -56,6 +56,7 @@ from outerstep.common.ranges import Range
 from protocol.digest import Buffer, digest
 from protocol.errors import Problem
 from protocol.messages import DirectUpload, FragmentState, Metrics
+from protocol.spec.sections import MembersSpec
 from protocol.wire import Payload
 from tests.simulation.cluster import SharedCoordinator
 from tests.simulation.world.database import EPOCH, DatabaseNode, shared_engines
@@ -313,6 +314,13 @@ def _leases_never_end() -> list[Replacement]:
     return [(Members, "expired", lambda self, now: [])]
 
 
+def _waits_for_a_hung_member() -> list[Replacement]:
+    def has_quorum(expected: Set[str], contributed: Set[str], policy: MembersSpec, owners: Mapping[str, str]) -> bool:
+        return expected <= contributed
+
+    return [(open_round, "has_quorum", has_quorum)]
+
+
 def _forgets_its_workers() -> list[Replacement]:
     real = LiveRun.restored
 
@@ -524,6 +532,7 @@ MUTANTS = [
     Mutant("never tries again after a fault", ("I5",), 35, _never_tries_again),
     Mutant("counts a round that all handed in early as a whole one", ("I8",), 52, _counts_short_rounds_as_whole),
     Mutant("never ends a lease", ("I5",), 8, _leases_never_end),
+    Mutant("waits for a hung member", ("I12",), 0, _waits_for_a_hung_member),
     Mutant("takes any weight that a contribution names", ("I9",), 6, _takes_any_weight),
     Mutant("lets one outweigh all others", ("I9",), 42, _outweighed_by_one),
     Mutant("believes every contribution", ("I10",), 6, _believes_every_contribution),

@@ -39,6 +39,8 @@ from worker.line import line
 CALM_ROUNDS = 4
 PATIENCE_S = 400.0  # without a fault and without a round closing
 LEASE_S = 10.0
+GRACE_MAX_S = 20.0
+SETTLE_S, SLACK_S = 20.0, 5.0  # until the faults that have begun are over, and for the coordinator's ticks
 MAX_STEPS = 200_000
 PART_BYTES = (100, 300, 1 << 16, 1 << 16)  # payloads have some hundreds
 MEMORY = Path("/dev/shm")
@@ -52,7 +54,7 @@ source = "custom"
 {data}
 [sync]
 rounds = {rounds}
-{pace}
+inner_steps = {inner_steps}
 upload_codec = "{upload}"
 download_codec = "{download}"
 zstd = {zstd}
@@ -63,20 +65,13 @@ min_workers = {min_workers}
 lease_s = {lease_s}
 grace_factor = 0.5
 grace_min_s = {grace_min_s}
-grace_max_s = 20.0
+grace_max_s = {grace_max_s}
 [checkpoints]
 every_rounds = {every_rounds}
 keep = {keep}
 [guard]
 loss_rise = 1e6
 """
-
-
-def _pace(rng: random.Random, inner_steps: int, most: int) -> str:
-    """In a quarter of the seeds each worker takes as many steps as it manages, so they differ from life to life."""
-    if rng.randrange(4):
-        return f"inner_steps = {inner_steps}"
-    return f'inner_steps = "auto"\nnominal_inner_steps = {rng.randint(inner_steps, most)}'
 
 
 def _is_hostile(seed: int) -> bool:
@@ -106,9 +101,9 @@ def _download(rng: random.Random, exact: str, upload: str) -> str:
 
 
 def _schedule(rng: random.Random, inner_steps: int) -> str:
-    """Half of the seeds are classic DiLoCo, unless workers never wait."""
+    """Half of the seeds whose workers wait are classic DiLoCo."""
     overlap = rng.randrange(inner_steps)
-    return rng.choice(
+    return 'wait = "always"\n' + rng.choice(
         [
             "",
             "",
@@ -121,12 +116,11 @@ def _schedule(rng: random.Random, inner_steps: int) -> str:
 
 
 def _never_waits(seed: int, inner_steps: int) -> str | None:
-    """In a third of the seeds the workers never wait, but train on."""
+    """In two thirds of the seeds the workers never wait, but train on, each at its speed, as is the default."""
     rng = random.Random(f"{seed} wait 414")
-    if rng.randrange(3):
+    if not rng.randrange(3):
         return None
-    most = rng.choice(["", f"\nmost_steps = {inner_steps + rng.randint(1, 2 * inner_steps)}"])
-    return f'wait = "never"{most}'
+    return rng.choice(["", "", f"most_steps = {inner_steps + rng.randint(1, 2 * inner_steps)}"])
 
 
 @dataclass
@@ -154,10 +148,9 @@ class Simulation:
         self.min_workers = max(rng.randint(1, 2), 1 + self.hostile)  # so in every delta there is an honest contribution
         count = rng.randint(max(2, self.min_workers), 4)
         inner_steps = rng.randint(1, 3)
-        most = 20 if self.hostile else 4
-        if never_waits := _never_waits(seed, min(inner_steps, 2)):  # a unit is an element, and they need many
-            self.rounds, inner_steps = min(self.rounds, 6), min(inner_steps, 2)
-            most = inner_steps  # most_steps is above H
+        never_waits = _never_waits(seed, inner_steps)
+        if never_waits is not None:  # a unit is an element, and they need many
+            self.rounds = min(self.rounds, 6)
         data = _data(random.Random(f"{seed} data"))
         upload = rng.choice(["fp32", "ternary", "int8"])
         if data and upload == "ternary":
@@ -167,14 +160,15 @@ class Simulation:
         self.spec = SPEC.format(
             rounds=self.rounds,
             data=data,
-            pace=_pace(random.Random(f"{seed} pace"), inner_steps, most),
-            schedule=never_waits or _schedule(random.Random(f"{seed} schedule"), inner_steps),
+            inner_steps=inner_steps,
+            schedule=_schedule(random.Random(f"{seed} schedule"), inner_steps) if never_waits is None else never_waits,
             upload=upload,
             download=_download(random.Random(f"{seed} download"), rng.choice(["fp32", "int4", "int8"]), upload),
             zstd=rng.choice(["true", "false"]),
             min_workers=self.min_workers,
             lease_s=LEASE_S,
             grace_min_s=rng.choice([0.5, 3.0]),
+            grace_max_s=GRACE_MAX_S,
             every_rounds=rng.randint(1, 3),
             keep=rng.randint(1, 2),
         )
@@ -200,8 +194,10 @@ class Simulation:
         self.hostile_token = ""
         self.hostiles = [Hostile(self, HOSTILE, lambda: self.hostile_token)] if self.hostile else []
         self.calm = False
+        self.calm_at: float | None = None
         self.disturbed_at = self.scheduler.now
         self.progressed_at = self.scheduler.now
+        self.held_since: dict[tuple[int, int], float] = {}  # by round and fragment: when only hung workers were missing
         self.last_round = 0
         self.trace = blake3()
 
@@ -267,7 +263,7 @@ class Simulation:
             self.scheduler.spawn(act, f"idle {number}", self.fate, delay_s=idle.uniform(0, 60))
         self.faults.run(CALM_ROUNDS)
         self.faults.end()
-        self.calm = True
+        self.calm, self.calm_at = True, self.scheduler.now
 
     def _create_run(self) -> bool:
         """Whether that is done, by the process that leads."""
@@ -315,6 +311,7 @@ class Simulation:
             raise Violation(f"I5: {MAX_STEPS} steps, and no end: {self._why()}")
         self.trace.update(f"{now!r} {self.ledger.round} {sum(self.ledger.units.values())}".encode())
         self.ledger.check(self.scheduler.ran)
+        self._check_held(now)
         if self.ledger.round != self.last_round:
             self.last_round, self.progressed_at = self.ledger.round, now
         quiet_s = now - max(self.disturbed_at, self.progressed_at)
@@ -324,6 +321,30 @@ class Simulation:
             )
         if quiet_s > 2 * PATIENCE_S:
             raise Violation(f"I5: the workers did not end: {self._why()}")
+
+    def _check_held(self, now: float) -> None:
+        """I12: once most workers have contributed, or one of two, a fragment waits no longer than the grace for workers
+        that make no progress."""
+        hung = {name for name, worker in self.workers.items() if worker.hung_until > now}
+        held = set[tuple[int, int]]()
+        opening = self.node.run.open if hung and self.calm_at is not None and self.node.up else None
+        if opening is not None and self.node.run.redo is None:
+            assigned = opening.assigned & self.node.run.members.live()
+            for index, fragment in enumerate(opening.fragments):
+                there = assigned & fragment.contributed.keys()
+                least = max(self.min_workers, len(assigned) // 2 + (len(assigned) > 2))
+                quorum = len(there) >= least
+                if fragment.state == "collecting" and quorum and assigned - there <= hung:
+                    held.add((opening.number, index))
+        self.held_since = {key: self.held_since.get(key, now) for key in held}
+        for (round_, index), since in self.held_since.items():
+            waited_s = now - max(since, self.disturbed_at, (self.calm_at or now) + SETTLE_S)
+            demand(
+                waited_s <= GRACE_MAX_S + SLACK_S,
+                "I12",
+                f"fragment {index} of round {round_} has waited {waited_s:.0f} s for {', '.join(sorted(hung))}, "
+                f"which make no progress: {self._why()}",
+            )
 
     def _why(self) -> str:
         states = {

@@ -79,6 +79,7 @@ class WorkerNode(Machine):
         self.diloco: DiLoCo | None = None
         self.client: Client | None = None
         self.finished = False
+        self.hung_until = 0.0  # its training thread stands still till then, and its heartbeats go on
         self.deaths: dict[str, int] = {}
         self.problems: list[str] = []
 
@@ -87,6 +88,7 @@ class WorkerNode(Machine):
         return not self.group.dead
 
     def serve(self) -> None:
+        self.hung_until = 0.0
         try:
             self._train()
         except Stopped:
@@ -131,6 +133,8 @@ class WorkerNode(Machine):
                 length = 1.0 + 0.001 * (self.data.units % 5)
                 for unit in diloco.units():
                     scheduler.sleep(self.speed_s * self.rng.uniform(0.5, 1.5))
+                    while self.hung_until > scheduler.now:
+                        scheduler.sleep(self.hung_until - scheduler.now)
                     gradient = torch.zeros_like(model.values)
                     gradient[unit % ELEMENTS :: ELEMENTS] = length
                     model.values.grad = gradient
