@@ -89,7 +89,7 @@ def measure(name: str, workers: int, elements: int, syncs: int) -> Measured:
     near, direct = SETUPS[name]
     with setup(near, workers) as (running, line, behind):
         rounds = syncs + 1
-        changes = {"rounds": rounds, "inner_steps": 1, "overlap": 0, "workers": workers}
+        changes = {"rounds": rounds, "inner_steps": 1, "overlap": 0, "wait": "always", "workers": workers}
         running.create_run(SPEC.format(name="sync", upload="int8", download="int8", **changes))
         token = running.token(Scope.WORKER)
         for rank, worker in enumerate(behind):

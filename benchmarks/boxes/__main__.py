@@ -72,7 +72,7 @@ class Real:
     ) -> dict[str, Any]:
         """Return what a run has measured. `trouble`: one of TROUBLES, or "none" to compare with them; None: the leases
         and the graces are the default ones."""
-        key = {"boxes": boxes, "rounds": rounds, "seed": seed, "sync": sync, "line": line, "trouble": trouble}
+        key = {"boxes": boxes, "length": rounds, "seed": seed, "sync": sync, "line": line, "trouble": trouble}
 
         def measure() -> dict[str, Any]:
             found = real.measure(

@@ -28,7 +28,7 @@ def together(spec: str, speeds: list[float]) -> tuple[float, int]:
     """Return the held-out loss of the run's last state, nats per token, and the inner steps of all boxes."""
     run, data = _opened(spec)
     boxes, owed = [Replica(run, data) for _ in speeds], [0.0] * len(speeds)
-    h = run.sync.schedule_steps
+    h = run.sync.inner_steps
     theta = _values(boxes[0])
     momentum = torch.zeros_like(theta)
     outer: dict[str, float] = {"learning_rate": run.outer.learning_rate, "beta": run.outer.momentum}

@@ -15,34 +15,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.boxes.rows import LINES, Size, spec_of
 from harness.coordinator import CoordinatorProcess
 from harness.lines import Shape, slow_lines
 from harness.worker_processes import WorkerProcesses
 from protocol.messages import RunState, Stage
-from protocol.spec.model import PRESETS
+from protocol.spec.run import parse_spec
+from worker.models.building import build_model
 
 PAUSE_S = 0.05
 DISK_BYTES = 64 << 20
 LONGEST, LEAST_S = 4.0, 120.0
-PACE_VARIABLE = "BOXES_PACE"
+PACE_VARIABLE, SEED_VARIABLE = "BOXES_PACE", "BOXES_SEED"
 FACTORY = "benchmarks.boxes.real:build"
 HANG, SPOIL = "hang", "spoil"
 RUN = "boxes"
+GOING_ON = (RunState.SEEDING, RunState.RUNNING)
 
 
 class Paced(nn.Module):
-    """A model of the shape of the preset `tiny`. Its pace is in the file that PACE_VARIABLE names: seconds per inner
-    step; `hang`: the training thread never returns, while the others go on; `spoil`: the parameters grow in each
-    step, so that what the worker contributes is far too large."""
+    """The model of the preset `tiny`. Its pace is in the file that PACE_VARIABLE names: seconds per inner step; `hang`:
+    the training thread never returns, while the others go on; `spoil`: the parameters grow in each step, so that what
+    the worker contributes is far too large."""
 
     def __init__(self) -> None:
         super().__init__()
-        config = LlamaConfig(**PRESETS["tiny"], max_position_embeddings=64, bos_token_id=None, eos_token_id=None)
-        self.model = LlamaForCausalLM(config)
+        seed = int(os.environ[SEED_VARIABLE])
+        self.model = build_model(parse_spec(spec_of(Size(), 1, seed)), torch.device("cpu"))
         self._pace, self._ready_at = Path(os.environ[PACE_VARIABLE]), 0.0
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ class Paced(nn.Module):
         if SPOIL in orders:
             for each in self.model.parameters():
                 each.data.mul_(1.5)
-        self._ready_at = max(self._ready_at, time.monotonic()) + float(step_s)
+        self._ready_at = max(self._ready_at + float(step_s), time.monotonic())  # the last step's work is part of it
         time.sleep(max(self._ready_at - time.monotonic(), 0.0))
 
 
@@ -110,7 +112,7 @@ class Scene:
 
     def await_round(self, round_: int) -> bool:
         """Wait until the run is at this round. Return False if it has ended."""
-        while (detail := self.workers.detail()).state is RunState.RUNNING:
+        while (detail := self.workers.detail()).state in GOING_ON:
             if detail.round >= round_:
                 return True
             time.sleep(PAUSE_S)
@@ -155,7 +157,7 @@ def measure(
             part.rename(folder / f"{name}.pace")
 
         def start(name: str) -> subprocess.Popen[bytes]:
-            environment = {PACE_VARIABLE: str(folder / f"{name}.pace")}
+            environment = {PACE_VARIABLE: str(folder / f"{name}.pace"), SEED_VARIABLE: str(seed)}
             options = ("--threads", "1", "--allow-factory", FACTORY)
             prefix = lines[name].prefix if lines else []
             return workers.start(name, *options, environment=environment, prefix=prefix)
@@ -175,7 +177,7 @@ def measure(
         if trouble is not None and scene.await_round(rounds // 2):
             trouble(scene, rounds // 2)
         ends_at = time.monotonic() + max(LONGEST * size.alone_s, LEAST_S)
-        while workers.detail().state is RunState.RUNNING and time.monotonic() < ends_at:
+        while workers.detail().state in GOING_ON and time.monotonic() < ends_at:
             if processes[names[0]].poll():
                 workers.check()
             time.sleep(PAUSE_S)

@@ -23,14 +23,7 @@ LINES: dict[str, Shape | None] = {
 }
 
 # What is added to a spec that has only a name, a model, data, rounds and inner_steps.
-SYNCS = {
-    "default": "",
-    "always": 'wait = "always"',
-    "never": 'wait = "never"',
-    "auto": 'wait = "always"\n{auto}',
-    "auto, never": 'wait = "never"\n{auto}',
-}
-AUTO = 'inner_steps = "auto"\nnominal_inner_steps = {inner_steps}'
+SYNCS = {"default": "", "always": 'wait = "always"'}
 
 
 @dataclass(frozen=True)
@@ -67,14 +60,18 @@ source = "python-stdlib"
 sequence_length = 64
 [inner]
 batch_size = 8
+optimizer = "muon"
+learning_rate = 6.25e-3
 warmup_steps = {warmup_steps}
 [sync]
 rounds = {rounds}
+inner_steps = {inner_steps}
 fragment_elements = 50_000
 {sync}
 [members]
 {members}
 [evaluation]
+every_rounds = 1_000  # the first and last state: in rounds of some seconds, all of them would take a fifth of the time
 max_tokens = {evaluation_tokens}
 """
 
@@ -83,15 +80,13 @@ def spec_of(
     size: Size, rounds: int, seed: int, sync: str = "default", model: str = 'preset = "tiny"', members: str = ""
 ) -> str:
     """Return the run's spec. Its warm-up is the same share of a shorter run."""
-    chosen = SYNCS[sync].format(auto=AUTO.format(inner_steps=size.inner_steps))
-    if "auto" not in sync:
-        chosen = f"inner_steps = {size.inner_steps}\n{chosen}"
     return SPEC.format(
         seed=seed,
         model=model,
         warmup_steps=max(size.warmup_steps * rounds // size.rounds, 1),
         rounds=rounds,
-        sync=chosen,
+        inner_steps=size.inner_steps,
+        sync=SYNCS[sync],
         members=members,
         evaluation_tokens=size.evaluation_tokens,
     )

@@ -29,6 +29,7 @@ from worker.link.client import Client, open_http
 from worker.link.membership import Membership
 from worker.rounds.exchange import Exchange, Outcome
 from worker.rounds.in_flight import InFlight
+from worker.state import outer_state
 from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState
 from worker.state.parameters import tensor_specs
@@ -166,6 +167,7 @@ def train(url: str, run: str, token: str, rank: int, elements: int, step_s: floa
         step_ended = time.monotonic()
 
     optimizer.register_step_post_hook(note_end)  # before DiLoCo's, which synchronises
+    outer_state.MAPPED_FROM = elements + 1  # in memory, as on a GPU: so it trains on if the run says that
     with tempfile.TemporaryDirectory(prefix="outerstep-wan-") as folder:
         name, state_dir = f"worker-{rank}", Path(folder)
         with DiLoCo.connect(model, optimizer, url=url, run=run, token=token, name=name, state_dir=state_dir) as diloco:
