@@ -22,6 +22,7 @@ from sqlalchemy import select
 
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.open_round import OpenRound
+from coordinator.run.schedule import round_steps
 from coordinator.screening.judging import (
     CLIPPED,
     CLIPPED_OF_OTHER_DATA,
@@ -31,7 +32,7 @@ from coordinator.screening.judging import (
     spread,
 )
 from coordinator.screening.measuring import Measure
-from coordinator.store.tables import FragmentRow
+from coordinator.store.tables import FragmentRow, RoundRow
 from coordinator.trust.quarantine import update_reputations
 from coordinator.units.ledger import unconsume_units
 from protocol.codecs import CODECS
@@ -45,7 +46,7 @@ EARLIER_ROUNDS = 16
 def weights(tokens: Mapping[str, int], sync: SyncSpec) -> dict[str, int]:
     """Return the weight of each worker's contribution, in tokens. `tokens`: the tokens of the work in it, by worker.
     Pure."""
-    if not sync.counts_differ or len(tokens) <= FEW:
+    if sync.wait == "always" or len(tokens) <= FEW:
         return dict(tokens)
     ascending = sorted(tokens.values())
     return {worker: min(own, _weight_limit(ascending, own)) for worker, own in tokens.items()}
@@ -98,17 +99,22 @@ def clip_limit(run: LiveRun) -> float:
 
 def _usual(run: LiveRun, round_: int, fragment: int) -> tuple[float | None, float | None]:
     """Return the medians of the fragment's last EARLIER_ROUNDS rounds: of the reference norm, and of the spread of
-    agreements; None if there are none."""
+    agreements; None if there are none. Rounds that were less than half as long as this one, such as a first one in
+    which no worker's speed was known, show no usual norm: much less was trained in them."""
+    first = round_ - EARLIER_ROUNDS
     earlier = (
-        select(FragmentRow.reference, FragmentRow.verdicts)
+        select(FragmentRow.round, FragmentRow.reference, FragmentRow.verdicts)
         .where(FragmentRow.run_id == run.id, FragmentRow.fragment == fragment)
-        .where(FragmentRow.round < round_, FragmentRow.round >= round_ - EARLIER_ROUNDS)
+        .where(FragmentRow.round < round_, FragmentRow.round >= first)
         .where(FragmentRow.reference.is_not(None))
     )
+    began = select(RoundRow.round, RoundRow.step).where(RoundRow.run_id == run.id, RoundRow.round >= first)
     with run.context.database.read() as session:
         rows = session.execute(earlier).all()
-    references = [reference for reference, _ in rows if reference is not None]
-    found = [spread(each["cosine"] for each in verdicts.values()) for _, verdicts in rows]
+        steps = dict(session.execute(began.where(RoundRow.round <= round_)).tuples().all())
+    long = {each for each, step in steps.items() if 2 * (steps.get(each + 1, step) - step) >= round_steps(run)}
+    references = [reference for each, reference, _ in rows if reference is not None and each in long]
+    found = [spread(each["cosine"] for each in verdicts.values()) for _, _, verdicts in rows]
     spreads = [each for each in found if each is not None]
     return (statistics.median(references) if references else None, statistics.median(spreads) if spreads else None)
 

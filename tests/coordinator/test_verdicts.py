@@ -11,11 +11,11 @@ from coordinator.screening.judging import spread
 from coordinator.sync.deltas import rebuild_delta_if_damaged
 from coordinator.trust.verdicts import screening
 from harness.coordinator import InThread, coordinator_thread
-from harness.member import F32, Member
+from harness.member import F32, Member, spec_toml
 from harness.stores import read, spoil, the
 from protocol.messages import Assignment
 from protocol.wire import DeltaHeader, Payload
-from tests.coordinator.crew import crew, events, info
+from tests.coordinator.crew import crew, enlist, events, info, recovered
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -171,6 +171,22 @@ def test_a_worker_alone_is_held_to_what_was_usual(shared: InThread, run: str) ->
     assert header.contributors[0].factor < 2e-5
     usual = float(np.linalg.norm(honest(alone, 1)[0]))
     assert float(np.linalg.norm(values)) < 15 * usual
+
+
+def test_a_short_first_round_says_nothing_about_the_norms_of_whole_ones(shared: InThread, run: str) -> None:
+    """Those of two boxes were shortened for four rounds, or left out: a tenth of the steps had been trained before."""
+    spec = spec_toml(run, rounds=4, min_workers=2, sync='wait = "never"')
+    shared.create_run(spec.replace("inner_steps = 5\n", "inner_steps = 40\n", 1))
+    members = [enlist(shared, run, name) for name in "ab"]
+    assert members[0].assignment(None).action == "seed"
+    members[0].seed()
+    recovered(members[1])
+    for round_, length in enumerate([1, 40, 1e6]):
+        contribute(members, round_, {name: times(length) for name in "ab"})
+        header, _ = delta(members[0], round_, 0)
+        assert [each.factor < 1 for each in header.contributors] == [round_ == 2] * 2
+        for member in members:
+            member.step(round_)
 
 
 def test_after_a_restart_the_same_is_left_out_and_a_spoilt_delta_is_made_again(tmp_path: Path) -> None:
