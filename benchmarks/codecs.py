@@ -59,7 +59,7 @@ def sample(distribution: str, n: int) -> F32:
 def real_pseudo_gradient() -> F32:
     """Return the pseudo-gradient of one worker's last round, float32[139584]."""
     spec = FULL.spec(seed=0)
-    h = spec.sync.schedule_steps
+    h = spec.sync.inner_steps
     replica = Replica(spec, TextData(spec))
     for number in range(ROUNDS):
         start = [parameter.detach().clone() for parameter in replica.parameters]

@@ -76,6 +76,7 @@ factory = "none:none"
 [data]
 source = "custom"
 [sync]
+wait = "always"
 rounds = 100000
 inner_steps = 1
 [members]

@@ -78,6 +78,7 @@ sequence_length = {sequence_length}
 batch_size = {batch_size}
 warmup_steps = {warmup_steps}
 [sync]
+wait = "always"
 rounds = {rounds}
 inner_steps = {inner_steps}
 fragment_elements = 50_000
@@ -156,9 +157,9 @@ class Scenario:
     def inner_steps(self, sync: SyncSpec) -> list[int]:
         """Return each worker's inner steps per round."""
         if not self.auto:
-            return [sync.schedule_steps] * WORKERS
+            return [sync.inner_steps] * WORKERS
         fastest = float(SPEEDS.max())
-        h = round(sync.schedule_steps * fastest)  # so a round takes as long as H inner steps at mean speed
+        h = round(sync.inner_steps * fastest)  # so a round takes as long as H inner steps at mean speed
         return [step_rates.inner_steps(h, speed, fastest) for speed in SPEEDS.tolist()]
 
 
@@ -388,7 +389,7 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
                 replica.begin(state)
             units = range(next_unit, next_unit + steps)
             next_unit = units.stop
-            loss = replica.train(units, number * spec.sync.schedule_steps, spec.sync.schedule_steps / steps)
+            loss = replica.train(units, number * spec.sync.inner_steps, spec.sync.inner_steps / steps)
             works[worker] = replica.collect(number, state, units, loss)
             tokens += steps * spec.unit_tokens
         late = scenario.late(present, draw)
@@ -415,7 +416,7 @@ def run(scenario: Scenario, spec: RunSpec, data: TextData) -> Result:
     for p in range(len(state)):
         final.fragments.rebase(p, state.reached(p), None)
     loss = evaluate(final.model, data, spec.evaluation.max_tokens, CPU).loss
-    in_rounds = float(virtual) / spec.sync.schedule_steps
+    in_rounds = float(virtual) / spec.sync.inner_steps
     left_out, shortened = factors.count(0.0), sum(0 < factor < 1 for factor in factors)
     seconds = time.perf_counter() - began
     return Result(loss, tokens, counted, in_rounds, seconds, len(factors), left_out, shortened, harmful)

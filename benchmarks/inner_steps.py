@@ -37,6 +37,7 @@ optimizer = "adamw"
 batch_size = {batch_size}
 learning_rate = 1e-4
 [sync]
+wait = "always"
 rounds = 1
 inner_steps = 10
 """

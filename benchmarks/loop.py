@@ -87,6 +87,7 @@ optimizer = "adamw"
 batch_size = {size.batch_size}
 learning_rate = 1e-3
 [sync]
+wait = "always"
 rounds = {rounds}
 inner_steps = {size.inner_steps}
 [evaluation]

@@ -51,6 +51,7 @@ optimizer = "adamw"
 batch_size = 2
 learning_rate = 1e-4
 [sync]
+wait = "always"
 rounds = 2
 inner_steps = 2
 [members]

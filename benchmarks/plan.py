@@ -36,6 +36,7 @@ factory = "none:none"
 [data]
 source = "custom"
 [sync]
+wait = "always"
 rounds = {rounds}
 inner_steps = 1
 upload_codec = "{up}"

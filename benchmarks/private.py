@@ -70,7 +70,7 @@ class Protected:
 def run(spec: RunSpec, data: TextData, workers: int, privacy: PrivacySpec | None) -> Result:
     """Run all rounds."""
     replicas = [Replica(spec, data) for _ in range(workers)]
-    elements, steps = replicas[0].layout.elements, spec.sync.schedule_steps
+    elements, steps = replicas[0].layout.elements, spec.sync.inner_steps
     seeds = (spec.seed << 32 | index for index in range(workers))
     protected = [Protected(privacy, elements, seed) for seed in seeds] if privacy else []
     state = OuterState(replicas[0].layout, spec.outer, pin_memory=False)

@@ -75,6 +75,7 @@ source = "custom"
 learning_rate = 1.0
 momentum = 0.0
 [sync]
+wait = "always"
 rounds = {rounds}
 inner_steps = 1
 upload_codec = "int8"

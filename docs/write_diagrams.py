@@ -47,10 +47,10 @@ def fragment_states() -> str:
 
 H, FRAGMENTS = 12, 3
 SCHEDULES = {
-    "classic: the training stands still while fragments travel": SyncSpec(rounds=9, inner_steps=H),
-    "overlap = 5": SyncSpec(rounds=9, inner_steps=H, overlap=5),
-    'offsets = "spread", overlap = 3': SyncSpec(rounds=9, inner_steps=H, overlap=3, offsets="spread"),
-    'overlap = "eager"': SyncSpec(rounds=9, inner_steps=H, overlap="eager"),
+    "classic: the training stands still while fragments travel": SyncSpec(rounds=9, wait="always", inner_steps=H),
+    "overlap = 5": SyncSpec(rounds=9, wait="always", inner_steps=H, overlap=5),
+    'offsets = "spread", overlap = 3': SyncSpec(rounds=9, wait="always", inner_steps=H, overlap=3, offsets="spread"),
+    'overlap = "eager"': SyncSpec(rounds=9, wait="always", inner_steps=H, overlap="eager"),
 }
 STANDSTILL = 3.0  # the drawn length of a classic sync, in inner steps; the real one depends on the line
 

@@ -28,6 +28,8 @@ META = torch.device("meta")
 # The box and the line that the costs are for. An H100 SXM has 989 TFLOP/s in bf16 without sparsity (NVIDIA's data
 # sheet); training reaches less than half of that.
 FLOPS, UTILISATION = 989e12, 0.45
+GPU_BYTES = 80e9
+TWO_BOXES = {"chat-lora-8b": 2}
 DAY_S = 86_400
 UP, DOWN, LATENCY_S = 110e6, 500e6, 0.04
 LINE = f"{DOWN / 1e6:.0f} Mbit/s down and {UP / 1e6:.0f} up"
@@ -147,17 +149,22 @@ def recipe(path: Path) -> Recipe:
         model = shape(spec)
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
     step_s = spec.unit_tokens * flops_per_token(model, spec.data.sequence_length) / (FLOPS * UTILISATION)
-    workload = Workload(trained, UP, DOWN, step_s, spec.members.min_workers, LATENCY_S, spec.total_inner_steps)
+    workload = Workload(trained, UP, DOWN, step_s, workers_of(spec), LATENCY_S, spec.total_inner_steps)
     sync = spec.sync
     exchange = plan.sync_cost(
         workload, sync.upload_codec, sync.download_codec, zstd=sync.zstd, fragment=sync.fragment_elements
     )
-    setting = plan.setting(workload, exchange, sync.schedule_steps)
+    setting = plan.setting(workload, exchange, sync.inner_steps)
     parameters = sum(each.numel() for each in model.parameters())
     frozen = parameters - trained
     sizes = Sizes(trained, frozen, in_4_bits(spec) if frozen else 0)
     least = needs(sizes, on_gpu=True)[-1].device
     return Recipe(path.name, comment, spec, trained, parameters, gpu_bytes(model, spec), least, step_s, setting)
+
+
+def workers_of(spec: RunSpec) -> int:
+    """Return how many workers the recipe is for. A run of two boxes goes on with one of them."""
+    return TWO_BOXES.get(spec.name, spec.members.min_workers)
 
 
 def in_4_bits(spec: RunSpec) -> int:
@@ -212,18 +219,20 @@ def time_text(each: Recipe) -> str:
 
 
 def hidden(each: Recipe) -> bool:
-    """Return True if training continues during the whole sync."""
+    """Return True if training continues during the whole sync. Workers whose memory is short wait for it."""
     own, enough = each.spec.sync.overlap, each.setting.overlap
+    if each.spec.sync.wait == "never":
+        return enough is not None and each.gpu_bytes <= GPU_BYTES
     return enough is not None and (own == "eager" or (isinstance(enough, int) and own >= enough))
 
 
 def row(each: Recipe) -> str:
     spec, cost = each.spec, each.setting.cost
-    tokens = spec.total_inner_steps * spec.unit_tokens * spec.members.min_workers
+    tokens = spec.total_inner_steps * spec.unit_tokens * workers_of(spec)
     cells = [
         f"[{each.file.removesuffix('.toml')}]({each.file})",
-        str(spec.members.min_workers),
-        f"{spec.sync.rounds:,} × {spec.sync.schedule_steps}",
+        str(workers_of(spec)),
+        f"{spec.sync.rounds:,} × {spec.sync.inner_steps}",
         count_text(tokens),
         count_text(each.trained) + ("" if each.trained == each.parameters else f" of {count_text(each.parameters)}"),
         bytes_text(each.gpu_bytes),
@@ -232,7 +241,7 @@ def row(each: Recipe) -> str:
         time_text(each),
         f"{bytes_text(cost.upload_bytes)}, {bytes_text(cost.download_bytes)}",
         "100 %, hidden" if hidden(each) else f"{100 * each.setting.utilisation:.1f} %",
-        f"{count_text(each.setting.factor)} ×" if spec.members.min_workers > 1 else UNKNOWN,
+        f"{count_text(each.setting.factor)} ×" if workers_of(spec) > 1 else UNKNOWN,
     ]
     return f"| {' | '.join(cells)} |\n"
 

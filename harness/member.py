@@ -18,10 +18,17 @@ from protocol.messages import Assignment, DataSummary, JoinReply, JoinRequest, U
 from protocol.outer_step import outer_step
 from protocol.spec.run import RunSpec
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, StateHeader, pack_frames, pack_header
+from worker.state.work import count, first_units
 
 F32 = npt.NDArray[np.float32]
 TENSORS = [TensorSpec(name="a", shape=[300, 3]), TensorSpec(name="b", shape=[77])]
 DATA = DataSummary(digest="ab" * 32, units=1000)
+
+
+def waiting(sync: str) -> str:
+    """Return these lines of [sync] with `wait = "always"`, unless they set `wait`. All workers have one H then, and the
+    result does not depend on their speeds."""
+    return sync if "wait = " in sync else f'wait = "always"\n{sync}'
 
 
 def spec_toml(name: str = "r", *, rounds: int = 2, min_workers: int = 1, lines: str = "", **sections: str) -> str:
@@ -39,7 +46,7 @@ batch_size = 2
 rounds = {rounds}
 inner_steps = 5
 fragment_elements = 512
-{sections.get("sync", "")}
+{waiting(sections.get("sync", ""))}
 [members]
 min_workers = {min_workers}
 {sections.get("members", "")}
@@ -137,7 +144,7 @@ class Member:
         """Return a contribution as bytes. `changes` replace header fields."""
         codec = CODECS[str(changes.get("codec", self.spec.sync.upload_codec))]
         frames = pack_frames(values, codec, zstd=self.spec.sync.zstd)
-        units = sum(stop - start for start, stop in assignment.units)
+        units = first_units(assignment.units, assignment.inner_steps)  # those beyond are for late deltas
         fields: dict[str, object] = {
             "run": self.run,
             "round": assignment.round,
@@ -148,11 +155,11 @@ class Member:
             "frame_bytes": [len(frame) for frame in frames],
             "worker": self.name,
             "base": self.base(fragment),
-            "tokens": units * self.unit_tokens,
+            "tokens": count(units) * self.unit_tokens,
             "inner_steps": assignment.inner_steps,
             "loss": 1.5,
             "norm": float(np.linalg.norm(values)),
-            "units": assignment.units,
+            "units": units,
             "carried": [],
             "carried_share": 1.0,
         }
@@ -223,9 +230,13 @@ class Member:
         """Play a round without the outer step: get an assignment and contribute every fragment."""
         assignment = self.assignment(round_, wait_s)
         assert assignment.action == "train", assignment
-        for p, values in enumerate(self.pseudo_gradients(round_)):
-            self.contribute(assignment, p, values).raise_for_status()
+        self.contribute_all(assignment)
         return assignment
+
+    def contribute_all(self, assignment: Assignment) -> None:
+        """Contribute every fragment."""
+        for p, values in enumerate(self.pseudo_gradients(assignment.round)):
+            self.contribute(assignment, p, values).raise_for_status()
 
 
 def is_unpublished(reply: httpx.Response) -> bool:

@@ -162,7 +162,8 @@ def waiting_text(detail: RoundDetail) -> str:
     if waiting.never is None:
         saved = f"twice as many inner steps would save {doubled}"
     else:
-        saved = f'sync.wait = "never" would save up to {share_text(waiting.never)}, twice as many inner steps {doubled}'
+        never = share_text(waiting.never)
+        saved = f'without sync.wait = "always" up to {never} would be saved, with twice as many inner steps {doubled}'
     return f"waited {share_text(waiting.share)} of round {detail.round}; {saved}"
 
 

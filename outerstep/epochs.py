@@ -114,8 +114,8 @@ def schedule_of(text: str, workers: int | None = None, epochs: float = EPOCHS) -
     batch_size, inner_steps = given["inner"].get("batch_size"), given["sync"].get("inner_steps")
     probe = text if "rounds" in given["sync"] else _with_keys(text, "sync", {"rounds": 1})
     spec = parse_spec(probe if batch_size is not None else _with_keys(probe, "inner", {"batch_size": 1}))
-    if spec.data.source == "custom" or spec.data.private or spec.sync.inner_steps == "auto":
-        raise SpecError("sync.rounds can only be chosen for data that all workers share, and a fixed sync.inner_steps")
+    if spec.data.source == "custom" or spec.data.private:
+        raise SpecError("sync.rounds can only be chosen for data that all workers share")
     data = open_training_set(spec)
     data.close()
     sequences = data.units_per_epoch * spec.inner.batch_size

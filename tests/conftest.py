@@ -117,6 +117,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
+def one_h(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker of a coordinator in this process does H inner steps in each round, however fast it is."""
+    monkeypatch.setattr("coordinator.run.schedule.first_steps", lambda h: h)
+    monkeypatch.setattr("coordinator.run.step_rates.first_steps", lambda h: h)
+    monkeypatch.setattr("coordinator.run.step_rates.inner_steps", lambda h, *_: h)
+
+
+@pytest.fixture
 def in_the_background() -> Iterator[None]:
     """As where `pytest &` or nohup has started this: SIGINT is ignored, and children inherit that."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -305,6 +305,7 @@ batch_size = 2
 learning_rate = 4e-3
 warmup_steps = 4
 [sync]
+wait = "always"
 rounds = {rounds}
 inner_steps = 2
 fragment_elements = 100000

@@ -47,7 +47,7 @@ def test_all_lines_of_outerstep_are_marked(name: str) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("name", LINES)
 def test_two_workers_end_with_the_same_model(tmp_path: Path, name: str) -> None:
-    spec = SPEC + "[members]\nmin_workers = 2\n"
+    spec = SPEC.replace("[sync]", '[sync]\nwait = "always"') + "[members]\nmin_workers = 2\n"
     for long, short in SMALL.items():
         assert long in spec
         spec = spec.replace(long, short)

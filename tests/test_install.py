@@ -42,6 +42,7 @@ sequence_length = 16
 [inner]
 batch_size = 2
 [sync]
+wait = "always"
 rounds = 1
 inner_steps = 2
 """

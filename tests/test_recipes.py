@@ -75,6 +75,7 @@ spec = parse_spec('''
 name = "r"
 model.preset = "tiny"
 [sync]
+wait = "always"
 rounds = 1
 upload_codec = "big-endian"
 download_codec = "big-endian"

@@ -68,7 +68,7 @@ class AloneSteps:
     @property
     def global_step(self) -> int:
         """Inner steps so far."""
-        return self.round * self._box.spec.sync.schedule_steps + self.inner_step
+        return self.round * self._box.spec.sync.inner_steps + self.inner_step
 
     @property
     def over(self) -> bool:
@@ -90,8 +90,8 @@ class AloneSteps:
         while self.round < sync.rounds:
             self._evaluate()
             self._progress.begin_round(self.round)
-            first = self.round * sync.schedule_steps
-            for self._unit in range(first, first + sync.schedule_steps):
+            first = self.round * sync.inner_steps
+            for self._unit in range(first, first + sync.inner_steps):
                 if self._stop.is_set():
                     return
                 yield self._unit
@@ -103,7 +103,7 @@ class AloneSteps:
         """Yield the numbers of the units after the current one, up to the end of the next round. Not of all units:
         shards that are expected are fetched and kept in the cache."""
         sync = self._box.spec.sync
-        return iter(range(self._unit + 1, min(self.round + 2, sync.rounds) * sync.schedule_steps))
+        return iter(range(self._unit + 1, min(self.round + 2, sync.rounds) * sync.inner_steps))
 
     def _end_round(self) -> None:
         loss = self._progress.end_inner_steps(self.inner_step, self.inner_step * self._box.spec.unit_tokens)

@@ -44,7 +44,7 @@ from protocol.messages import (
     RunDetail,
 )
 from protocol.spec.run import RunSpec
-from worker.accounts.machine import DeviceUse, host_facts, shared_facts, shared_metrics
+from worker.accounts.machine import DeviceUse, host_facts, host_free_bytes, shared_facts, shared_metrics
 from worker.accounts.progress import Progress
 from worker.accounts.stages import RoundTrace
 from worker.allowing import permit_data
@@ -54,6 +54,7 @@ from worker.errors import RunEnded, Stopped
 from worker.link.client import Client, open_http
 from worker.link.membership import Heartbeat, Membership, SharedMembership
 from worker.link.worker_token import with_worker_token
+from worker.memory import TRAINING_ON_BYTES
 from worker.privacy.release import Release, release_for
 from worker.process import logging_to_stderr, stop_on_signals
 from worker.ranks import LOST, Ranks, is_of_a_lost_rank
@@ -67,7 +68,7 @@ from worker.settings import script_settings
 from worker.state.fragments import Fragments
 from worker.state.optimizer_state import ScheduleFreePoints
 from worker.state.outer_state import OuterState, is_mapped
-from worker.state.parameters import frozen_summary, own_buffers, tensor_specs
+from worker.state.parameters import frozen_summary, own_buffers, tensor_specs, trainable_parameters
 from worker.state.saver import Saver
 from worker.state.snapshot import identity
 from worker.state.state_dir import StateDir, rank_directory
@@ -84,6 +85,17 @@ class Joined:
     state: OuterState
     heartbeat: Heartbeat
     rounds: Rounds
+
+
+def _followed(spec: RunSpec, elements: int, *, waits: bool) -> RunSpec:
+    """Return the spec that this worker follows: if it `waits` for its deltas, as any worker of a run may do, or if the
+    host has no room for the copies that training on takes, it has `wait = "always"`. `elements`: trained parameters."""
+    free = host_free_bytes()
+    if spec.sync.wait == "always" or not (waits or (free is not None and free < TRAINING_ON_BYTES * elements)):
+        return spec
+    if not waits:
+        log.info("this worker waits for its deltas: copies to train on meanwhile would take too much memory")
+    return spec.model_copy(update={"sync": spec.sync.model_copy(update={"wait": "always", "most_steps": None})})
 
 
 class DiLoCo:
@@ -114,7 +126,8 @@ class DiLoCo:
     ranks       the processes that train the model together, as one worker; None: torch.distributed's default
                 group, in each process of which a DiLoCo is made
     offload     with a GPU: keep the outer state in a file in `state_dir` instead of page-locked memory; without one, a
-                large one is in a file anyway
+                large one is in a file anyway. A worker with its state in a file waits for its deltas
+    waits       wait for deltas, even if the run's workers train on until they arrive
     use         the model's FLOPs and the device's peak, for the MFU; None: only memory is reported
     clock       monotonic seconds
 
@@ -144,12 +157,16 @@ class DiLoCo:
         frozen: FrozenSummary | None = None,
         tell: HostDetail = "all",
         offload: bool = False,
+        waits: bool = False,
         use: DeviceUse | None = None,
         ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.spec: RunSpec = run.spec
+        device = next(model.parameters()).device
+        elements = sum(each.numel() for each in trainable_parameters(model).values())
+        in_files = state_dir is not None and is_mapped(elements, device, offload=offload)
         self.ranks = ranks = ranks or Ranks.here()
+        self.spec: RunSpec = ranks.on_first(lambda: _followed(run.spec, elements, waits=waits or in_files))
         self.name = name = ranks.on_first(lambda: name)
         self.model = model
         self.client = client
@@ -163,7 +180,7 @@ class DiLoCo:
         self._initial, self._scaler = initial, scaler
         if data is not None and run.spec.data.private:
             data = data.of_private_data()
-        tensors, device = tensor_specs(model), next(model.parameters()).device
+        tensors = tensor_specs(model)
         facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
         self._tell: HostDetail = tell
         self._offload = offload
@@ -191,7 +208,7 @@ class DiLoCo:
             else Membership(client, name, request, self._files)
         )
         self._digests: list[bytes] | None = None  # of all fragments, when this worker leaves
-        self._steps = InnerSteps(run.spec)
+        self._steps = InnerSteps(self.spec)
         self._has_entered = self._warms_up = False
         self._joined: Joined | None = None
         self._release = Release()
@@ -278,8 +295,8 @@ class DiLoCo:
         """Inner steps of the run so far, for learning-rate schedules: round × H + inner_step. A round that all workers
         handed in early, because they were stopped, counts the steps that were trained.
 
-        If each worker has its own H (`sync.inner_steps = "auto"`), H is `sync.nominal_inner_steps`, and `inner_step` is
-        scaled to it, so that all workers are at the same place in the schedule at the same time.
+        Unless `sync.wait` is "always", a slower worker does fewer than H inner steps, and its `inner_step` is scaled to
+        H: all workers are at the same place in the schedule at the same time.
         """
         return self._steps.global_step
 

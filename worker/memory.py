@@ -15,6 +15,9 @@ PARAMETER_BYTES = {"fp32": 4, "bf16": 2}
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}  # each; AdamW has two
 OUTER_STATE_BYTES = 8  # θ and u, in fp32
 WORK_BYTES = 4  # the pseudo-gradient, in fp32
+# In host memory beside the GPU: the above, and to train on while deltas are on their way, the parameters as they
+# were sent, as they were when the round began, and what was trained since, with a copy of AdamW's moments to save.
+TRAINING_ON_BYTES = OUTER_STATE_BYTES + 4 * WORK_BYTES + 8
 IN_USE = 4 << 23  # elements of fragments that are made and uploaded at once, in a run with the default of their size
 LIBRARIES_BYTES = 250_000_000  # of a worker beside torch, and its buffers
 ROOM = 0.8  # share of the memory; activations need the rest

@@ -88,7 +88,7 @@ def measure(name: str, row: Row, *, steps: int, seed: int) -> Result:
         end = completion(model, *held_out(it.run.spec), it.run.spec.data.sequence_length)
         rounds, workers = list(it.client.rounds(RUN)), list(it.client.workers(RUN))
     assert it.run.held_out_loss is not None
-    h = it.run.spec.sync.schedule_steps
+    h = it.run.spec.sync.inner_steps
     curve = [(each.round * h, round(each.held_out_loss, 4)) for each in reversed(rounds) if each.held_out_loss]
     curve.append((it.run.round * h, round(it.run.held_out_loss, 4)))
     return Result(

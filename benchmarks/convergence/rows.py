@@ -17,7 +17,13 @@ SPEC: dict[str, dict[str, Any]] = {
     "data": {"sequence_length": LENGTH},
     "inner": {"optimizer": "adamw", "batch_size": BATCH, "learning_rate": 8e-3, "warmup_steps": 100},
     "outer": {"learning_rate": 1.0, "momentum": 0.8},
-    "sync": {"inner_steps": 50, "upload_codec": "int4", "download_codec": "int4", "fragment_elements": 50_000},
+    "sync": {
+        "wait": "always",
+        "inner_steps": 50,
+        "upload_codec": "int4",
+        "download_codec": "int4",
+        "fragment_elements": 50_000,
+    },
     # A temporarily slow machine must not leave a worker out.
     "members": {"lease_s": 60, "grace_min_s": 600},
     "evaluation": {"max_tokens": 65_536},

@@ -34,6 +34,7 @@ warmup_steps = {warmup_steps}
 [outer]
 momentum = {momentum}
 [sync]
+wait = "always"
 rounds = {rounds}
 inner_steps = {inner_steps}
 fragment_elements = 50_000
@@ -135,9 +136,9 @@ class Training:
 
     def _trained(self, replica: Replica, number: int) -> list[Contribution]:
         replica.begin(self.state)
-        units = range(self.next_unit, self.next_unit + self.spec.sync.schedule_steps)
+        units = range(self.next_unit, self.next_unit + self.spec.sync.inner_steps)
         self.next_unit = units.stop
-        loss = replica.train(units, number * self.spec.sync.schedule_steps)
+        loss = replica.train(units, number * self.spec.sync.inner_steps)
         return replica.collect(number, self.state, units, loss)
 
     def _step(self, sent: dict[int, tuple[Payload, int]], p: int) -> dict[int, float]:

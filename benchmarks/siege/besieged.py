@@ -28,6 +28,7 @@ name = "{run}"
 [data]
 source = "custom"
 [sync]
+wait = "always"
 rounds = {beyond}
 inner_steps = {inner_steps}
 fragment_elements = 262144

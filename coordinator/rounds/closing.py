@@ -75,8 +75,7 @@ def _advice(run: LiveRun, late: Sequence[str]) -> str:
         return ""
     missed = f"{names_of(given_up)} missed {MISSED} rounds in a row"
     said = f". {missed}: rounds do not wait any more, and only work in time counts"
-    unequal = "" if run.spec.sync.inner_steps == "auto" else '. For slower boxes there is sync.inner_steps = "auto"'
-    return said + unequal
+    return f'{said}. For slower boxes, leave sync.wait = "always" out of the spec'
 
 
 def _late_before(change: Change, round_: int) -> list[list[str]]:

@@ -144,11 +144,11 @@ def units_of(run: LiveRun, inner_steps: int) -> int:
 def inner_steps_of(run: LiveRun, opening: OpenRound, worker: str) -> int:
     """Return H of `worker` for the round if it starts to train now; less if the schedule ends in that round."""
     sync = run.spec.sync
-    if sync.inner_steps != "auto":
+    if sync.wait == "always":
         return opening.steps
     rate = _rate(run, worker)
     if rate is None or opening.fastest is None:
-        return min(step_rates.first_steps(sync.schedule_steps), opening.steps)
+        return min(step_rates.first_steps(sync.inner_steps), opening.steps)
     elapsed_s = run.context.clock() - opening.opened_at
     return step_rates.inner_steps(opening.steps, rate, opening.fastest, elapsed_s)
 
@@ -156,7 +156,7 @@ def inner_steps_of(run: LiveRun, opening: OpenRound, worker: str) -> int:
 def fastest_rate(run: LiveRun) -> float | None:
     """Return the inner steps per second of the fastest worker whose contributions count, as far as it is credible; None
     if no rate is known, or if all workers have the same H."""
-    if run.spec.sync.inner_steps != "auto":
+    if run.spec.sync.wait == "always":
         return None
     counted = run.members.contributing(run.members.live()) - run.members.quarantined(run.round)
     rates = {worker: rate for worker in counted if (rate := _rate(run, worker)) is not None}

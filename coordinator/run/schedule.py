@@ -24,7 +24,7 @@ def _whole_round(run: LiveRun, round_: int) -> int:
     """Return the schedule steps of a round. Where each worker has its own H, the first one is short: nobody's speed is
     known."""
     sync = run.spec.sync
-    return first_steps(sync.schedule_steps) if sync.inner_steps == "auto" and round_ == 0 else sync.schedule_steps
+    return first_steps(sync.inner_steps) if sync.wait == "never" and round_ == 0 else sync.inner_steps
 
 
 def expected_rounds(run: LiveRun) -> int:
@@ -32,13 +32,13 @@ def expected_rounds(run: LiveRun) -> int:
     left = run.spec.total_inner_steps - run.step
     if left == 0:
         return run.round
-    return run.round + 1 + -(-(left - round_steps(run)) // run.spec.sync.schedule_steps)
+    return run.round + 1 + -(-(left - round_steps(run)) // run.spec.sync.inner_steps)
 
 
 def steps_trained(run: LiveRun, session: Session) -> int:
     """Return by how many steps the open round advances the schedule. All its contributions must have arrived."""
     steps, sync = round_steps(run), run.spec.sync
-    if sync.streams or sync.inner_steps == "auto":
+    if sync.streams:
         return steps
     trained = (
         select(UnitRangeRow.worker, func.sum(UnitRangeRow.stop - UnitRangeRow.start).label("units"))

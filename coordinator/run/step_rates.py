@@ -1,5 +1,5 @@
-"""How many inner steps a worker does per round: H, or with `sync.inner_steps = "auto"` as many as it manages while the
-fastest worker does H.
+"""How many inner steps a worker does per round: as many as it manages while the fastest worker does H. With
+`sync.wait = "always"` all workers do H.
 
 A worker reports its own rate, in inner steps per second. The rates determine how much of the training set each worker
 gets, how much its contribution weighs, and how long a round is. So the coordinator accepts a reported rate only as far

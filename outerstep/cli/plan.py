@@ -324,6 +324,9 @@ def _store_lines(workload: Workload, best: Setting, prices: Prices, date: str) -
 
 def _overlap_line(workload: Workload, best: Setting) -> str:
     if best.overlap is None:
-        return "Its sync takes longer than its inner steps, so no overlap hides it."
+        return "Its sync takes longer than its inner steps. Workers train on meanwhile, for up to four rounds' steps."
     wanted = f'"{best.overlap}"' if isinstance(best.overlap, str) else f"{best.overlap} or more"
-    return f"With sync.overlap = {wanted} training continues during the sync and never waits for the network."
+    return (
+        "Training continues during the sync, so it costs no time. In a run with sync.wait = "
+        f'"always" that needs sync.overlap = {wanted}.'
+    )

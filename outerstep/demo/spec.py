@@ -30,6 +30,7 @@ learning_rate = 1.0
 momentum = 0.4
 
 [sync]
+wait = "always"
 rounds = {rounds}
 inner_steps = 40
 upload_codec = "{codec}"

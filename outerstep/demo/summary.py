@@ -51,7 +51,7 @@ def summarise(
         replicas_identical=replicas_identical(run, workers),
         upload_bytes=round(mean(worker.metrics.upload_bytes for worker in workers)),
         download_bytes=round(mean(worker.metrics.download_bytes for worker in workers)),
-        allreduce_bytes=allreduce_bytes(len(workers), run.elements or 0, run.round * run.spec.sync.schedule_steps),
+        allreduce_bytes=allreduce_bytes(len(workers), run.elements or 0, run.round * run.spec.sync.inner_steps),
         stage_seconds={
             stage.value: round(run.account.seconds[stage] / len(workers), 2)
             for stage in Stage
@@ -74,7 +74,7 @@ def replicas_identical(run: RunDetail, workers: Sequence[WorkerInfo]) -> bool:
 
 def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
     """Return the summary as lines of text."""
-    steps = run.round * run.spec.sync.schedule_steps
+    steps = run.round * run.spec.sync.inner_steps
     if summary.replicas_identical:
         replicas = f"{summary.workers} workers and the coordinator are bit-identical (BLAKE3 {run.state_digest})"
     else:
@@ -84,7 +84,7 @@ def summary_text(summary: Summary, run: RunDetail, prompt: str) -> str:
         f"                  {_from_to(summary.first_bits_per_byte, summary.final_bits_per_byte)} bits per byte",
         f"Replicas          {replicas}",
         f"Bytes per worker  {bytes_text(summary.upload_bytes)} up, {bytes_text(summary.download_bytes)} down "
-        f"({summary.codec}, {summary.rounds} rounds of {run.spec.sync.schedule_steps} inner steps)",
+        f"({summary.codec}, {summary.rounds} rounds of {run.spec.sync.inner_steps} inner steps)",
     ]
     if summary.allreduce_bytes and summary.upload_bytes and summary.download_bytes:
         less_up = summary.allreduce_bytes / summary.upload_bytes

@@ -13,6 +13,7 @@ from outerstep.common.quantities import bytes_text, count_text, share_text
 from outerstep.doctor.examination import Finding, fine, warning
 from outerstep.doctor.trial import duration
 from protocol.messages import LINE_CHECK_BYTES, RunDetail
+from protocol.spec.sections import MOST_ROUNDS
 
 LEAST_BYTES = 1 << 18
 WANTED_S = 4.0  # target duration of a measurement, limited to LINE_CHECK_BYTES
@@ -111,9 +112,11 @@ def judge_connection(
     )
     if step_s is None:
         return [fine("line", said)]
-    setting = plan.setting(workload, moved, run.spec.sync.schedule_steps)
+    setting = plan.setting(workload, moved, run.spec.sync.inner_steps)
     share = 1 - setting.utilisation
     said += f", the whole sync {duration(moved.sync_s)}"
+    if sync.wait == "never" and moved.sync_s <= (MOST_ROUNDS - 1) * sync.inner_steps * step_s:
+        return [fine("line", f"{said}, during which workers train on")]
     if sync.overlap and setting.overlap is not None and (sync.overlap == "eager" or _covers(sync.overlap, setting)):
         return [fine("line", f"{said}, which sync.overlap = {sync.overlap!r} hides behind training")]
     said += f": {share_text(share)} of a round is communication"

@@ -231,8 +231,8 @@ def step_in_words(seen: TrialSteps, spec: RunSpec) -> str:
         f"first step {duration(seen.first_s)}. "
     )
     sync = spec.sync
-    whose = " on the fastest worker, and are fewer on others" if sync.inner_steps == "auto" else ""
-    return f"{said}A round's {sync.schedule_steps} take {duration(sync.schedule_steps * seen.step_s)}{whose}"
+    whose = " on the fastest worker, and are fewer on others" if sync.wait == "never" else ""
+    return f"{said}A round's {sync.inner_steps} take {duration(sync.inner_steps * seen.step_s)}{whose}"
 
 
 def duration(seconds: float) -> str:

@@ -26,23 +26,13 @@ class DiLoCoCallback(RunWorker, TrainerCallback):
     """One worker of the run `run`. `options` are those of `DiLoCo.connect`.
 
     `TrainingArguments.max_steps` becomes the run's inner steps, so that the Trainer's schedule has that length. Raises
-    what `DiLoCo.connect` raises, and BoxError for a run whose workers take different numbers of steps, because the
-    Trainer must know its own; for `load_best_model_at_end`; and if its steps take a different number of sequences than
-    `inner.batch_size`.
+    what `DiLoCo.connect` raises, and BoxError for `load_best_model_at_end`, and if its steps take a different number of
+    sequences than `inner.batch_size`.
     """
 
     def __init__(self, run: str, **options: Any) -> None:
-        super().__init__(run, **options)
-        if self.spec.sync.inner_steps == "auto":
-            raise BoxError(
-                f'run {run} has sync.inner_steps = "auto", but the Trainer must know its number of steps: set a number '
-                "in the run's spec, or write your own training loop"
-            )
-        if self.spec.sync.wait == "never":
-            raise BoxError(
-                f'run {run} has sync.wait = "never", but the Trainer must know its number of steps, and would end '
-                "before the run: leave it out of the run's spec, or write your own training loop"
-            )
+        # The Trainer must know how many steps it takes at most.
+        super().__init__(run, **{"waits": True} | options)
 
     _logged_at = 0  # the Trainer's step when it last logged a loss
     _steps_since = 0  # steps that it has actually taken since then

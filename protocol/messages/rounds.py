@@ -119,7 +119,7 @@ class Waiting(ReplyModel):
     that time.
 
     share      the time in which training stood still
-    never      saved by `sync.wait = "never"`; null if the run has it
+    never      saved without `sync.wait = "always"`; null if the run does not have it
     doubled_h  saved by twice as many inner steps per round
     """
 

@@ -101,7 +101,7 @@ class JoinReply(ReplyModel):
 
 class Metrics(BaseModel):
     """A worker's own measurements since it started. They are only displayed, except that
-    `inner_steps_per_second` sets the number of inner steps with `sync.inner_steps = "auto"`.
+    `inner_steps_per_second` sets the number of inner steps unless `sync.wait` is "always".
 
     Unknown keys are ignored in requests too: a worker must not lose its lease over a metric that the coordinator does
     not know."""

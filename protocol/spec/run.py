@@ -98,7 +98,7 @@ class RunSpec(Section):
 
     @model_validator(mode="after")
     def _private_units_have_room(self) -> "RunSpec":
-        units = self.sync.rounds * self.sync.schedule_steps
+        units = self.sync.rounds * self.sync.inner_steps
         if self.data.private and units >= UNITS_PER_WORKER:
             raise ValueError(
                 f"data.private = true has room for {UNITS_PER_WORKER - 1} units per worker; sync.rounds × inner steps "
@@ -167,8 +167,11 @@ class RunSpec(Section):
 
     @property
     def total_inner_steps(self) -> int:
-        """Inner steps of the whole run as the schedules count them: see `SyncSpec.schedule_steps`."""
-        return self.sync.rounds * self.sync.schedule_steps
+        """Inner steps of the whole run, as the schedules count them.
+
+        A worker that has done k of its h inner steps of round r is at step (r + k / h) · `sync.inner_steps`.
+        """
+        return self.sync.rounds * self.sync.inner_steps
 
 
 def _explain(error: Any) -> str:
@@ -191,6 +194,6 @@ def parse_spec(text: str) -> RunSpec:
         raise SpecError(explain_all(error.errors(), one=_explain)) from error
     unused = spec.inner.without_effect(set(document.get("inner", {})), by_scripts=spec.data.source == "custom")
     unused += spec.data.without_effect(set(document.get("data", {})))
-    if unused := unused + spec.sync.without_effect(set(document["sync"])):
+    if unused:
         raise SpecError("; ".join(unused))
     return spec

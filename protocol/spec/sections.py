@@ -283,17 +283,18 @@ class SyncSpec(Section):
     """When and how the workers synchronise."""
 
     rounds: Rounds = Field(
-        ..., description="outer steps until the run is finished; more if some rounds ended early for all workers"
-    )
-    inner_steps: InnerSteps | Literal["auto"] = Field(
-        500,
+        ...,
         description=(
-            'H, inner steps per round. "auto": the fastest worker does nominal_inner_steps, and each other one as many '
-            "as it manages in the same time. For workers of unequal speed"
+            "outer steps until the run is finished. One more if the first round is short, because no worker's speed is "
+            "known yet, and more if rounds ended early for all workers"
         ),
     )
-    nominal_inner_steps: InnerSteps = Field(
-        500, description='with "auto": H of the fastest worker, and inner steps per round in the schedules'
+    inner_steps: InnerSteps = Field(
+        500,
+        description=(
+            "H, inner steps per round of the fastest worker. Each other one does as many as it manages in the same "
+            'time; with wait = "always" it does H, too'
+        ),
     )
     upload_codec: CodecName = Field(
         "int8", description='codec of contributions; "sparse" needs many rounds and outer.momentum = 0'
@@ -327,11 +328,12 @@ class SyncSpec(Section):
             '"eager": a whole round of them'
         ),
     )
-    wait: Literal["always", "never"] = Field(
-        "always",
+    wait: Literal["never", "always"] = Field(
+        "never",
         description=(
-            'what a worker does when its inner steps are done and the round\'s deltas are not there yet. "always": it '
-            'waits. "never": it trains on, up to most_steps, and carries that into its next contribution'
+            '"never": each worker does inner steps in proportion to its speed. Until the round\'s deltas are there it '
+            'trains on, up to most_steps, and carries that into its next contribution. "always": as in the DiLoCo '
+            "paper, all workers do H inner steps and then wait for the deltas. Reproducible results need it"
         ),
     )
     most_steps: InnerSteps | None = Field(
@@ -349,9 +351,9 @@ class SyncSpec(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "SyncSpec":
-        if isinstance(self.overlap, int) and self.overlap >= self.schedule_steps:
+        if isinstance(self.overlap, int) and self.overlap >= self.inner_steps:
             raise ValueError(
-                f"overlap = {self.overlap} is a whole round or more; give less than {self.schedule_steps}, or "
+                f"overlap = {self.overlap} is a whole round or more; give less than {self.inner_steps}, or "
                 '"eager" for a whole round'
             )
         if self.aggregation in PER_VALUE_RULES and CODECS[self.upload_codec].add_weight is not None:
@@ -363,12 +365,12 @@ class SyncSpec(Section):
             raise ValueError('overlap = "eager" needs offsets = "together": every fragment has a whole round anyway')
         if self.wait == "never" and (self.overlap or self.offsets == "spread" or self.alpha != "carry"):
             raise ValueError(
-                'wait = "never" sends all fragments after H inner steps and carries what is trained meanwhile: leave '
-                "out overlap, offsets and alpha"
+                'overlap, offsets = "spread" and alpha need wait = "always": without it, workers send all fragments '
+                "after their inner steps, and carry what they train until the deltas are there"
             )
-        if self.most_steps is not None and (self.wait == "always" or self.most_steps <= self.schedule_steps):
+        if self.most_steps is not None and (self.wait == "always" or self.most_steps <= self.inner_steps):
             raise ValueError(
-                f'most_steps is for wait = "never", and more than H ({self.schedule_steps}): leave it out for 4 H'
+                f'most_steps is for wait = "never", and more than H ({self.inner_steps}): leave it out for 4 H'
             )
         return self
 
@@ -377,11 +379,6 @@ class SyncSpec(Section):
         """True if fragments are sent during training or at different times of the round, or are mixed."""
         return self.overlap != 0 or self.offsets == "spread" or self.alpha != "carry" or self.wait == "never"
 
-    @property
-    def counts_differ(self) -> bool:
-        """True if honest workers differ in the number of inner steps that they contribute to a round."""
-        return self.inner_steps == "auto" or self.wait == "never"
-
     def most_steps_of(self, inner_steps: int) -> int:
         """Return the most inner steps that a worker with H = `inner_steps` does in a round, which is the number of its
         units."""
@@ -389,28 +386,13 @@ class SyncSpec(Section):
             return inner_steps
         if self.most_steps is None:
             return MOST_ROUNDS * inner_steps
-        return -(-inner_steps * self.most_steps // self.schedule_steps)
+        return -(-inner_steps * self.most_steps // self.inner_steps)
 
     @property
     def kept_rounds(self) -> int:
         """For how many rounds after that of their assignment the units of a worker whose lease has ended are kept for
         it: as long as it may train on without the coordinator, and two rounds in which to return."""
-        return 0 if self.wait == "always" else -(-self.most_steps_of(self.schedule_steps) // self.schedule_steps) + 1
-
-    def without_effect(self, given: set[str]) -> list[str]:
-        """Return a sentence for each of the `given` keys that has no effect."""
-        if self.inner_steps == "auto" or "nominal_inner_steps" not in given:
-            return []
-        chosen = self.nominal_inner_steps
-        return [f'sync.nominal_inner_steps = {chosen} does nothing without inner_steps = "auto": leave it out']
-
-    @property
-    def schedule_steps(self) -> int:
-        """Inner steps per round as the schedules count them: H, or `nominal_inner_steps` if each worker has its own H.
-
-        A worker that has done k of its H inner steps of round r is at global inner step (r + k / H) · this.
-        """
-        return self.nominal_inner_steps if self.inner_steps == "auto" else self.inner_steps
+        return 0 if self.wait == "always" else -(-self.most_steps_of(self.inner_steps) // self.inner_steps) + 1
 
     def plan_layout(self, tensors: list[TensorSpec]) -> Layout:
         """Return the fragments of these trained tensors. Raises LayoutError as `plan_fragments` does."""

@@ -34,6 +34,7 @@ batch_size = 4
 learning_rate = 8e-3
 warmup_steps = 10
 [sync]
+wait = "always"
 rounds = {ROUNDS}
 inner_steps = 20
 [members]

@@ -368,8 +368,7 @@ def test_creating_a_run_by_fields(browser: Browser, running: InThread, run: str)
         "data.source": 'C:\\my "texts"',
         "inner.learning_rate": "4e-4",
         "inner.clip_norm": "none",
-        "sync.inner_steps": "auto",
-        "sync.nominal_inner_steps": "600",
+        "sync.inner_steps": "600",
         "checkpoints.keep": "3",
     }
     with tab(browser, **WIDE) as found:
@@ -405,11 +404,10 @@ def test_creating_a_run_by_fields(browser: Browser, running: InThread, run: str)
     spec = info(running, run)["spec"]
     assert (spec["seed"], spec["model"]["factory"], spec["data"]["source"]) == (7, "mine:model", 'C:\\my "texts"')
     assert (spec["inner"]["learning_rate"], spec["inner"]["clip_norm"]) == (4e-4, "none")
-    sync = {key: spec["sync"][key] for key in ("rounds", "inner_steps", "nominal_inner_steps", "zstd", "upload_codec")}
+    sync = {key: spec["sync"][key] for key in ("rounds", "inner_steps", "zstd", "upload_codec")}
     assert sync == {
         "rounds": 6,
-        "inner_steps": "auto",
-        "nominal_inner_steps": 600,
+        "inner_steps": 600,
         "zstd": False,
         "upload_codec": "int4",
     }
@@ -665,7 +663,7 @@ def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running:
         )
         text = found.page.evaluate(f"async (detail) => (await import('{module}')).waitingText(detail)", details[1])
     assert "In round 1 the workers waited 25.0 % of their time" in text
-    assert 'sync.wait = "never" would save up to 20.0 %, twice as many inner steps 10.0 %' in text
+    assert 'without sync.wait = "always" up to 20.0 % would be saved, with twice as many inner steps 10.0 %' in text
     cells = {row["worker"]: row["cells"] for row in rows}
     assert {row["worker"]: row["slow"] for row in rows} == {"a": 0.75, "b": 1.0, "c": 2.25, "new": None}
     assert cells["a"][0]["stages"] == {"train": 2.0, "send": 0.7, "wait": 0.8, "other": 0, "all": 3.5}

@@ -224,6 +224,6 @@ def test_whose_work_is_lost_each_time_is_named_with_what_to_do(
     said = [event["message"] for event in events(shared, run, "late")]
     advice = (
         ". b missed 3 rounds in a row: rounds do not wait any more, and only work in time counts"
-        '. For slower boxes there is sync.inner_steps = "auto"'
+        '. For slower boxes, leave sync.wait = "always" out of the spec'
     )
     assert [message.endswith(advice) for message in said] == [False, False, advised, False]

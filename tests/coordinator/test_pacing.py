@@ -12,7 +12,6 @@ from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
 from protocol.errors import SpecError
 from protocol.spec.run import parse_spec
-from protocol.spec.sections import SyncSpec
 from tests.coordinator.crew import enlist, info, recovered
 from tests.coordinator.test_restart import Lives
 
@@ -106,18 +105,12 @@ def test_a_spec_that_does_not_fit_together_is_refused(lines: str, said: str) -> 
         parse_spec(f'name = "r"\n[model]\npreset = "tiny"\n[sync]\nrounds = 1\n{lines}')
 
 
-def test_the_schedules_count_nominal_steps() -> None:
-    assert SyncSpec(rounds=1, inner_steps="auto", nominal_inner_steps=40).schedule_steps == 40
-    assert SyncSpec(rounds=1, inner_steps="auto").schedule_steps == 500
-    assert SyncSpec(rounds=1, inner_steps=7).schedule_steps == 7
-
-
 # --- of a run ---------------------------------------------------------------------------------------------------------
 
 
 def auto(run: str, h: int, **spec: object) -> str:
-    text = spec_toml(run, sync=f"nominal_inner_steps = {h}", **spec)  # type: ignore[arg-type]
-    return text.replace("inner_steps = 5\n", 'inner_steps = "auto"\n', 1)
+    text = spec_toml(run, sync='wait = "never"', **spec)  # type: ignore[arg-type]
+    return text.replace("inner_steps = 5\n", f"inner_steps = {h}\n", 1)
 
 
 def say_pace(member: Member, inner_steps_per_second: float) -> None:
@@ -145,7 +138,7 @@ def test_a_fast_and_a_slow_worker_get_what_they_manage(shared: InThread, run: st
         say_pace(slow, speeds["slow"])
         for member, each in zip(members, assignments, strict=True):
             clock.advance(each.inner_steps / speeds[member.name] / 2)
-            member.take_part(round_)
+            member.contribute_all(each)
         for member in members:
             member.step(round_)
         steps += expected[0]
@@ -164,7 +157,7 @@ def test_who_joins_or_was_restarted_within_a_round_gets_less(shared: InThread, r
     first.take_part(0)
     first.step(0)
     on_time = first.assignment(1)
-    assert (on_time.inner_steps, on_time.units) == (40, [[4, 44]])
+    assert (on_time.inner_steps, on_time.units) == (40, [[16, 176]])
     clock.advance(6)
     late = recovered(enlist(shared, run, "late"))
     assert late.http.put(late.path("/assignment"), json={"state_round": 1, "carried": []}).json()["inner_steps"] == 4
@@ -172,7 +165,7 @@ def test_who_joins_or_was_restarted_within_a_round_gets_less(shared: InThread, r
     restarted.join(shared.admin_token, previous=first.joined.member_token)
     say_pace(restarted, 4.0)
     again = restarted.http.put(restarted.path("/assignment"), json={"state_round": 1, "carried": []}).json()
-    assert (again["inner_steps"], again["units"]) == (16, [[4, 44]]), "of the same units, the first ones"
+    assert (again["inner_steps"], again["units"]) == (16, [[16, 176]]), "of the same units, the first ones"
 
 
 @pytest.mark.covers("security:false-pace")
@@ -188,12 +181,13 @@ def test_who_lies_about_its_pace_gets_no_more_for_it_over_http(
         for member, pace in ((honest, 2.0), (liar, 1e300)):
             say_pace(member, pace)
             member.assignment(round_)
-        given = [member.assignment(round_).inner_steps for member in members]
-        assert given == expected, "it has shown half a step per second, and twice that is believed"
-        clock.advance(given[0] / 2)
-        honest.take_part(round_)
-        clock.advance(given[1] / 0.5 - given[0] / 2)
-        liar.take_part(round_)
+        given = [member.assignment(round_) for member in members]
+        steps = [each.inner_steps for each in given]
+        assert steps == expected, "it has shown half a step per second, and twice that is believed"
+        clock.advance(steps[0] / 2)
+        honest.contribute_all(given[0])
+        clock.advance(steps[1] / 0.5 - steps[0] / 2)
+        liar.contribute_all(given[1])
         for member in members:
             member.step(round_)
 
@@ -210,10 +204,11 @@ def test_after_a_restart_each_gets_what_it_has_contributed_to_the_last_round(tmp
             for member, pace in zip(members, (2.0, 0.5), strict=True):
                 say_pace(member, pace)
                 member.assignment(round_)
-            assert tuple(member.assignment(round_).inner_steps for member in members) == expected
-            for member, steps, pace in zip(members, expected, (2.0, 0.5), strict=True):
-                clock.advance(steps / pace / 2)
-                member.take_part(round_)
+            assignments = [member.assignment(round_) for member in members]
+            assert tuple(each.inner_steps for each in assignments) == expected
+            for member, each, pace in zip(members, assignments, (2.0, 0.5), strict=True):
+                clock.advance(each.inner_steps / pace / 2)
+                member.contribute_all(each)
             for member in members:
                 member.step(round_)
     with lives.life(clock=clock, now=clock) as running:

@@ -86,8 +86,8 @@ def test_the_place_survives_a_restart(tmp_path: Path) -> None:
 
 def test_with_an_h_of_their_own_every_round_is_a_whole_one(shared: InThread, run: str) -> None:
     """Who was restarted in the middle of a round has a smaller H, and has trained all of it."""
-    sync = "nominal_inner_steps = 100"
-    spec = spec_toml(run, rounds=2, sync=sync).replace("inner_steps = 5\n", 'inner_steps = "auto"\n', 1)
+    sync = 'wait = "never"'
+    spec = spec_toml(run, rounds=2, sync=sync).replace("inner_steps = 5\n", "inner_steps = 100\n", 1)
     shared.create_run(spec)
     member = enlist(shared, run, "a")
     assert member.assignment(None).action == "seed"

@@ -65,7 +65,7 @@ def test_what_would_save_some_of_it() -> None:
     """A worker that never waits trains on for at most 3 H steps more, and does not train before a round opens."""
     accounts = {"a": account(train=10, sync=5, wait=1), "b": account(train=1, sync=15)}
     waits = {worker: waits_of(worker, each, RoundTimes(1, None, None, {})) for worker, each in accounts.items()}
-    found = waiting(accounts, waits, SyncSpec(rounds=1))
+    found = waiting(accounts, waits, SyncSpec(rounds=1, wait="always"))
     assert found is not None
     assert found.share == pytest.approx(21 / 32)
     assert found.never == pytest.approx((5 + 3) / 32)

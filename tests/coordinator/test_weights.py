@@ -147,7 +147,7 @@ def test_units_that_are_not_held_are_told_as_such_whatever_the_weight(shared: In
 
 # --- nobody outweighs -------------------------------------------------------------------------------------------------
 
-AUTO = SyncSpec(rounds=1, inner_steps="auto")
+AUTO = SyncSpec(rounds=1)
 
 
 @pytest.mark.covers("security:false-pace")
@@ -165,7 +165,7 @@ def test_who_has_little_takes_nothing_from_the_others() -> None:
 
 def test_of_two_nobody_can_tell_which_one_is_usual_and_one_h_for_all_needs_no_bound() -> None:
     assert weights({"a": 20, "b": 10_000}, AUTO) == {"a": 20, "b": 10_000}
-    fixed = SyncSpec(rounds=1, inner_steps=500)
+    fixed = SyncSpec(rounds=1, wait="always")
     assert weights({"a": 1, "b": 2, "c": 500}, fixed) == {"a": 1, "b": 2, "c": 500}, "two were told to leave"
 
 
@@ -182,10 +182,10 @@ def test_a_weight_ends_at_four_times_the_median_of_the_others(units: list[int]) 
 
 
 def test_the_delta_says_what_each_weighed_and_is_made_again_to_the_same_bytes(shared: InThread, run: str) -> None:
-    sync = "nominal_inner_steps = 100"
+    sync = 'wait = "never"'
     names = ["a", "b", "fast"]
     shared.create_run(
-        spec_toml(run, rounds=9, min_workers=3, sync=sync).replace("inner_steps = 5\n", 'inner_steps = "auto"\n', 1)
+        spec_toml(run, rounds=9, min_workers=3, sync=sync).replace("inner_steps = 5\n", "inner_steps = 100\n", 1)
     )
     members = [enlist(shared, run, name) for name in names]
     assert members[0].assignment(None).action == "seed"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from harness.coordinator import InThread, coordinator_thread
+from harness.member import waiting
 from outerstep.common.exit_codes import Exit
 from protocol.messages import RunDetail, WorkerInfo
 from tests.support.waiting import wait_until
@@ -84,7 +85,7 @@ def test_all_replicas_end_with_the_same_bits_and_have_learned(
 ) -> None:
     devices = [str(device), "cpu"] if mixed else [str(device)] * 2
     with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(SPEC.format(source=text, rounds=6, upload=upload, sync=sync, workers=2))
+        running.create_run(SPEC.format(source=text, rounds=6, upload=upload, sync=waiting(sync), workers=2))
         play(running, tmp_path, devices)
         with running.client() as http:
             wait_until(lambda: http.get("/v1/runs/text").json()["state_digest"] is not None)

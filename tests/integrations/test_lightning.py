@@ -23,6 +23,7 @@ sequence_length = 8
 [inner]
 batch_size = 4
 [sync]
+wait = "always"
 rounds = {ROUNDS}
 inner_steps = {H}
 upload_codec = "int8"
@@ -131,10 +132,11 @@ def test_two_of_them_end_with_the_same_model_and_have_trained_on_other_data(tmp_
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("one_h")
 def test_they_train_on_while_they_would_wait(tmp_path: Path) -> None:
     """The last round has its H steps alone, and nothing that was carried into it is lost."""
     with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(SPEC.replace("[sync]", '[sync]\nwait = "never"') + "[members]\nmin_workers = 2\n")
+        running.create_run(SPEC.replace('wait = "always"', 'wait = "never"') + "[members]\nmin_workers = 2\n")
         a, b = map(result, [start(running, tmp_path, name=name) for name in "ab"])
         with running.client() as http:
             wait_until(lambda: http.get("/v1/runs/light").json()["state_digest"] is not None)

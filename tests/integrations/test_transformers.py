@@ -24,6 +24,7 @@ sequence_length = 8
 [inner]
 batch_size = 4
 [sync]
+wait = "always"
 rounds = {ROUNDS}
 inner_steps = {H}
 upload_codec = "int8"
@@ -188,17 +189,18 @@ def test_another_batch_than_the_runs_is_refused(tmp_path: Path) -> None:
             Trainer(nn.Linear(2, 2), arguments, callbacks=[callback])
 
 
-@pytest.mark.parametrize(
-    ("sync", "why"),
-    [
-        ('inner_steps = "auto"', 'sync.inner_steps = "auto"'),
-        (f'inner_steps = {H}\nwait = "never"', "sync.wait"),
-    ],
-)
-def test_a_run_whose_workers_take_steps_of_their_own_number_is_refused(tmp_path: Path, sync: str, why: str) -> None:
-    from outerstep.integrations.transformers import DiLoCoCallback
-
+def test_two_trainers_of_unequal_speed_end_together(tmp_path: Path) -> None:
+    """Each takes the steps that it manages, and none beyond them: the Trainer knows how many they are at most."""
     with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(SPEC.replace(f"inner_steps = {H}", sync))
-        with pytest.raises(BoxError, match=f"run trainer has {why}"):
-            DiLoCoCallback("trainer", url=running.url, token=running.token(Scope.WORKER))
+        running.create_run(SPEC.replace('wait = "always"\n', "") + "[members]\nmin_workers = 2\n")
+        a, b = map(result, [start(running, name, tmp_path) for name in "ab"])
+        with running.client() as http:
+            wait_until(lambda: http.get("/v1/runs/trainer").json()["state_digest"] is not None)
+            run = RunDetail.model_validate(http.get("/v1/runs/trainer").json())
+        assert run.state == "finished"
+        assert told(running, "a").state_digest == told(running, "b").state_digest == run.state_digest
+    assert a["digest"] == b["digest"]
+    for each in (a, b):
+        assert each["steps"] == sorted(set(each["steps"])), "the run's steps, some of which a slower one skips"
+        assert len(each["steps"]) <= each["steps"][-1] + 1 <= ROUNDS * H
+    assert run.tokens == (len(a["steps"]) + len(b["steps"])) * 4 * 8

@@ -17,6 +17,7 @@ members.min_workers = 8
 learning_rate = {rate}
 momentum = {momentum}
 [sync]
+wait = "always"
 rounds = {rounds}
 inner_steps = {h}
 upload_codec = "{codec}"

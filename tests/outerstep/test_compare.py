@@ -239,9 +239,8 @@ learning_rate = 1e-3
 momentum = 0.9
 [sync]
 rounds = 30
-inner_steps = "auto"
-nominal_inner_steps = 40
-wait = "never"
+inner_steps = 40
+most_steps = 90
 upload_codec = "ternary"
 [members]
 min_workers = 5

@@ -787,6 +787,12 @@ def test_how_much_of_a_round_is_communication(running: InThread, run: str, text:
     assert found.said == "1 Mbit/s up, 1 Mbit/s down, round trip 50 ms"
     (found,) = network.judge_connection(slow, detail(running, text, f"{run}-eager", 'overlap = "eager"'), 139_584, 1.0)
     assert "sync.overlap = 'eager' hides behind training" in found.said
+    never = detail(running, text, f"{run}-never", 'wait = "never"')
+    (found,) = network.judge_connection(slow, never, 139_584, 1.0)
+    assert found.state is State.FINE
+    assert "during which workers train on" in found.said
+    (found,) = network.judge_connection(slow, never, 139_584, 0.01)
+    assert found.state is State.WARNING, "it takes longer than workers train on"
 
 
 # --- the examination itself ---------------------------------------------------------------------------------------

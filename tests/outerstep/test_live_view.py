@@ -100,7 +100,8 @@ def test_what_each_worker_waited_for_in_the_last_round_and_what_would_save_it():
         look(workers=(live("even", 6), live("slow", 6), live("new", 6)), reported=reported, round=6)
     )
     assert (
-        'waited 25.0% of round 5; sync.wait = "never" would save up to 20.0%, twice as many inner steps 10.0%' in lines
+        'waited 25.0% of round 5; without sync.wait = "always" up to 20.0% would be saved, with twice as many inner steps 10.0%'
+        in lines
     )
     ends = {line.split()[0]: line.rstrip() for line in lines if line.split()}
     assert ends["even"].endswith("12.0 s other workers, 3.5 s download")

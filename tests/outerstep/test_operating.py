@@ -50,13 +50,17 @@ def test_runs_are_listed_and_shown_as_table_and_json(served: Served):
     create(served, "listed")
     code, table, _ = served.outerstep("run", "ls")
     assert (code, table.split()[:3]) == (0, ["run", "state", "round"])
-    assert re.search(r"^listed +seeding +0/4 ", table, re.MULTILINE)
+    assert re.search(r"^listed +seeding +0/5 ", table, re.MULTILINE)
     runs = json.loads(served.outerstep("run", "ls", "--format", "json")[1])
     assert "listed" in [run["name"] for run in runs]
 
     code, facts, _ = served.outerstep("run", "show", "listed")
     assert code == 0
-    for expected in ("seeding: waiting for the first worker", "0 of 4, 10 inner steps each", "int8 up, int8 down"):
+    for expected in (
+        "seeding: waiting for the first worker",
+        "0 of 5, up to 10 inner steps each",
+        "int8 up, int8 down",
+    ):
         assert expected in facts
     shown = json.loads(served.outerstep("run", "show", "listed", "--format", "json")[1])
     assert sorted(shown) == ["rounds", "run", "workers"]
@@ -65,7 +69,7 @@ def test_runs_are_listed_and_shown_as_table_and_json(served: Served):
 
 
 def test_an_overlap_is_shown(served: Served):
-    text = SPEC.replace("demo", "overlapped") + 'sync.overlap = 4\nsync.offsets = "spread"\n'
+    text = SPEC.replace("demo", "overlapped") + 'sync.wait = "always"\nsync.overlap = 4\nsync.offsets = "spread"\n'
     assert served.outerstep("run", "create", "-", stdin=text)[0] == 0
     assert "4 inner steps, fragments spread" in served.outerstep("run", "show", "overlapped")[1]
 

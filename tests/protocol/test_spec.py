@@ -35,12 +35,9 @@ def test_private_units_have_room() -> None:
     assert [spec.number_in_set(unit) for unit in (0, 7, UNITS_PER_WORKER, 3 * UNITS_PER_WORKER + 7)] == [0, 7, 0, 7]
     assert parse_spec(LEAST).number_in_set(3 * UNITS_PER_WORKER) == 3 * UNITS_PER_WORKER
     vast = LEAST.replace("rounds = 4", f"rounds = {UNITS_PER_WORKER >> 20}\ninner_steps = {1 << 20}")
-    assert parse_spec(vast).sync.schedule_steps == 1 << 20
+    assert parse_spec(vast).sync.inner_steps == 1 << 20
     with pytest.raises(SpecError, match="data.private = true has room"):
         parse_spec(vast + private)
-    auto = 'rounds = 1_048_576\ninner_steps = "auto"\nnominal_inner_steps = 1_048_576'
-    with pytest.raises(SpecError, match="data.private = true has room"):
-        parse_spec(LEAST.replace("rounds = 4", auto) + private)
 
 
 PRIVATE = "[data]\nprivate = true\nholdout = 0.0\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n"
@@ -193,10 +190,7 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
         LEAST + '[data]\nsource = "custom"\n[inner]\nbatch_size = 4\njoiner_warmup_steps = 3\nlearning_rate = 0.1\n',
         ['inner.learning_rate = 0.1 does nothing with data.source = "custom"'],
     ),
-    "a nominal H beside a fixed one": (
-        edited("rounds = 4", "rounds = 4\nnominal_inner_steps = 4"),
-        ['sync.nominal_inner_steps = 4 does nothing without inner_steps = "auto"'],
-    ),
+    "an overlap without waiting": (edited("rounds = 4", "rounds = 4\noverlap = 4"), ['need wait = "always"']),
     "an alpha of more than all": (edited("rounds = 4", "rounds = 4\nalpha = 1.1"), ["sync.alpha", "or equal to 1"]),
     "an unknown preset": (edited('"tiny"', '"huge"'), ["model.preset = 'huge'", "'tiny', 'llama-150m' or 'llama-1b'"]),
     "no model chosen": (

@@ -46,8 +46,7 @@ warmup_steps = 10
 momentum = 0.5
 [sync]
 rounds = {rounds}
-inner_steps = "auto"
-nominal_inner_steps = {inner_steps}
+inner_steps = {inner_steps}
 fragment_elements = 50000
 [members]
 min_workers = 3

@@ -23,7 +23,7 @@ SMALL_MODEL: dict[str, Any] = {
 SMALL: dict[str, dict[str, Any]] = {
     "data": {"sequence_length": 16, "holdout": 0.2},
     "inner": {"batch_size": 2, "warmup_steps": 2},
-    "sync": {"rounds": 2, "inner_steps": 4, "overlap": 1, "fragment_elements": 2048},
+    "sync": {"wait": "always", "rounds": 2, "inner_steps": 4, "overlap": 1, "fragment_elements": 2048},
     "members": {"min_workers": 1},
     "evaluation": {"max_tokens": 256},
 }

@@ -101,7 +101,7 @@ def run_reference(spec: RunSpec, workers: int, *, outer: str = "written out") ->
     bounds = fragment_bounds(len(theta), spec.sync.fragment_elements)
     outer_parameter = torch.nn.Parameter(theta.clone())
     sgd = torch.optim.SGD([outer_parameter], lr=spec.outer.learning_rate, momentum=spec.outer.momentum, nesterov=True)
-    steps, weight = spec.sync.schedule_steps, np.float32(1 / workers)
+    steps, weight = spec.sync.inner_steps, np.float32(1 / workers)
 
     unsent = [torch.zeros_like(theta) for _ in models]  # what the codec has left out so far
     undelivered = torch.zeros_like(theta)  # what the codec of deltas has left out
@@ -156,7 +156,7 @@ def _inner_step(
     spec: RunSpec, model: torch.nn.Module, optimizer: torch.optim.Optimizer, data: TextData, *, unit: int, step: int
 ) -> None:
     """One AdamW step: linear warmup then cosine, gradients clipped to a global norm."""
-    inner, total = spec.inner, spec.sync.rounds * spec.sync.schedule_steps
+    inner, total = spec.inner, spec.sync.rounds * spec.sync.inner_steps
     if step < inner.warmup_steps:
         rate = inner.learning_rate * (step + 1) / inner.warmup_steps
     else:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from harness.member import waiting
+
 
 def tiny_spec(
     name: str, text: Path, *, seed: int, rounds: int, min_workers: int, sync: str = "", members: str = ""
@@ -23,7 +25,7 @@ warmup_steps = 4
 rounds = {rounds}
 inner_steps = 5
 fragment_elements = 50000
-{sync}
+{waiting(sync)}
 [members]
 min_workers = {min_workers}
 {members}

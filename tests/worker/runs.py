@@ -33,7 +33,8 @@ def create(
     text = write_chapters(directory / "text", chapters=4, repeats=20)
     coordinator.create_run(
         f'name = "{name}"\nmodel = {{{model}}}\n[data]\nsource = "{text}"\nsequence_length = 16\n{data}\n[inner]\nbatch_size = 2\n'
-        f"warmup_steps = 0\n[sync]\nrounds = {rounds}\ninner_steps = 2\nfragment_elements = {fragment_elements}\n"
+        f'warmup_steps = 0\n[sync]\nwait = "always"\nrounds = {rounds}\ninner_steps = 2\n'
+        f"fragment_elements = {fragment_elements}\n"
         f"[checkpoints]\nevery_rounds = 1\nkeep = {keep}\n[members]\nmin_workers = {min_workers}\n"
     )
 

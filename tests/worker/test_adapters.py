@@ -178,7 +178,8 @@ def test_peft_loads_the_adapters_of_a_script(
     """The spec says nothing about the model. The export had names such as lora_A.default.weight, which peft ignores."""
     save_trained(tmp_path / "trained")
     coordinator.create_run(
-        'name = "script"\n[data]\nsource = "custom"\n[sync]\nrounds = 1\ninner_steps = 2\nfragment_elements = 4096\n'
+        'name = "script"\n[data]\nsource = "custom"\n[sync]\nwait = "always"\nrounds = 1\ninner_steps = 2\n'
+        "fragment_elements = 4096\n"
     )
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")

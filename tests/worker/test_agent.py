@@ -45,6 +45,7 @@ batch_size = 2
 learning_rate = 3e-3
 warmup_steps = 2
 [sync]
+wait = "always"
 rounds = {rounds}
 inner_steps = 3
 fragment_elements = 60_000

@@ -50,6 +50,7 @@ batch_size = 2
 learning_rate = 3e-3
 warmup_steps = 2
 [sync]
+wait = "always"
 rounds = {ROUNDS}
 inner_steps = {H}
 [evaluation]

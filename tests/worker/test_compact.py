@@ -30,6 +30,7 @@ optimizer = "{optimizer}"
 batch_size = 8
 learning_rate = 2e-3
 [sync]
+wait = "always"
 rounds = 1
 inner_steps = {steps}
 """

@@ -29,6 +29,7 @@ holdout = {holdout}
 [inner]
 batch_size = {batch}
 [sync]
+wait = "always"
 rounds = 1
 """)
 

@@ -53,6 +53,7 @@ def test_a_stopped_run_ends_a_worker_that_waits_for_a_delta(tmp_path: Path) -> N
         assert run.told("a").state == "left"
 
 
+@pytest.mark.usefixtures("one_h")
 @pytest.mark.parametrize("sync", ["", 'wait = "never"'])
 def test_a_worker_that_the_run_finished_without_trains_no_further_and_takes_its_last_state(
     tmp_path: Path, sync: str

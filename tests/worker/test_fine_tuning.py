@@ -47,7 +47,7 @@ def create(coordinator: InThread, tmp_path: Path, model: str = "") -> Path:
         f'name = "talk"\n[model]\npretrained = "{tmp_path / "trained"}"\n{model}\n[data]\n'
         f'source = "{write_conversations(tmp_path / "talk.jsonl")}"\ntokenizer = "{tokenizer}"\n'
         'format = "chat"\nsequence_length = 160\nholdout = 0.2\n[inner]\nbatch_size = 2\nlearning_rate = 0.01\n'
-        "warmup_steps = 0\n[sync]\nrounds = 3\ninner_steps = 4\n[checkpoints]\nevery_rounds = 1\n"
+        'warmup_steps = 0\n[sync]\nwait = "always"\nrounds = 3\ninner_steps = 4\n[checkpoints]\nevery_rounds = 1\n'
     )
     return tokenizer
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from harness.coordinator import InThread, coordinator_thread
+from harness.member import waiting
 from protocol.messages import Scope
 from tests.coordinator.crew import events, info
 from tests.support.text import write_chapters
@@ -75,6 +76,7 @@ def work(running: InThread, name: str, errors: list[BaseException]) -> None:
 
 @pytest.mark.system
 @pytest.mark.covers("security:ascent")
+@pytest.mark.usefixtures("one_h")
 @pytest.mark.parametrize("sync", ["", 'wait = "never"', "overlap = 1"])
 def test_the_run_ends_without_the_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str):
     def release(*arguments: Any) -> Release:
@@ -83,7 +85,7 @@ def test_the_run_ends_without_the_harm(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("worker.diloco.release_for", release)
     text, errors = write_chapters(tmp_path / "text"), list[BaseException]()
     with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(SPEC.format(source=text, sync=sync))
+        running.create_run(SPEC.format(source=text, sync=waiting(sync)))
         workers = [threading.Thread(target=work, args=(running, name, errors), name=name) for name in "abcm"]
         for worker in workers:
             worker.start()

@@ -34,7 +34,7 @@ H = 6
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread(one_h: None) -> None:
     torch.set_num_threads(1)
 
 
@@ -133,6 +133,21 @@ def test_it_stops_at_the_most_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert len(units) == most + H
         assert [weight(run, round_number) for round_number in (0, 1)] == [H, most]
         assert (epoch(run).consumed, epoch(run).assigned) == (len(units), {})
+
+
+def test_a_worker_whose_state_is_in_files_waits_as_copies_would_take_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.state.outer_state.MAPPED_FROM", 1)
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(rounds=3), tmp_path)
+        steps = list[tuple[int, int]]()
+        ones(run, lambda diloco, values: steps.append((diloco.round, diloco.inner_step)), state_dir=tmp_path / "a")
+        last = {round_: max(step for each, step in steps if each == round_) for round_ in range(run.final().round)}
+        assert set(last.values()) <= set(range(H + 1)), "none beyond H"
+        assert sum(weight(run, round_) for round_ in last) == 3 * H
+        assert run.told("a").state_digest == run.info().state_digest
+        assert epoch(run).assigned == {}
 
 
 @pytest.mark.system
@@ -304,10 +319,10 @@ def test_a_loader_loads_one_unit_at_a_time_beyond_h(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sync", "why"),
     [
-        ('wait = "never"\noverlap = 2', "leave out overlap, offsets and alpha"),
-        ('wait = "never"\noffsets = "spread"', "leave out overlap, offsets and alpha"),
-        ('wait = "never"\nalpha = 0.5', "leave out overlap, offsets and alpha"),
-        ("most_steps = 20", 'most_steps is for wait = "never"'),
+        ('wait = "never"\noverlap = 2', 'need wait = "always"'),
+        ('wait = "never"\noffsets = "spread"', 'need wait = "always"'),
+        ('wait = "never"\nalpha = 0.5', 'need wait = "always"'),
+        ('wait = "always"\nmost_steps = 20', 'most_steps is for wait = "never"'),
         ('wait = "never"\nmost_steps = 6', r"more than H \(6\)"),
     ],
 )
@@ -317,9 +332,7 @@ def test_what_does_not_go_together(sync: str, why: str) -> None:
 
 
 def test_a_worker_with_an_h_of_its_own_trains_on_for_as_many_times_of_it() -> None:
-    auto = toy.spec(steps=H, sync='wait = "never"').replace(
-        f"inner_steps = {H}", 'inner_steps = "auto"\nnominal_inner_steps = 100'
-    )
+    auto = toy.spec(steps=100, sync='wait = "never"')
     assert parse_spec(auto).sync.most_steps_of(50) == 200
     assert parse_spec(auto.replace("[members]", "most_steps = 250\n[members]")).sync.most_steps_of(51) == 128
     assert parse_spec(toy.spec(steps=H)).sync.most_steps_of(H) == H

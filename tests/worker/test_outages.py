@@ -302,7 +302,7 @@ def test_waiting_for_room_ends_with_the_run(tmp_path: Path) -> None:
 
 
 def test_each_worker_has_its_own_h(tmp_path: Path) -> None:
-    """With "auto", the speed of one round decides about a later one's H; the schedule goes on in nominal steps."""
+    """The speed of one round decides about a later one's H; the schedule goes on in steps of the fastest worker."""
     seen: list[tuple[int, int, int]] = []
 
     def note(diloco: DiLoCo) -> None:
@@ -310,10 +310,7 @@ def test_each_worker_has_its_own_h(tmp_path: Path) -> None:
             diloco.joined.heartbeat.beat()  # otherwise it comes when it comes
             seen.append((diloco.round, diloco.joined.rounds.assignment.inner_steps, diloco.global_step))
 
-    text = toy.spec(rounds=3).replace(
-        "inner_steps = 4",
-        'inner_steps = "auto"\nnominal_inner_steps = 40',
-    )
+    text = toy.spec(rounds=3, steps=40, sync='wait = "never"')
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, text, tmp_path)
         run.worker("a", on_step=note)
@@ -326,7 +323,7 @@ def test_each_worker_has_its_own_h(tmp_path: Path) -> None:
     assert seen[1] == (1, 40, 5), "it is the fastest"
     assert seen[2] == (2, 40, 45)
     assert seen[3] == (3, 36, 85), "what the first round has left over"
-    assert info.tokens == sum(inner_steps for _, inner_steps, _ in seen) * info.spec.unit_tokens
+    assert info.tokens >= sum(inner_steps for _, inner_steps, _ in seen) * info.spec.unit_tokens
 
 
 def test_a_run_that_goes_back_leaves_no_moments_of_the_dropped_states(tmp_path: Path) -> None:

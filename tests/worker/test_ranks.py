@@ -21,7 +21,7 @@ Start = Callable[..., RankProcesses]
 
 LONGER = toy.spec(rounds=4)
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("one_h")]
 
 
 @pytest.fixture

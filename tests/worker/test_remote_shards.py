@@ -46,6 +46,7 @@ sequence_length = 100
 [inner]
 batch_size = 4
 [sync]
+wait = "always"
 rounds = 2
 inner_steps = 5
 """

@@ -11,7 +11,7 @@ from worker.rounds.schedule import ON_ARRIVAL, Schedule, schedule
 
 
 def spec(**keys: Any) -> SyncSpec:
-    return SyncSpec(rounds=5, **keys)
+    return SyncSpec(rounds=5, **{"wait": "always", **keys})
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,6 @@ def test_a_worker_that_has_nothing_yet_sends_half_way_what_is_due_at_once() -> N
 def test_the_last_round_leaves_nothing_over() -> None:
     for keys in ({"overlap": "eager"}, {"overlap": 5}, {"offsets": "spread"}, {"wait": "never"}):
         assert schedule(spec(inner_steps=12, **keys), 3, 12, last=True, first=False) == Schedule([12] * 3, [12] * 3)
-
-
-def test_a_worker_with_an_h_of_its_own_overlaps_the_same_share_of_it() -> None:
-    auto: dict[str, Any] = {"inner_steps": "auto", "nominal_inner_steps": 100, "overlap": 20}
-    assert schedule(spec(**auto), 1, 50, last=False, first=False) == Schedule([40], [50])
-    assert schedule(spec(**auto), 1, 300, last=False, first=False) == Schedule([240], [300])
 
 
 @given(st.data())

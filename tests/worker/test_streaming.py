@@ -37,7 +37,7 @@ EVERY = pytest.mark.parametrize("sync", SCHEDULES.values(), ids=SCHEDULES.keys()
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
+def one_thread(one_h: None) -> None:
     torch.set_num_threads(1)
 
 

@@ -33,6 +33,7 @@ learning_rate = 2.0
 warmup_steps = 10
 {inner}
 [sync]
+wait = "always"
 rounds = 11
 inner_steps = 10
 """)

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from harness import coordinator
 from harness.coordinator import InThread, SettableClock
+from harness.member import waiting
 from protocol.messages import RunDetail, Scope, WorkerInfo
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker.diloco import DiLoCo
@@ -64,7 +65,7 @@ upload_codec = "{upload}"
 download_codec = "{download}"
 fragment_elements = 256
 aggregation = "{aggregation}"
-{sync}
+{waiting(sync)}
 [members]
 min_workers = {min_workers}
 {members}

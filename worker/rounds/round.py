@@ -115,8 +115,9 @@ class Round:
             self._send_beside_training([p for p in fragments if p not in waited_for])
 
     def _send_beside_training(self, fragments: list[int]) -> None:
-        """Only copy the parameters here, all of them before other threads take the cores for the rest."""
-        self._local |= {p: self._fragments.gather(p) for p in fragments}
+        """Only copy the parameters here, all of them before other threads take the cores for the rest. They go into
+        host memory, as the training needs the GPU's."""
+        self._local |= {p: self._fragments.in_host_memory(self._fragments.gather(p)) for p in fragments}
         self._release.count(fragments)
         for p in fragments:
             if self._fragments.owns(p):

@@ -206,7 +206,7 @@ class Rounds:
             self._exchange.client.open_ahead()
         if ends:
             round_.end_inner_steps()
-            if self._sync.inner_steps == "auto":
+            if self._sync.wait == "never":
                 self._heartbeat.beat_now()  # the next round's H depends on the speed of this one
 
     def _end(self, round_: Round) -> None:

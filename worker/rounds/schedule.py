@@ -52,7 +52,7 @@ def schedule(
         return Schedule([h] * fragments, [h] * fragments)
     if sync.wait == "never":
         return Schedule([0 if behind else h] * fragments, [ON_ARRIVAL] * fragments)
-    overlap = h if sync.overlap == "eager" else sync.overlap * h // sync.schedule_steps
+    overlap = h if sync.overlap == "eager" else sync.overlap * h // sync.inner_steps
     merged = [-(-h * (p + 1) // fragments) if sync.offsets == "spread" else h for p in range(fragments)]
     sent = [max(each - overlap, 0) for each in merged]
     if first:

@@ -77,7 +77,7 @@ class UnitSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """The batches of the next pass; before the run is joined, those of a round."""
-        return (count(self._steps.units_to_come) or self._spec.sync.schedule_steps) * self._batches_per_unit
+        return (count(self._steps.units_to_come) or self._spec.sync.inner_steps) * self._batches_per_unit
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield batches of row numbers. Raises ModelError if the last pass was loaded completely and there was no inner

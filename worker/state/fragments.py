@@ -171,18 +171,18 @@ class Fragments:
     ) -> Tensor:
         """Return Δ = θ_global − θ_local in host memory. With this sign, the outer optimizer descends.
 
-        θ_local is `local`, a result of `gather`, with `after` the `mark` taken after it; None: the model as it is now,
-        if this process has all of it. θ_global is cast to the parameter's dtype, as the model started from it, and
-        `carry`, which `rebase` was given, is added exactly: so neither the rounding of a bf16 model nor that of its
-        rebase is mistaken for progress, or loses any. `out`: the memory for Δ, float32[n]; None: new, page-locked for a
-        GPU, which writes into that directly.
+        θ_local is `local`, a result of `gather` on any device, with `after` the `mark` taken after it; None: the model
+        as it is now, if this process has all of it. θ_global is cast to the parameter's dtype, as the model started
+        from it, and `carry`, which `rebase` was given, is added exactly: so neither the rounding of a bf16 model nor
+        that of its rebase is mistaken for progress, or loses any. `out`: the memory for Δ, float32[n]; None: new,
+        page-locked for a GPU, which writes into that directly.
         """
         on_gpu = self.device.type == "cuda"
         delta = torch.empty(len(theta), dtype=torch.float32, device="cpu", pin_memory=on_gpu) if out is None else out
         with self._side_stream.beside(self.mark() if after is None else after):
             for piece in chain.from_iterable(map(self._parts, self._pieces(p))):
                 start = self._start(piece, theta, carry).float()
-                reached = self._read(piece).float() if local is None else local[piece.place]
+                reached = self._read(piece).float() if local is None else local[piece.place].to(self.device)
                 progress = start - reached
                 if carry is not None:
                     progress += carry[piece.place].to(self.device)
@@ -195,7 +195,7 @@ class Fragments:
         if self.spread:
             return self.in_host_memory(local.sub_(self.gather(p).to(local.device)))
         for piece in self._pieces(p):
-            local[piece.place].sub_(self._read(piece).float())
+            local[piece.place].sub_(self._read(piece).float().to(local.device))
         return self.in_host_memory(local)
 
     def in_host_memory(self, vector: Tensor) -> Tensor:

@@ -32,14 +32,14 @@ from worker.state.state_dir import STATE_FILE
 _HOST = torch.device("cpu")
 _FILES = 3  # one of the current state, one of the last durable work, one for changes
 _PIECE = 1 << 18  # elements
-_MAPPED_FROM = 1 << 23  # elements; smaller outer states stay in memory
+MAPPED_FROM = 1 << 23  # elements; smaller outer states stay in memory
 
 
 def is_mapped(elements: int, device: torch.device, *, offload: bool = False) -> bool:
     """Return True if a worker that trains on `device` keeps the outer state of this many elements in files. With a
     GPU, the state stays in page-locked memory, from which it is copied to the device, unless `offload` needs the
     memory."""
-    return sys.platform == "linux" and (device.type != "cuda" or offload) and elements >= _MAPPED_FROM
+    return sys.platform == "linux" and (device.type != "cuda" or offload) and elements >= MAPPED_FROM
 
 
 def tensor_bytes(tensor: Tensor) -> Buffer:

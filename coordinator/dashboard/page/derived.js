@@ -54,7 +54,7 @@ export function waitingText(detail) {
   const waiting = detail?.waiting;
   if (!waiting) return "";
   const percent = (part) => `${(100 * part).toFixed(1)} %`;
-  const never = waiting.never === null ? "" : `sync.wait = "never" would save up to ${percent(waiting.never)}, `;
+  const never = waiting.never === null ? "" : `without sync.wait = "always" up to ${percent(waiting.never)} would be saved, with `;
   const text = `${never}twice as many inner steps ${never ? "" : "would save "}${percent(waiting.doubled_h)}`;
   return `In round ${detail.round} the workers waited ${percent(waiting.share)} of their time; ${text}.`;
 }

@@ -97,7 +97,7 @@ def _privacy(spec: RunSpec) -> Iterator[str]:
 
 
 def _rounds(spec: RunSpec) -> Iterator[str]:
-    rounds, h = spec.sync.rounds, spec.sync.schedule_steps
+    rounds, h = spec.sync.rounds, spec.sync.inner_steps
     if rounds >= FEW_ROUNDS or h <= SHORT_ROUND:
         return
     shorter = max(rounds * h // FEW_ROUNDS, 1)
@@ -116,7 +116,7 @@ def _rounds(spec: RunSpec) -> Iterator[str]:
 
 
 def _outer(spec: RunSpec) -> Iterator[str]:
-    rate, momentum, h = spec.outer.learning_rate, spec.outer.momentum, spec.sync.schedule_steps
+    rate, momentum, h = spec.outer.learning_rate, spec.outer.momentum, spec.sync.inner_steps
     if rate > LARGEST_RATE:
         yield f"outer.learning_rate = {rate}: 2.8 made training diverge, even without momentum"
     if h <= SHORT_ROUND and momentum > MOMENTUM_OF_SHORT:

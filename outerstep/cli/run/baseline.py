@@ -13,10 +13,7 @@ SUFFIX = "-baseline"
 ADOPTING = {"learning_rate": 1.0, "momentum": 0.0}
 CODECS = {"upload_codec": "fp32", "download_codec": "fp32"}
 # Keys of [sync] that only matter with several workers.
-OF_SEVERAL = (
-    *("overlap", "offsets", "wait", "most_steps", "alpha", "aggregation", "fragment_layers"),
-    "nominal_inner_steps",
-)
+OF_SEVERAL = ("overlap", "offsets", "most_steps", "alpha", "aggregation", "fragment_layers")
 
 
 def baseline_of(text: str, spec: RunSpec, workers: int) -> str:
@@ -30,7 +27,7 @@ def baseline_of(text: str, spec: RunSpec, workers: int) -> str:
     document = tomllib.loads(text)
     document["name"] = spec.name + SUFFIX
     sync = {key: value for key, value in document.get("sync", {}).items() if key not in OF_SEVERAL}
-    document["sync"] = sync | CODECS | {"inner_steps": spec.sync.schedule_steps}
+    document["sync"] = sync | CODECS | {"wait": "always"}
     if "offsets" in document.get("sync", {}) or "fragment_layers" in document.get("sync", {}):
         document.get("pins", {}).pop("layout", None)  # that of other fragments
     document["inner"] = document.get("inner", {}) | {"batch_size": spec.inner.batch_size * workers}

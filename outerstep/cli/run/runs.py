@@ -318,7 +318,7 @@ def shares_text(account: Account) -> str:
 def _overlap(spec: RunSpec) -> str:
     sync = spec.sync
     if sync.wait == "never":
-        return f"workers never wait: up to {sync.most_steps_of(sync.schedule_steps)} inner steps per round"
+        return f"workers never wait: up to {sync.most_steps_of(sync.inner_steps)} inner steps per round"
     steps = "a whole round" if sync.overlap == "eager" else f"{sync.overlap} inner steps"
     alpha = "" if sync.alpha == "carry" else f", alpha {sync.alpha:g}"
     return f"{steps}, fragments {sync.offsets}{alpha}"
@@ -326,4 +326,4 @@ def _overlap(spec: RunSpec) -> str:
 
 def _inner_steps(spec: RunSpec) -> str:
     sync = spec.sync
-    return f"up to {sync.schedule_steps}" if sync.inner_steps == "auto" else str(sync.inner_steps)
+    return f"up to {sync.inner_steps}" if sync.wait == "never" else str(sync.inner_steps)
