@@ -18,7 +18,8 @@ names. What followed from the old one is forgotten here as there, and all of the
 the dropped state until it knows.
 
 With a hostile worker in the run I6 is not read from the contributions' bytes: what honest work is late comes less a mean
-that is not made of units alone. And what is left out of a delta is nobody's violation.
+that is not made of units alone. And what is left out of a delta is nobody's violation. Nor is it one of I11 if there is
+such late work beside a hostile worker.
 """
 
 import json
@@ -246,9 +247,19 @@ class Ledger:
         for row in self._all(f"{query} ORDER BY id", self._last_event):
             self._last_event, data = row["id"], json.loads(row["data"])
             named = set(data["workers"] if row["kind"] == "redone" else [data["worker"]])
-            demand(self.hostile and named == {HOSTILE}, "I11", row["message"])
+            demand(self.hostile and (named == {HOSTILE} or self._has_late_work()), "I11", row["message"])
             if row["kind"] == "redone" and data["place"] is not None:
                 self._redo(data["round"], named)
+
+    def _has_late_work(self) -> bool:
+        """Whether an honest worker's late work is in the last rounds. What a hostile worker put into the mean that it
+        missed, it takes back, since it comes less that mean. Beside that, honest work in time looks harmful."""
+        return any(
+            each.payload.header.carried and worker != HOSTILE  # type: ignore[union-attr]
+            for (round_, _), kept in self.contributions.items()
+            if round_ >= self.round - 2
+            for worker, each in kept.items()
+        )
 
     def _redo(self, round_: int, excluded: set[str]) -> None:
         """The last round was done again, without the workers `excluded`. The open one was dropped."""
