@@ -373,7 +373,7 @@ def test_a_run_whose_files_are_all_lost_says_so_and_does_not_disturb_the_others(
 def test_a_run_without_an_intact_checkpoint_is_a_finding(shared: InThread, run: str) -> None:
     """Its state may be with aggregators, which write no other checkpoint before one is due."""
     crew(shared, run, ["a"])
-    shared.live(run).outer.mark_damaged(0, "fragment 0 of checkpoint 0 is missing")
+    verified(shared, run).outer.mark_damaged(0, "fragment 0 of checkpoint 0 is missing")
     with shared.client() as client:
         (found,) = [each for each in client.get("/v1/status").json()["findings"] if each["run"] == run]
     assert found["about"] == "files"

@@ -532,7 +532,7 @@ MUTANTS = [
     Mutant("never tries again after a fault", ("I5",), 35, _never_tries_again),
     Mutant("counts a round that all handed in early as a whole one", ("I8",), 52, _counts_short_rounds_as_whole),
     Mutant("never ends a lease", ("I5",), 8, _leases_never_end),
-    Mutant("waits for a hung member", ("I12",), 0, _waits_for_a_hung_member),
+    Mutant("waits for a hung member", ("I12",), 22, _waits_for_a_hung_member),
     Mutant("takes any weight that a contribution names", ("I9",), 6, _takes_any_weight),
     Mutant("lets one outweigh all others", ("I9",), 42, _outweighed_by_one),
     Mutant("believes every contribution", ("I10",), 6, _believes_every_contribution),
