@@ -233,10 +233,10 @@ class Member:
         self.contribute_all(assignment)
         return assignment
 
-    def contribute_all(self, assignment: Assignment) -> None:
-        """Contribute every fragment."""
+    def contribute_all(self, assignment: Assignment, **changes: object) -> None:
+        """Contribute every fragment. `changes` replace header fields."""
         for p, values in enumerate(self.pseudo_gradients(assignment.round)):
-            self.contribute(assignment, p, values).raise_for_status()
+            self.contribute(assignment, p, values, **changes).raise_for_status()
 
 
 def is_unpublished(reply: httpx.Response) -> bool:

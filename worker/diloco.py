@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from outerstep.common import tracing
+from outerstep.common.quantities import bytes_text
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError
 from protocol.messages import (
@@ -87,14 +88,21 @@ class Joined:
     rounds: Rounds
 
 
-def _followed(spec: RunSpec, elements: int, *, waits: bool) -> RunSpec:
-    """Return the spec that this worker follows: if it `waits` for its deltas, as any worker of a run may do, or if the
-    host has no room for the copies that training on takes, it has `wait = "always"`. `elements`: trained parameters."""
-    free = host_free_bytes()
-    if spec.sync.wait == "always" or not (waits or (free is not None and free < TRAINING_ON_BYTES * elements)):
+def _followed(spec: RunSpec, elements: int, *, waits: bool, in_files: bool) -> RunSpec:
+    """Return the spec that this worker follows: if it `waits` for its deltas, as any worker of a run may do, or if
+    memory is short, it has `wait = "always"`. `elements`: trained parameters; `in_files`: the outer state is in files,
+    because memory is short."""
+    free, needed = host_free_bytes(), TRAINING_ON_BYTES * elements
+    no_room = in_files or (free is not None and free < needed)
+    if spec.sync.wait == "always" or not (waits or no_room):
         return spec
-    if not waits:
-        log.info("this worker waits for its deltas: copies to train on meanwhile would take too much memory")
+    if no_room:
+        log.info(
+            "this worker waits for its deltas, as training on meanwhile takes copies of parameters and moments: %s",
+            "its outer state is in files to save memory"
+            if in_files
+            else f"{bytes_text(needed)} of host memory with the outer state, and {bytes_text(free or 0)} are free",
+        )
     return spec.model_copy(update={"sync": spec.sync.model_copy(update={"wait": "always", "most_steps": None})})
 
 
@@ -164,9 +172,9 @@ class DiLoCo:
     ) -> None:
         device = next(model.parameters()).device
         elements = sum(each.numel() for each in trainable_parameters(model).values())
-        in_files = state_dir is not None and is_mapped(elements, device, offload=offload)
+        self._in_files = in_files = state_dir is not None and is_mapped(elements, device, offload=offload)
         self.ranks = ranks = ranks or Ranks.here()
-        self.spec: RunSpec = ranks.on_first(lambda: _followed(run.spec, elements, waits=waits or in_files))
+        self.spec: RunSpec = ranks.on_first(lambda: _followed(run.spec, elements, waits=waits, in_files=in_files))
         self.name = name = ranks.on_first(lambda: name)
         self.model = model
         self.client = client
@@ -183,7 +191,6 @@ class DiLoCo:
         tensors = tensor_specs(model)
         facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
         self._tell: HostDetail = tell
-        self._offload = offload
         request = JoinRequest(
             tensors=tensors, data=data, frozen=frozen or frozen_summary(model), host=shared_facts(facts, tell)
         )
@@ -493,8 +500,7 @@ class DiLoCo:
         on_cuda = fragments.device.type == "cuda"
         owner = identity(self._run, reply.layout, self.name)
         self._release = release_for(spec, reply.layout.elements, self._files, owner, self.ranks)
-        maps = is_mapped(reply.layout.total_elements, fragments.device, offload=self._offload)
-        mapped_in = self._files.path if self._files is not None and maps else None
+        mapped_in = self._files.path if self._files is not None and self._in_files else None
         state = OuterState(
             reply.layout,
             spec.outer,

@@ -18,7 +18,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
-from sqlalchemy import select
+from sqlalchemy import and_, select
+from sqlalchemy.orm import aliased
 
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.open_round import OpenRound
@@ -101,20 +102,19 @@ def _usual(run: LiveRun, round_: int, fragment: int) -> tuple[float | None, floa
     """Return the medians of the fragment's last EARLIER_ROUNDS rounds: of the reference norm, and of the spread of
     agreements; None if there are none. Rounds that were less than half as long as this one, such as a first one in
     which no worker's speed was known, show no usual norm: much less was trained in them."""
-    first = round_ - EARLIER_ROUNDS
+    own, following = aliased(RoundRow), aliased(RoundRow)
     earlier = (
-        select(FragmentRow.round, FragmentRow.reference, FragmentRow.verdicts)
+        select(FragmentRow.reference, FragmentRow.verdicts, following.step - own.step)
+        .join(own, and_(own.run_id == FragmentRow.run_id, own.round == FragmentRow.round))
+        .join(following, and_(following.run_id == FragmentRow.run_id, following.round == FragmentRow.round + 1))
         .where(FragmentRow.run_id == run.id, FragmentRow.fragment == fragment)
-        .where(FragmentRow.round < round_, FragmentRow.round >= first)
+        .where(FragmentRow.round < round_, FragmentRow.round >= round_ - EARLIER_ROUNDS)
         .where(FragmentRow.reference.is_not(None))
     )
-    began = select(RoundRow.round, RoundRow.step).where(RoundRow.run_id == run.id, RoundRow.round >= first)
     with run.context.database.read() as session:
         rows = session.execute(earlier).all()
-        steps = dict(session.execute(began.where(RoundRow.round <= round_)).tuples().all())
-    long = {each for each, step in steps.items() if 2 * (steps.get(each + 1, step) - step) >= round_steps(run)}
-    references = [reference for each, reference, _ in rows if reference is not None and each in long]
-    found = [spread(each["cosine"] for each in verdicts.values()) for _, _, verdicts in rows]
+    references = [norm for norm, _, steps in rows if norm is not None and 2 * steps >= round_steps(run)]
+    found = [spread(each["cosine"] for each in verdicts.values()) for _, verdicts, _ in rows]
     spreads = [each for each in found if each is not None]
     return (statistics.median(references) if references else None, statistics.median(spreads) if spreads else None)
 

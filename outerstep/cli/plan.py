@@ -327,6 +327,6 @@ def _overlap_line(workload: Workload, best: Setting) -> str:
         return "Its sync takes longer than its inner steps. Workers train on meanwhile, for up to four rounds' steps."
     wanted = f'"{best.overlap}"' if isinstance(best.overlap, str) else f"{best.overlap} or more"
     return (
-        "Training continues during the sync, so it costs no time. In a run with sync.wait = "
+        "Workers whose memory suffices train on during the sync, so it costs no time. In a run with sync.wait = "
         f'"always" that needs sync.overlap = {wanted}.'
     )

@@ -116,7 +116,7 @@ def judge_connection(
     share = 1 - setting.utilisation
     said += f", the whole sync {duration(moved.sync_s)}"
     if sync.wait == "never" and moved.sync_s <= (MOST_ROUNDS - 1) * sync.inner_steps * step_s:
-        return [fine("line", f"{said}, during which workers train on")]
+        return [fine("line", f"{said}, during which a worker trains on if its memory suffices")]
     if sync.overlap and setting.overlap is not None and (sync.overlap == "eager" or _covers(sync.overlap, setting)):
         return [fine("line", f"{said}, which sync.overlap = {sync.overlap!r} hides behind training")]
     said += f": {share_text(share)} of a round is communication"

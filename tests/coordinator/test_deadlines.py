@@ -10,9 +10,7 @@ NAMES = ["a", "b", "c"]
 
 
 def contribute_all(member: Member, round_: int, **changes: object) -> None:
-    assignment = member.assignment(round_)
-    for p, values in enumerate(member.pseudo_gradients(round_)):
-        member.contribute(assignment, p, values, **changes).raise_for_status()
+    member.contribute_all(member.assignment(round_), **changes)
 
 
 @pytest.mark.covers("reliability:rounds-close")

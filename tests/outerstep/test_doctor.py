@@ -790,7 +790,7 @@ def test_how_much_of_a_round_is_communication(running: InThread, run: str, text:
     never = detail(running, text, f"{run}-never", 'wait = "never"')
     (found,) = network.judge_connection(slow, never, 139_584, 1.0)
     assert found.state is State.FINE
-    assert "during which workers train on" in found.said
+    assert "during which a worker trains on if its memory suffices" in found.said
     (found,) = network.judge_connection(slow, never, 139_584, 0.01)
     assert found.state is State.WARNING, "it takes longer than workers train on"
 

@@ -135,10 +135,19 @@ def test_it_stops_at_the_most_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert (epoch(run).consumed, epoch(run).assigned) == (len(units), {})
 
 
-def test_a_worker_whose_state_is_in_files_waits_as_copies_would_take_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("worker.state.outer_state.MAPPED_FROM", 1, "its outer state is in files"),
+        ("worker.diloco.host_free_bytes", lambda: 1000, "and 1 kB are free"),
+    ],
+    ids=["in files", "little memory"],
+)
+def test_a_worker_without_room_for_copies_waits_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: Any, why: str
 ) -> None:
-    monkeypatch.setattr("worker.state.outer_state.MAPPED_FROM", 1)
+    monkeypatch.setattr(name, value)
+    caplog.set_level("INFO")
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         run = Toy(coordinator, spec(rounds=3), tmp_path)
         steps = list[tuple[int, int]]()
@@ -148,6 +157,8 @@ def test_a_worker_whose_state_is_in_files_waits_as_copies_would_take_memory(
         assert sum(weight(run, round_) for round_ in last) == 3 * H
         assert run.told("a").state_digest == run.info().state_digest
         assert epoch(run).assigned == {}
+    (said,) = [each for each in caplog.messages if each.startswith("this worker waits for its deltas")]
+    assert why in said
 
 
 @pytest.mark.system
@@ -164,6 +175,30 @@ def test_killed_while_it_trains_on_it_does_the_round_again(tmp_path: Path, step:
         run = Toy(coordinator, spec(rounds=4), tmp_path)
         with pytest.raises(Killed):
             ones(run, kill, mortal, tmp_path / "a")
+        ones(run, lambda diloco, values: None, state_dir=tmp_path / "a")
+        info, told = run.final(), epoch(run)
+        assert run.told("a").state_digest == info.state_digest
+        assert told.assigned == {}
+        assert info.tokens == told.consumed * info.spec.unit_tokens
+
+
+@pytest.mark.parametrize("short_first", [False, True], ids=["had room", "has room again"])
+def test_a_worker_that_is_started_again_may_have_another_amount_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_first: bool
+) -> None:
+    """One that trained on has saved the start of a round, and one that waited the work of one."""
+    short = lambda now: monkeypatch.setattr("worker.diloco.host_free_bytes", lambda: 1000 if now else None)  # noqa: E731
+
+    def kill(diloco: DiLoCo, values: torch.Tensor) -> None:
+        if (diloco.round, diloco.inner_step) == (2, 2):
+            diloco.client.die()  # type: ignore[attr-defined]
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        run = Toy(coordinator, spec(rounds=5), tmp_path)
+        short(short_first)
+        with pytest.raises(Killed):
+            ones(run, kill, partial(MortalClient, dies=lambda *_: False), tmp_path / "a")
+        short(not short_first)
         ones(run, lambda diloco, values: None, state_dir=tmp_path / "a")
         info, told = run.final(), epoch(run)
         assert run.told("a").state_digest == info.state_digest
