@@ -130,7 +130,7 @@ class WorkerNode(Machine):
             with diloco:
                 loss = torch.tensor(1.0)
                 # Of workers with data of their own no two send the same, or one would count as the other's copy.
-                length = 1.0 + 0.001 * (self.data.units % 5)
+                length = 1.0 + 0.004 * (self.data.units % 5)
                 for unit in diloco.units():
                     scheduler.sleep(self.speed_s * self.rng.uniform(0.5, 1.5))
                     while self.hung_until > scheduler.now:
