@@ -147,6 +147,8 @@ def _others_may_enter(folder: Path) -> bool:
 def _copied(programs: Path, folder: Path) -> Path:
     """Copy the package to where every account can read it, with the libraries beside it. Return its programs."""
     package = programs.parent.parent
+    (folder / "programs").mkdir()
+    (folder / "programs").chmod(0o755)  # whatever the umask
     for each in (package, package.with_name(f"{package.name}.libs")):
         if each.exists():
             shutil.copytree(each, folder / "programs" / each.name, symlinks=True)

@@ -3,6 +3,7 @@ A failing test's report has what went wrong in it, and not a line for each reque
 
 import inspect
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -60,6 +61,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         whole = item.get_closest_marker("system") or item.get_closest_marker("nightly")
         if whole and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(1800))
+
+
+@pytest.fixture(autouse=True)
+def _umask() -> Iterator[None]:
+    """Commands that a test calls in this process set the umask of all of it, for every test after."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,7 @@
 """`outerstep coordinator backup|backups|restore`, beside a coordinator that runs."""
 
 import json
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,13 +12,6 @@ from harness.seaweedfs import SeaweedFS
 from outerstep.cli import app
 from tests.outerstep.conftest import Served, serving
 from tests.outerstep.examples import SPEC
-
-
-@pytest.fixture(autouse=True)
-def _umask() -> Iterator[None]:
-    before = os.umask(0o022)
-    yield
-    os.umask(before)
 
 
 def outerstep(*arguments: object) -> tuple[int, str, str]:

@@ -253,20 +253,16 @@ def test_a_name_is_released(served: Served):
 @pytest.mark.system
 @pytest.mark.covers("security:secrets-at-rest")
 def test_what_a_coordinator_writes_is_for_its_user_alone(tmp_path: Path):
-    before = os.umask(0o022)
-    try:
-        with serving(tmp_path / "data", "0", "--log-file", str(tmp_path / "log")) as served:
-            create(served, "mine")
-            with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
-                member = Member(http, "mine", "w")
-                member.join(served.admin_token)
-                member.assignment(None)
-                member.seed()
-            found = [tmp_path / "log", *(path for path in served.data.rglob("*"))]
-            assert len(found) > 10
-            assert [path for path in found if path.stat().st_mode & 0o077] == []
-    finally:
-        os.umask(before)
+    with serving(tmp_path / "data", "0", "--log-file", str(tmp_path / "log")) as served:
+        create(served, "mine")
+        with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
+            member = Member(http, "mine", "w")
+            member.join(served.admin_token)
+            member.assignment(None)
+            member.seed()
+        found = [tmp_path / "log", *(path for path in served.data.rglob("*"))]
+        assert len(found) > 10
+        assert [path for path in found if path.stat().st_mode & 0o077] == []
 
 
 def test_a_token_from_a_file(served: Served):

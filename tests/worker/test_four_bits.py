@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from protocol.spec.run import RunSpec, parse_spec
 from tests.support.trained import save_trained
 from tests.support.workers import worker_settings
 from tests.worker.runs import create, join, shown
+from tests.worker.toy import at_once
 from worker.agent import run_worker
 from worker.box import base_of, summary_of_frozen
 from worker.errors import BoxError, ModelError
@@ -82,10 +82,13 @@ def test_workers_in_4_bits_and_in_fp32_share_a_run_whose_export_is_in_full_preci
 ) -> None:
     trained = save_trained(tmp_path / "trained")
     create(coordinator, tmp_path, "tuned", LORA.format(tmp_path / "trained"), rounds=3, min_workers=2)
-    with ThreadPoolExecutor(2) as pool:
-        quantised = pool.submit(work, coordinator, tmp_path, "quantised")
-        full = pool.submit(work, coordinator, tmp_path, "full", base="full")
-        assert (quantised.result(), full.result()) == (Exit.DONE, Exit.DONE)
+    ended = at_once(
+        {
+            "quantised": lambda: work(coordinator, tmp_path, "quantised"),
+            "full": lambda: work(coordinator, tmp_path, "full", base="full"),
+        }
+    )
+    assert ended == {"quantised": Exit.DONE, "full": Exit.DONE}
     with coordinator.client() as http:
         members = [WorkerInfo.model_validate(each) for each in http.get("/v1/runs/tuned/workers").json()["items"]]
     facts = {each.name: (each.host["base"], each.host["precision"]) for each in members}

@@ -104,6 +104,31 @@ def test_a_script_may_set_a_default_device(tmp_path: Path, upload: str) -> None:
         assert run.final().state == "finished"
 
 
+@pytest.mark.parametrize("upload", ["int8", "2bit"])
+def test_a_script_may_set_a_default_dtype(tmp_path: Path, upload: str) -> None:
+    """It is set for all threads, by transformers too while it loads a model. The state is in fp32 whatever it is; the
+    second process continues from the first one's snapshot."""
+    digests = set()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        place = tmp_path / str(dtype)
+        with coordinator_thread(place / "coordinator") as coordinator:
+            run = Toy(coordinator, toy.spec(rounds=2, upload=upload), tmp_path)
+            for until in (toy.STEPS, 2 * toy.STEPS):
+                model = toy.make_model()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=toy.LR)
+                try:
+                    torch.set_default_dtype(dtype)
+                    with run.connect(model, optimizer, state_dir=place / "a") as diloco:
+                        for unit in diloco.units():
+                            if diloco.global_step == until:
+                                break
+                            toy.step(diloco, model, optimizer, unit)
+                finally:
+                    torch.set_default_dtype(torch.float32)
+            digests.add(run.final().state_digest)
+    assert len(digests) == 1
+
+
 def test_of_a_wrapper_what_it_wraps_is_taken() -> None:
     model = toy.make_model()
     optimizer = sgd(model)

@@ -215,7 +215,7 @@ def at_once(workers: dict[str, Callable[[], T]]) -> dict[str, T]:
 
 def batch(unit: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(unit)
-    x = torch.randn(16, 20, generator=generator)
+    x = torch.randn(16, 20, dtype=torch.float32, generator=generator)
     return x, x.sum(dim=1, keepdim=True).sin()
 
 

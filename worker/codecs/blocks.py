@@ -37,7 +37,7 @@ def _encode_rows(name: str, x: Tensor, most: int, scales: Tensor, codes: Tensor)
     values = x.abs()
     absmax = values.amax(dim=-1)  # NaN if a block contains one
     # A tensor, because CUDA divides by a Python number by multiplying with its reciprocal, which rounds differently.
-    divisor = torch.tensor(float(most), device=x.device)
+    divisor = torch.tensor(float(most), dtype=torch.float32, device=x.device)
     # The pattern of a finite value plus 0xFFFF fits int32; a scale's pattern is positive, so >> shifts in zeros.
     bits = (absmax / divisor).view(torch.int32).add_(0xFFFF).bitwise_right_shift_(16).clamp_(min=MIN_SCALE_BITS)
     if not bool((torch.isfinite(absmax) & (bits <= MAX_SCALE_BITS)).all()):
@@ -62,7 +62,7 @@ def means(name: str, x: Tensor, block: int) -> Tensor:
     if not bool(torch.isfinite(result).all()):
         raise CodecError(f"{name}: the values contain NaN or infinity, or their sum is too large for fp32")
     # A tensor, as in _encode_rows.
-    counts = torch.full((blocks,), float(block), device=x.device)
+    counts = torch.full((blocks,), float(block), dtype=torch.float32, device=x.device)
     counts[-1] = float(n - (blocks - 1) * block)
     return result / counts
 

@@ -160,7 +160,8 @@ class Compact(Optimizer):
         count = state["step"]
         for piece in self._pieces(parameter):
             values = _part(parameter, piece)
-            step = torch.full((), float(count), device=parameter.device)  # made there: nothing waits for a copy
+            # Made there: nothing waits for a copy.
+            step = torch.full((), float(count), dtype=torch.float32, device=parameter.device)
             updated = values.float()
             moments = [
                 self._decoded(state, name, piece, parameter.device).view(updated.shape) for name in self._moments

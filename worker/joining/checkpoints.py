@@ -84,7 +84,7 @@ def _bare(layout: Layout) -> nn.Module:
             if part not in dict(owner.named_children()):
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
-        owner.register_parameter(name, nn.Parameter(torch.empty(tensor.shape, device="cpu")))
+        owner.register_parameter(name, nn.Parameter(torch.empty(tensor.shape, dtype=torch.float32, device="cpu")))
     return module
 
 

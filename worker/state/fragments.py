@@ -93,11 +93,11 @@ class Fragments:
             self._ranks.send_receive(
                 {owner: torch.cat([self._read(each).float() for each in mine])} if mine else {}, {}
             )
-            return torch.empty(0, device="cpu")
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         own = given.pop(owner, [])
         if not given:
             return torch.cat([self._read(each).float() for each in own])
-        vector = torch.empty(self._elements[p], device=self.device)
+        vector = torch.empty(self._elements[p], dtype=torch.float32, device=self.device)
         received = {rank: vector.new_empty(_length(pieces)) for rank, pieces in given.items()}
         self._ranks.send_receive({}, received)
         for each in own:
@@ -263,7 +263,7 @@ class Fragments:
             for each in mine:
                 self._write(each, values(each), moves=moves)
         elif mine:
-            vector = torch.empty(_length(mine), device=self.device)
+            vector = torch.empty(_length(mine), dtype=torch.float32, device=self.device)
             self._ranks.send_receive({}, {self.owner(p): vector})
             for each, part in zip(mine, vector.split([_length([each]) for each in mine]), strict=True):
                 self._write(each, part, moves=moves)

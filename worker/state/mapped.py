@@ -66,7 +66,7 @@ class MappedArrays:
 
     def _array(self, start: int, n: int) -> Tensor:
         if self._pages is None or not n:
-            return torch.empty(0, device="cpu")
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         return torch.frombuffer(self._pages, dtype=torch.float32, count=n, offset=start)
 
     def write(self, index: int, start: int, data: Buffer) -> None:

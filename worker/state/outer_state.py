@@ -30,6 +30,7 @@ from worker.state.mapped import MappedArrays
 from worker.state.state_dir import STATE_FILE
 
 _HOST = torch.device("cpu")
+_FP32: dict[str, Any] = {"dtype": torch.float32, "device": _HOST}  # whatever default a script has set
 _FILES = 3  # one of the current state, one of the last durable work, one for changes
 _PIECE = 1 << 18  # elements
 MAPPED_FROM = 1 << 23  # elements; smaller outer states stay in memory
@@ -75,8 +76,8 @@ class OuterState:
         self._files: list[MappedArrays] = []
         self._delta_file: MappedArrays | None = None
         if mapped_in is None:
-            self.theta = [torch.zeros(n, device=_HOST, pin_memory=pin_memory) for n in elements]
-            self.momentum = [torch.zeros(n, device=_HOST) for n in elements]
+            self.theta = [torch.zeros(n, **_FP32, pin_memory=pin_memory) for n in elements]
+            self.momentum = [torch.zeros(n, **_FP32) for n in elements]
         else:
             paths = [mapped_in / STATE_FILE.format(slot, processes) for slot in range(_FILES)]
             both = [n for n in elements for _ in range(2)]  # θ, u of the first fragment, and so on
@@ -200,7 +201,7 @@ class OuterState:
         """Set fragment p to `theta` and `momentum` (None: zero, as in state 0), float32[n] each."""
         self._await_reader()
         self.changes += 1
-        momentum = torch.zeros(1, device=_HOST).expand(len(theta)) if momentum is None else momentum
+        momentum = torch.zeros(1, **_FP32).expand(len(theta)) if momentum is None else momentum
         if self._files:
             theta = theta.to(_HOST, torch.float32)
             for index, (t, u) in enumerate(zip(theta.split(_PIECE), momentum.split(_PIECE), strict=True)):
@@ -250,7 +251,7 @@ class OuterState:
         self.changes += 1
         self._digests[p] = None
         lr, beta, size = self._outer.learning_rate, self._outer.momentum, header.chunk_elements
-        scratch = torch.empty(2, min(size, header.elements), device=_HOST) if self._files else None
+        scratch = torch.empty(2, min(size, header.elements), **_FP32) if self._files else None
         for index, chunk in enumerate(zip(self.theta[p].split(size), self.momentum[p].split(size), strict=True)):
             if scratch is not None:
                 chunk = tuple(new[: len(old)].copy_(old) for new, old in zip(scratch, chunk, strict=True))

@@ -316,7 +316,10 @@ def _work_of(parts: list[Snapshot], own: set[int], size: int) -> Work | RoundSta
         all_of_them = [each for part in parts for each in cast(Work, part.work).contributions]
         return Work(first.round, sorted((c for c in all_of_them if c.fragment in own), key=lambda c: c.fragment))
     starts = {part.ranks[0]: cast(RoundStart, part.work) for part in parts}
-    local = [starts[p % size].local[p] if p in own else torch.empty(0, device="cpu") for p in range(len(first.local))]
+    local = [
+        starts[p % size].local[p] if p in own else torch.empty(0, dtype=torch.float32, device="cpu")
+        for p in range(len(first.local))
+    ]
     carried = [start.carry for start in starts.values()]
     late = {p: each for carry in carried for p, each in carry.late.items() if p in own}
     unsent = {p: each for carry in carried for p, each in carry.unsent.items() if p in own}
