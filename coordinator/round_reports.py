@@ -5,6 +5,7 @@ that was woken by a change sees it. The run's lock is not held while the databas
 meanwhile, it is shown as in the database.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,10 +16,10 @@ from coordinator.rounds.opening import awaited_silent_workers, fault_of, status,
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound
 from coordinator.run.schedule import expected_rounds
-from coordinator.store.tables import ContributionRow, FragmentRow, LateContributionRow, RoundRow
+from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RoundRow
 from coordinator.sync import retention
 from coordinator.trust import held_out
-from coordinator.waits import RoundTimes, waiting, waits_of
+from coordinator.waits import RoundTimes, adds_of, waiting, waits_of
 from coordinator.workers import accounting
 from protocol.errors import Problem
 from protocol.messages import (
@@ -99,14 +100,12 @@ def round_detail(run: LiveRun, number: int | None) -> RoundDetail:
         row = session.get(RoundRow, (run.id, number))
         if row is None:
             raise Problem("not-found", f"round {number} of the run {run.name} was not opened: {reason_of(run)}")
-        fragments = [
-            _fragment(run, each, None if row.closed_at is not None else opening)
-            for each in session.scalars(
-                select(FragmentRow)
-                .where(FragmentRow.run_id == run.id, FragmentRow.round == number)
-                .order_by(FragmentRow.fragment)
-            )
-        ]
+        rows = session.scalars(
+            select(FragmentRow)
+            .where(FragmentRow.run_id == run.id, FragmentRow.round == number)
+            .order_by(FragmentRow.fragment)
+        ).all()
+        fragments = [_fragment(run, each, None if row.closed_at is not None else opening) for each in rows]
         late = session.scalars(
             select(LateContributionRow)
             .where(LateContributionRow.run_id == run.id, LateContributionRow.round == number)
@@ -114,8 +113,8 @@ def round_detail(run: LiveRun, number: int | None) -> RoundDetail:
         )
         (fields,) = _round_fields(run, session, [row], opening)
         accounts = accounting.by_worker(session, run.id, number)
-        sent = _sent_at(session, run, number)
-        times = RoundTimes(max(len(fragments), 1), fields["collected_at"], fields["closed_at"], sent)
+        sent_at, tokens = _sent(session, run, number)
+        times = RoundTimes(max(len(fragments), 1), fields["collected_at"], fields["closed_at"], sent_at)
         waits = {worker: waits_of(worker, account, times) for worker, account in accounts.items()}
         return RoundDetail(
             **fields,
@@ -124,16 +123,36 @@ def round_detail(run: LiveRun, number: int | None) -> RoundDetail:
             accounts=accounts,
             waits=waits,
             waiting=waiting(accounts, waits, run.spec.sync),
+            adds={}
+            if row.closed_at is None or row.tokens is not None  # then its contributions are deleted
+            else adds_of(_assigned(session, run, number), tokens, _weights(rows), times, waits),
             late=[LateContribution(worker=each.worker, fragment=each.fragment, late_s=each.late_s) for each in late],
         )
 
 
-def _sent_at(session: Session, run: LiveRun, number: int) -> dict[str, float]:
-    """Return when the last contribution of each worker to the round was accepted."""
-    last = select(ContributionRow.worker, func.max(ContributionRow.accepted_at)).where(
-        ContributionRow.run_id == run.id, ContributionRow.round == number
+def _sent(session: Session, run: LiveRun, number: int) -> tuple[dict[str, float], dict[str, int]]:
+    """Return when the last contribution of each worker to the round was accepted, and the tokens of all of them."""
+    row = ContributionRow
+    query = select(row.worker, func.max(row.accepted_at), func.sum(row.tokens)).where(
+        row.run_id == run.id, row.round == number
     )
-    return {row[0]: row[1] for row in session.execute(last.group_by(ContributionRow.worker))}
+    found = session.execute(query.group_by(row.worker)).all()
+    return {worker: at for worker, at, _ in found}, {worker: int(tokens) for worker, _, tokens in found}
+
+
+def _weights(rows: Sequence[FragmentRow]) -> dict[str, float]:
+    """Return the weight with which each worker counts in the deltas of a round, in tokens, over all fragments."""
+    counts: dict[str, float] = defaultdict(float)
+    for row in rows:
+        for worker, tokens in (row.contributors or {}).items():
+            counts[worker] += tokens * row.verdicts.get(worker, {}).get("factor", 1.0)
+    return counts
+
+
+def _assigned(session: Session, run: LiveRun, number: int) -> Sequence[str]:
+    return session.scalars(
+        select(AssignmentRow.worker).where(AssignmentRow.run_id == run.id, AssignmentRow.round == number)
+    ).all()
 
 
 def _open_round(run: LiveRun) -> OpenRound | None:

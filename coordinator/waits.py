@@ -1,13 +1,13 @@
-"""What workers waited for in a round, and what would have saved that. Pure.
+"""What workers waited for in a round, what would have saved that, and what each worker adds. Pure.
 
 The parts of a sync follow one another: upload, other workers, averaging, download. If training goes on meanwhile, it
 waits only for the end of the sync, so the time that it waited is assigned to the parts from the last one backwards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from protocol.messages import Account, Stage, Waiting, Waits
+from protocol.messages import Account, Adds, Stage, Waiting, Waits
 from protocol.spec.sections import MOST_ROUNDS, SyncSpec
 
 
@@ -54,6 +54,37 @@ def waiting(accounts: Mapping[str, Account], waits: Mapping[str, Waits], sync: S
         never=None if sync.wait == "never" else saved / total,
         doubled_h=sum(syncs.values()) / 2 / total,
     )
+
+
+def held_s(worker: str, times: RoundTimes, waits: Mapping[str, Waits]) -> float | None:
+    """Return for how long the training of all other workers stood still because `worker` had not contributed yet; None
+    if no other worker has reported. `waits`: of the workers that have."""
+    sent = times.sent_at
+    others = [each for each in sent if each != worker]
+    stood_still = [waits[each].workers for each in others if each in waits]
+    if times.collected_at is None or not stood_still:
+        return 0.0 if times.collected_at is not None and not others else None
+    until = min(sent.get(worker, times.collected_at), times.collected_at)
+    return min(max(until - max(sent[each] for each in others), 0.0), *stood_still)
+
+
+def adds_of(
+    workers: Iterable[str],
+    tokens: Mapping[str, int],
+    weights: Mapping[str, float],
+    times: RoundTimes,
+    waits: Mapping[str, Waits],
+) -> dict[str, Adds]:
+    """Return what each of `workers` adds. `tokens` and `weights`: of their contributions, over all fragments."""
+    all_tokens, all_weights = sum(tokens.values()) or 1, sum(weights.values()) or 1
+    return {
+        each: Adds(
+            tokens=tokens.get(each, 0) / all_tokens,
+            weight=weights.get(each, 0) / all_weights,
+            held_s=held_s(each, times, waits),
+        )
+        for each in sorted(workers)
+    }
 
 
 def _seconds(account: Account, *stages: Stage) -> float:

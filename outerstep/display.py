@@ -167,6 +167,31 @@ def waiting_text(detail: RoundDetail) -> str:
     return f"waited {share_text(waiting.share)} of round {detail.round}; {saved}"
 
 
+ADDED = [">gave", ">weight", ">held up"]
+
+
+def added_cells(worker: str, detail: RoundDetail) -> list[str]:
+    """Return what a worker added to a round: its shares of the tokens and of the weight, and what it was waited for."""
+    each = detail.adds.get(worker)
+    if each is None:
+        return [UNKNOWN] * len(ADDED)
+    return [share_text(each.tokens), share_text(each.weight), duration_text(each.held_s)]
+
+
+def costs_texts(detail: RoundDetail) -> list[str]:
+    """Return a line for each worker without which the round's other tokens would have come faster than all of them
+    did: all waited for it for a larger share of the time than its share of the tokens."""
+    seconds = round_seconds(detail)
+    waits_always = detail.waiting is not None and detail.waiting.never is not None
+    remedy = 'with sync.wait = "never" nobody waits for it' if waits_always else "more sync.inner_steps give it time"
+    return [
+        f"{worker} costs more than it gives: {share_text(each.held_s / seconds)} of round {detail.round} was spent "
+        f"waiting for it, and it gave {share_text(each.tokens)} of the tokens; {remedy}"
+        for worker, each in detail.adds.items()
+        if seconds and each.held_s and each.held_s > each.tokens * seconds > 0
+    ]
+
+
 def rate_by_round(metrics: Metrics) -> dict[int, float]:
     """Return the learning rate of a worker's last inner step, by the round that this was in; empty if unknown."""
     if metrics.learning_rate is None or metrics.round is None:
@@ -209,7 +234,8 @@ def tokens_per_second(item: RoundInfo) -> float | None:
     return item.tokens / seconds if seconds else None
 
 
-def worker_table(workers: Sequence[WorkerInfo], width: int) -> RenderableType:
+def worker_table(workers: Sequence[WorkerInfo], width: int, reported: RoundDetail | None = None) -> RenderableType:
+    """Return a table of workers. `reported`: the last round that workers have reported on."""
     columns = ["worker", "state", "doing", ">round", ">step", ">loss", ">tokens/s", ">tokens", ">up", ">down"]
     rows = [
         [
@@ -226,6 +252,9 @@ def worker_table(workers: Sequence[WorkerInfo], width: int) -> RenderableType:
         ]
         for item in workers
     ]
+    if reported is not None and reported.adds:
+        columns = [*columns, *ADDED]
+        rows = [[*row, *added_cells(item.name, reported)] for row, item in zip(rows, workers, strict=True)]
     return tables(*with_reported_columns(columns, rows, workers), width)
 
 

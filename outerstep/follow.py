@@ -85,11 +85,11 @@ def take_look(client: Client, run: str, before: Look | None = None) -> Look:
         workers=tuple(client.workers(run)),
         events=events,
         last_event=events[-1].id if events else last_event,
-        reported=_reported(client, info, None if before is None else before.reported),
+        reported=last_reported(client, info, None if before is None else before.reported),
     )
 
 
-def _reported(client: Client, run: RunInfo, before: RoundDetail | None) -> RoundDetail | None:
+def last_reported(client: Client, run: RunInfo, before: RoundDetail | None = None) -> RoundDetail | None:
     """Return the last round if a worker has reported its times for it, otherwise `before`. Workers report a round when
     they ask for the next one."""
     if before is not None and before.round >= run.round:  # the run was rolled back past it

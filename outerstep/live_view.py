@@ -25,10 +25,13 @@ from outerstep.common.quantities import (
     sparkline,
 )
 from outerstep.display import (
+    ADDED,
     GAP,
     Display,
     LineDisplay,
     RoundHistory,
+    added_cells,
+    costs_texts,
     event_line,
     events_besides_rounds,
     round_columns,
@@ -161,7 +164,8 @@ def _head(scene: Scene, width: int) -> RenderableType:
         Text(done, no_wrap=True),
     )
     held_out = held_out_text(run.held_out_loss, run.held_out_bits_per_byte)
-    waited = "" if scene.look.reported is None else waiting_text(scene.look.reported)
+    reported = scene.look.reported
+    waited = [] if reported is None else [*filter(None, [waiting_text(reported)]), *costs_texts(reported)]
     lines = [
         f"elapsed {duration_text(scene.elapsed_s)}  to go {duration_text(run.eta_s)}",
         f"loss {sparkline(scene.losses)} {loss_text(next(reversed(scene.losses), None))}",
@@ -172,7 +176,7 @@ def _head(scene: Scene, width: int) -> RenderableType:
     )
     if scene.deadline is not None and run.state not in ENDED:
         reason.append(f"  (at {datetime.fromtimestamp(scene.deadline).astimezone():%H:%M:%S})", style="dim")
-    return Group(title, *map(_cut, lines + [waited] * bool(waited)), reason)
+    return Group(title, *map(_cut, lines + waited), reason)
 
 
 # --- what fits ------------------------------------------------------------------------------------------------
@@ -216,7 +220,9 @@ def _sort_key(worker: WorkerInfo, run: RunInfo) -> tuple[bool, int, tuple[object
 
 
 def _worker_table(workers: Sequence[WorkerInfo], look: Look, width: int) -> RenderableType:
-    run, waits = look.run, {} if look.reported is None else look.reported.waits
+    run, reported = look.run, look.reported
+    waits = {} if reported is None else reported.waits
+    adds = reported if reported is not None and reported.adds else None
     columns = [
         "worker",
         "doing",
@@ -227,6 +233,7 @@ def _worker_table(workers: Sequence[WorkerInfo], look: Look, width: int) -> Rend
         ">down",
         ">loss",
         ">tokens",
+        *(ADDED if adds else []),
         *["waited"] * bool(waits),
     ]
     rows = [
@@ -240,6 +247,7 @@ def _worker_table(workers: Sequence[WorkerInfo], look: Look, width: int) -> Rend
             bytes_text(item.metrics.download_bytes),
             loss_text(item.metrics.loss),
             count_text(item.tokens),
+            *(added_cells(item.name, adds) if adds else []),
             *[waits_text(waits[item.name]) if item.name in waits else UNKNOWN] * bool(waits),
         ]
         for item in workers

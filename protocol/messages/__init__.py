@@ -26,6 +26,7 @@ from protocol.messages.base import (
 from protocol.messages.rounds import (
     DIRECT_HEADER_BYTES,
     MAX_WITHOUT,
+    Adds,
     ContributionReply,
     DirectUpload,
     Evaluation,

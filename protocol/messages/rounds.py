@@ -114,6 +114,16 @@ class Waits(ReplyModel):
         return self.upload + self.workers + self.coordinator + self.download + self.opening
 
 
+class Adds(ReplyModel):
+    """What a worker adds to a round. `tokens` and `weight`: its shares of those of all contributions, the weight as it
+    counts in the mean. `held_s`: the seconds for which the training of all others stood still because its contribution
+    was missing; null until another worker has reported on the round."""
+
+    tokens: float
+    weight: float
+    held_s: float | None
+
+
 class Waiting(ReplyModel):
     """How much of the workers' time in a round was spent waiting, and how much less it would have been, as shares of
     that time.
@@ -137,6 +147,7 @@ class RoundDetail(RoundInfo):
     evaluations: dict[str, Evaluation] = Field(default_factory=dict)
     late: list[LateContribution] = Field(default_factory=list)
     waits: dict[str, Waits] = Field(default_factory=dict)  # by worker, like `accounts`
+    adds: dict[str, Adds] = Field(default_factory=dict)  # by worker with an assignment, once the round is published
     waiting: Waiting | None = None  # of all workers that have reported; null if none has
 
 

@@ -1,15 +1,17 @@
 """What rounds cost, as the workers tell it: kept per round and worker, added up per worker, round and run."""
 
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import select
 
 from coordinator.store.tables import FragmentRow, ReportRow
-from harness.coordinator import InThread
+from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member
 from tests.coordinator.crew import crew, info, play_round, refusing
+from tests.coordinator.test_verdicts import honest
 from tests.support.waiting import wait_until
 
 
@@ -65,6 +67,29 @@ def test_what_a_worker_waited_for_follows_from_its_report_and_the_coordinators_t
     assert (waits["opening"], waits["download"]) == (10, 4)
     assert sum(waits.values()) == pytest.approx(40)
     assert found["waiting"] == {"share": 0.5, "never": 30 / 80, "doubled_h": 15 / 80}
+
+
+def test_what_a_worker_adds_is_its_share_and_what_all_others_waited_for_it(tmp_path: Path) -> None:
+    now = SettableClock()
+    with coordinator_thread(tmp_path, now=now) as running:
+        members = crew(running, "r", ["a", "b", "c", "d"], rounds=3, min_workers=4, members="lease_s = 1000")
+        for member in members:
+            member.assignment(0)
+        for member in members:
+            now.advance(30.0 if member.name == "d" else 1.0)
+            assignment = member.assignment(0, 30)
+            for p, values in enumerate(honest(member, 0)):
+                member.contribute(assignment, p, -values if member.name == "b" else values).raise_for_status()
+        assert info(running, "r", "/rounds/0")["adds"] == {}
+        for member in members:
+            member.step(0)
+        assert {each["held_s"] for each in info(running, "r", "/rounds/0")["adds"].values()} == {None}
+        for member in members[:3]:
+            assert tell(member, 1, report(0, train=10.0, sync=31.0)) == 200
+        adds = info(running, "r", "/rounds/0")["adds"]
+    assert {name: each["tokens"] for name, each in adds.items()} == dict.fromkeys("abcd", 0.25)
+    assert {name: each["weight"] for name, each in adds.items()} == {"a": 1 / 3, "b": 0, "c": 1 / 3, "d": 1 / 3}
+    assert {name: each["held_s"] for name, each in adds.items()} == {"a": 0, "b": 0, "c": 0, "d": 30}
 
 
 def test_reports_that_wait_for_the_run_are_booked_together_and_none_is_lost(shared: InThread, run: str) -> None:

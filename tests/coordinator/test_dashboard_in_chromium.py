@@ -648,6 +648,11 @@ def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running:
             "accounts": {"a": account, "b": account, "c": slow} if n == 0 else {"a": account, "c": slow},
             "waits": {"a": {"upload": 0.7, "workers": 0.1, "coordinator": 0.0, "download": 0.2, "opening": 0.5}},
             "waiting": {"share": 0.25, "never": 0.2, "doubled_h": 0.1},
+            "closed_at": 110 + n,
+            "adds": {
+                "a": {"tokens": 0.75, "weight": 0.75, "held_s": None},
+                "c": {"tokens": 0.25, "weight": 0.2, "held_s": 2.4 + n},
+            },
             "late": [{"worker": "c", "fragment": 0, "late_s": 3.5}] if n == 1 else [],
             "fragments": [{"contributors": ["a", "b", "c"] if n == 0 else ["a"]}],
         }
@@ -662,6 +667,10 @@ def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running:
             f"async ([details, workers]) => (await import('{module}')).timeline(details, workers)", [details, workers]
         )
         text = found.page.evaluate(f"async (detail) => (await import('{module}')).waitingText(detail)", details[1])
+        costs = [
+            found.page.evaluate(f"async (detail) => (await import('{module}')).costsText(detail)", each)
+            for each in details
+        ]
     assert "In round 1 the workers waited 25.0 % of their time" in text
     assert 'without sync.wait = "always" up to 20.0 % would be saved, with twice as many inner steps 10.0 %' in text
     cells = {row["worker"]: row["cells"] for row in rows}
@@ -669,6 +678,12 @@ def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running:
     assert cells["a"][0]["stages"] == {"train": 2.0, "send": 0.7, "wait": 0.8, "other": 0, "all": 3.5}
     assert cells["a"][0]["waits"] == details[0]["waits"]["a"]
     assert cells["b"][0]["waits"] is None
+    assert (cells["c"][0]["adds"], cells["b"][0]["adds"]) == (details[0]["adds"]["c"], None)
+    assert costs == [
+        "",
+        "c costs more than it gives: 34.0 % of round 1 was spent waiting for it, and it gave 25.0 % of the tokens; "
+        'with sync.wait = "never" nobody waits for it.',
+    ]
     assert [cell["gone"] for cell in cells["b"]] == [False, True]
     assert [cell["late_s"] for cell in cells["c"]] == [None, 3.5]
     assert [cell["gone"] for cell in cells["new"]] == [False, False]

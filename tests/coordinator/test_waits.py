@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.waits import RoundTimes, waiting, waits_of
+from coordinator.waits import RoundTimes, held_s, waiting, waits_of
 from protocol.messages import Account, Stage, Waits
 from protocol.spec.sections import SyncSpec
 
@@ -74,3 +74,27 @@ def test_what_would_save_some_of_it() -> None:
     assert never is not None
     assert never.never is None
     assert waiting({}, {}, SyncSpec(rounds=1)) is None
+
+
+@pytest.mark.parametrize(
+    ("worker", "sent_at", "expected"),
+    [
+        ("slow", {"a": 100.0, "b": 104.0, "slow": 112.0}, 8),
+        ("b", {"a": 100.0, "b": 104.0, "slow": 112.0}, 0),
+        ("missing", {"a": 100.0, "b": 104.0}, 10),
+        ("slow", {"a": 100.0, "slow": 112.0}, 9),
+        ("alone", {"alone": 112.0}, 0),
+    ],
+    ids=["last", "not last", "did not come", "no longer than the others stood still", "alone"],
+)
+def test_a_worker_holds_a_round_up_while_only_it_is_missing_and_nobody_trains(
+    worker: str, sent_at: dict[str, float], expected: float
+) -> None:
+    waits = {name: Waits(workers=9.0 if "b" not in sent_at else 12.0) for name in sent_at}
+    assert held_s(worker, RoundTimes(1, 114.0, 117.0, sent_at), waits) == expected
+
+
+def test_nobody_knows_how_long_until_another_worker_has_reported() -> None:
+    times = RoundTimes(1, 114.0, 117.0, {"a": 100.0, "slow": 112.0})
+    assert held_s("slow", times, {"slow": Waits()}) is None
+    assert held_s("slow", RoundTimes(1, None, None, {"a": 100.0}), {"a": Waits()}) is None

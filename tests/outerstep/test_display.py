@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from outerstep.display import LineDisplay, round_table, table, worker_table
+from outerstep.display import LineDisplay, costs_texts, round_table, table, worker_table
 from outerstep.follow import Look
 from protocol.messages import Event, RoundDetail, RoundInfo, RunInfo, WorkerInfo
 from tests.outerstep.examples import event_document, rollback_document, round_document, run_document, worker_document
@@ -128,9 +128,33 @@ def test_the_use_of_a_gpu_is_shown_where_one_is_known():
     assert second.split()[-2:] == ["–", "–"]
 
 
-def printed_table(workers: list[WorkerInfo]) -> str:
+def test_what_each_worker_added_to_the_last_round_and_who_costs_more_than_it_gives():
+    adds = {
+        "fast": {"tokens": 0.75, "weight": 0.8, "held_s": 0.0},
+        "slow": {"tokens": 0.25, "weight": 0.2, "held_s": 0.6},
+        "gone": {"tokens": 0.0, "weight": 0.0, "held_s": 1.5},
+    }
+    waiting = {"share": 0.3, "never": 0.2, "doubled_h": 0.1}
+    document = round_document(7, fragments=[], adds=adds, waiting=waiting)
+    reported = RoundDetail.model_validate(document)
+    plain = [WorkerInfo.model_validate(worker_document(name)) for name in ("fast", "slow", "new")]
+    header, fast, slow, new = printed_table(plain, reported).splitlines()
+    assert header.split()[-4:] == ["gave", "weight", "held", "up"]
+    assert fast.split()[-4:] == ["75.0%", "80.0%", "0.0", "s"]
+    assert slow.split()[-4:] == ["25.0%", "20.0%", "0.6", "s"]
+    assert new.split()[-3:] == ["–", "–", "–"]
+    assert costs_texts(reported) == [
+        "slow costs more than it gives: 30.0% of round 7 was spent waiting for it, and it gave 25.0% of the tokens; "
+        'with sync.wait = "never" nobody waits for it'
+    ]
+    never = RoundDetail.model_validate(document | {"waiting": waiting | {"never": None}})
+    assert costs_texts(never)[0].endswith("; more sync.inner_steps give it time")
+    assert costs_texts(RoundDetail.model_validate(round_document(7, fragments=[]))) == []
+
+
+def printed_table(workers: list[WorkerInfo], reported: RoundDetail | None = None) -> str:
     out = io.StringIO()
-    Console(file=out, width=160).print(worker_table(workers, 160))
+    Console(file=out, width=160).print(worker_table(workers, 160, reported))
     return out.getvalue()
 
 

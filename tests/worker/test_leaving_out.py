@@ -36,6 +36,7 @@ holdout = 0.1
 batch_size = 2
 learning_rate = 3e-3
 warmup_steps = 2
+joiner_warmup_steps = 0
 [sync]
 rounds = 3
 inner_steps = 6
@@ -60,7 +61,7 @@ class Backwards(Release):
         return replace(made, delta=made.delta * -8, norm=made.norm * 8)
 
 
-def work(running: InThread, name: str, errors: list[BaseException]) -> None:
+def work(running: InThread, name: str, errors: list[BaseException], steps: dict[str, int]) -> None:
     try:
         with open_http(running.url) as http:
             client = Client(http, "r", running.token(Scope.WORKER, note=name))
@@ -70,6 +71,8 @@ def work(running: InThread, name: str, errors: list[BaseException]) -> None:
             joining = DiLoCo(box.model, box.optimizers, client=client, run=run, name=name, **given)
             with closing(box.data), joining:
                 train(joining, box)
+            taken = (int(each["step"]) for one in box.optimizers for each in one.state.values() if "step" in each)
+            steps[name] = max(taken, default=0)
     except Exception as error:  # noqa: BLE001, asserted by the test
         errors.append(error)
 
@@ -83,10 +86,10 @@ def test_the_run_ends_without_the_harm(tmp_path: Path, monkeypatch: pytest.Monke
         return Backwards() if threading.current_thread().name == "m" else release_for(*arguments)
 
     monkeypatch.setattr("worker.diloco.release_for", release)
-    text, errors = write_chapters(tmp_path / "text"), list[BaseException]()
+    text, errors, steps = write_chapters(tmp_path / "text"), list[BaseException](), dict[str, int]()
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(SPEC.format(source=text, sync=waiting(sync)))
-        workers = [threading.Thread(target=work, args=(running, name, errors), name=name) for name in "abcm"]
+        workers = [threading.Thread(target=work, args=(running, name, errors, steps), name=name) for name in "abcm"]
         for worker in workers:
             worker.start()
         for worker in workers:
@@ -97,3 +100,5 @@ def test_the_run_ends_without_the_harm(tmp_path: Path, monkeypatch: pytest.Monke
         assert info(running, "r")["state"] == "finished"
         losses = [info(running, "r", f"/rounds/{number}")["held_out_loss"] for number in range(3)]
         assert all(after < before for before, after in pairwise(losses)), losses
+        if not sync:
+            assert all(steps[name] <= 3 * 6 for name in "abc"), f"moments of the dropped state are left: {steps}"

@@ -324,7 +324,7 @@ class Rounds:
     def _carry_model(self, to_round: int) -> None:
         """Carry all progress in the model before the state of round `to_round` is loaded; drop it if the run was
         restored from a backup, so that rounds are repeated."""
-        if to_round < self.assignment.round:
+        if to_round <= self.assignment.round:
             self._restart_optimizers(to_round)
         if not all(self._ranks.all(self.carry.is_of_rounds_before(to_round))):
             log.warning("the run was rolled back to round %d: the work of later rounds is dropped", to_round)
@@ -341,11 +341,11 @@ class Rounds:
         self.carry, self._start_loaded, self._trained_on = replace(self.carry, ahead=ahead), False, set()
 
     def _restart_optimizers(self, to_round: int) -> None:
-        """Start the inner optimizers cold, as a joiner's are: the run has gone back to an earlier state, or has done
-        its last round again. Their moments are of a dropped state, whose gradients may have been far larger. If they
-        took fewer steps on it than a cold optimizer needs to warm up, they stay."""
+        """Start the inner optimizers cold, as a joiner's are: the run has gone back to an earlier state, or has made
+        the state of this round again. Their moments are of a dropped state, whose gradients may have been far larger.
+        If they took fewer steps on it than a cold optimizer needs to warm up, they stay."""
         steps = self._training.steps
-        if to_round == self.assignment.round - 1 and steps.done <= steps.warmup_steps:
+        if to_round >= self.assignment.round - 1 and steps.done <= steps.warmup_steps:
             return
         for optimizer in self._training.optimizers:
             optimizer.state.clear()

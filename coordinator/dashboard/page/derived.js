@@ -59,6 +59,24 @@ export function waitingText(detail) {
   return `In round ${detail.round} the workers waited ${percent(waiting.share)} of their time; ${text}.`;
 }
 
+/** The workers that were waited for during a larger share of a round than their share of its tokens, as a sentence. */
+export function costsText(detail) {
+  const seconds = detail ? detail.closed_at - detail.opened_at : 0;
+  const percent = (part) => `${(100 * part).toFixed(1)} %`;
+  const remedy =
+    detail?.waiting?.never === null
+      ? "more sync.inner_steps give it time"
+      : 'with sync.wait = "never" nobody waits for it';
+  return Object.entries(detail?.adds ?? {})
+    .filter(([, { tokens, held_s }]) => tokens > 0 && held_s > tokens * seconds)
+    .map(
+      ([worker, { tokens, held_s }]) =>
+        `${worker} costs more than it gives: ${percent(held_s / seconds)} of round ${detail.round} was spent ` +
+        `waiting for it, and it gave ${percent(tokens)} of the tokens; ${remedy}.`,
+    )
+    .join(" ");
+}
+
 /** A worker's time in a round, in seconds: { train, send, wait, other, all }; null if it reported nothing. */
 export function stages(account) {
   if (!account || !Object.keys(account.seconds).length) return null;
@@ -75,8 +93,9 @@ export function stages(account) {
 
 /**
  * The rounds of each worker, for the timeline: rows of { worker, live, cells, slow }. A cell has `stages` and `waits`,
- * the seconds of what the worker did and waited for (null: not reported), `gone` (the worker was absent), `late_s`
- * (seconds that it was late) and `sent` (its contribution counts).
+ * the seconds of what the worker did and waited for (null: not reported), `adds` (what it gave, and for how long it was
+ * waited for; null: unknown), `gone` (the worker was absent), `late_s` (seconds that it was late) and `sent` (its
+ * contribution counts).
  * `slow`: the time of its inner steps relative to the median, averaged over the rounds.
  */
 export function timeline(details, workers) {
@@ -89,7 +108,7 @@ export function timeline(details, workers) {
         .map((account) => account.seconds.train ?? 0)
         .filter((s) => s > 0),
     );
-    return { round: each.round, opened_at: each.opened_at, accounts: each.accounts, waits: each.waits, sent, late, usual };
+    return { ...each, sent, late, usual };
   });
   return workers.map((worker) => {
     const times = [];
@@ -100,7 +119,8 @@ export function timeline(details, workers) {
       const late_s = column.late.get(worker.name) ?? null;
       const before = worker.epoch === 1 && worker.joined_at > column.opened_at;
       const gone = !before && !found && !sent && late_s === null;
-      return { round: column.round, stages: found, waits: column.waits[worker.name] ?? null, sent, late_s, gone };
+      const [waits, adds] = [column.waits[worker.name] ?? null, column.adds[worker.name] ?? null];
+      return { round: column.round, stages: found, waits, adds, sent, late_s, gone };
     });
     const slow = times.length ? times.reduce((sum, each) => sum + each, 0) / times.length : null;
     return { worker: worker.name, live: worker.state === "live", cells, slow };

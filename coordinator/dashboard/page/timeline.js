@@ -1,9 +1,9 @@
 // What each worker did in each of the last rounds, as bars. In a round the worker that took longest has the full width.
 
 import { SHOWN_ROUNDS } from "./run_model.js";
-import { KINDS, WAITS, openRound, timeline, waitingText } from "./derived.js";
+import { KINDS, WAITS, costsText, openRound, timeline, waitingText } from "./derived.js";
 import { button, h, panel, write } from "./dom.js";
-import { duration, plural, share } from "./units.js";
+import { UNKNOWN, duration, plural, share } from "./units.js";
 
 const [ROW, BAR, NAME, PHONE_NAME, AXIS] = [22, 12, 132, 84, 20]; // pixels
 const FEW = 16; // rows to show until the user asks for all
@@ -48,6 +48,9 @@ export function makeTimeline() {
             {},
             [
               "worker",
+              "gave",
+              "weight",
+              "held up",
               "training",
               ...Object.values(WAITS).map((name) => `waiting: ${name}`),
               "against the median",
@@ -75,7 +78,7 @@ export function makeTimeline() {
     more.hidden = rows.length <= FEW;
     write(more, all ? `Show the ${FEW} slowest` : `Show all ${rows.length} workers`);
     const reported = details.findLast((each) => each.waiting);
-    write(summary, [sentence(rows), waitingText(reported)].filter(Boolean).join(" "));
+    write(summary, [sentence(rows), waitingText(reported), costsText(reported)].filter(Boolean).join(" "));
     draw(all ? rows : rows.slice(0, FEW));
     if (table.open) tabulate(rows);
   }
@@ -173,9 +176,9 @@ export function makeTimeline() {
 
   function tabulate(shown) {
     if (!table.open) return;
-    const mean = (cells, from, kind) => {
-      const known = cells.filter((cell) => cell[from]);
-      return duration(known.length ? known.reduce((sum, cell) => sum + cell[from][kind], 0) / known.length : null);
+    const mean = (cells, from, kind, text = duration) => {
+      const known = cells.map((cell) => cell[from]?.[kind] ?? null).filter((each) => each !== null);
+      return known.length ? text(known.reduce((sum, each) => sum + each, 0) / known.length) : UNKNOWN;
     };
     body.replaceChildren(
       ...shown.map(({ worker, cells, slow }) =>
@@ -183,9 +186,12 @@ export function makeTimeline() {
           "tr",
           {},
           h("th", { scope: "row" }, worker),
+          h("td", {}, mean(cells, "adds", "tokens", share)),
+          h("td", {}, mean(cells, "adds", "weight", share)),
+          h("td", {}, mean(cells, "adds", "held_s")),
           h("td", {}, mean(cells, "stages", "train")),
           Object.keys(WAITS).map((what) => h("td", {}, mean(cells, "waits", what))),
-          h("td", {}, slow === null ? "–" : share(slow)),
+          h("td", {}, slow === null ? UNKNOWN : share(slow)),
           h("td", {}, plural(cells.filter((cell) => cell.late_s !== null).length, "round")),
           h("td", {}, plural(cells.filter((cell) => cell.gone).length, "round")),
         ),
@@ -229,6 +235,8 @@ function describe(worker, cell) {
   const waited = Object.entries(WAITS).filter(([what]) => cell.waits?.[what] >= 0.05);
   const seconds = waited.map(([what, name]) => `${name} ${duration(cell.waits[what])}`);
   if (seconds.length) parts.push(`training stood still for ${seconds.join(", ")}`);
+  if (cell.adds?.tokens > 0) parts.push(`gave ${share(cell.adds.tokens)} of the tokens`);
+  if (cell.adds?.held_s >= 0.05) parts.push(`all others waited ${duration(cell.adds.held_s)} for it`);
   if (cell.gone) parts.push("gone");
   else if (!cell.stages) parts.push(cell.sent ? "contributed" : "no contribution yet");
   if (cell.late_s !== null) parts.push(`late by ${duration(cell.late_s)}`);

@@ -16,9 +16,9 @@ from outerstep.cli.printing import Format, FormatOption, console, print_json, sa
 from outerstep.cli.run.advice import advice, known_config
 from outerstep.cli.run.baseline import baseline_of
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, counted, held_out_text, natural
-from outerstep.display import round_table, table, worker_table
+from outerstep.display import costs_texts, round_table, table, worker_table
 from outerstep.epochs import completed
-from outerstep.follow import FIRST_ROUNDS
+from outerstep.follow import FIRST_ROUNDS, last_reported
 from protocol.errors import SpecError
 from protocol.messages import SUCCESSIVE, Account, RunDetail
 from protocol.spec.run import RunSpec, parse_spec
@@ -147,13 +147,16 @@ def show(
         detail = client.run(run)
         workers = client.workers(run)
         rounds = list(islice(client.rounds(run), FIRST_ROUNDS))
+        reported = last_reported(client, detail)
     if output is Format.JSON:
         print_json({"run": detail, "workers": workers, "rounds": rounds})
         return
     out = console()
     out.print(_facts(detail))
     out.print()
-    out.print(worker_table(workers, out.width))
+    out.print(worker_table(workers, out.width, reported))
+    for line in costs_texts(reported) if reported else []:
+        out.print(line, markup=False, highlight=False)
     out.print()
     out.print(round_table(reversed(rounds), out.width))
 
