@@ -1,0 +1,105 @@
+"""`outerstep plan --box`: what each of several boxes adds, against what was measured."""
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from outerstep.cli import app
+from outerstep.plan_boxes import Box, Together, parse_box, together
+
+
+def fast(*speeds: float) -> list[Box]:
+    return [Box(speed, 1e9, 1e9) for speed in speeds]
+
+
+def planned(boxes: list[Box], parameters: int = 1_000_000, step_s: float = 1.0) -> Together:
+    return together(parameters, step_s, boxes, 0.04, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "measured"),
+    [((1,), 0.901), ((1, 1), 0.681), ((1, 0.5), 0.777), ((1, 0.2), 0.827), ((1, 0.05), 0.870)],
+)
+def test_it_predicts_what_the_benchmark_measured(speeds: tuple[float, ...], measured: float):
+    """`python -m benchmarks.boxes floor`, as in docs/performance.md. Only ratios of speeds count."""
+    assert planned(fast(*speeds)).time == pytest.approx(measured, rel=0.03)
+    assert planned(fast(*(3 * each for each in speeds))).time == pytest.approx(planned(fast(*speeds)).time)
+
+
+@pytest.mark.parametrize(("speeds", "measured"), [((1, 1), 0.76), ((1, 0.2), 0.92)])
+def test_it_is_within_15_percent_of_runs_on_a_real_coordinator(speeds: tuple[float, ...], measured: float):
+    """`python -m benchmarks.boxes real`, as in docs/performance.md."""
+    assert planned(fast(*speeds)).time == pytest.approx(measured, rel=0.15)
+
+
+def test_each_box_has_its_share_and_the_time_without_it():
+    found = planned(fast(1, 0.5, 0.5))
+    assert [each.inner_steps for each in found.boxes] == [500, 250, 250]
+    assert [each.tokens for each in found.boxes] == [0.5, 0.25, 0.25]
+    assert [each.without for each in found.boxes] == [
+        planned(fast(1)).time,
+        planned(fast(1, 0.5)).time,
+        planned(fast(1, 0.5)).time,
+    ]
+    assert planned(fast(1)).boxes[0].without is None
+
+
+def test_a_box_trains_on_during_its_sync_for_three_rounds_and_then_waits():
+    """A round takes 500 s. 1e9 values of a byte take 800 s at 10 Mbit/s, and 8000 s at 1 Mbit/s."""
+    [near, far] = planned([Box(1, 1e9, 10e6), Box(1, 1e9, 1e6)], parameters=1_000_000_000).boxes
+    assert near.sync_s == pytest.approx(800, rel=0.1)
+    assert near.training == 1
+    assert far.training == pytest.approx(4 * 500 / (500 + far.sync_s))
+    assert far.tokens == pytest.approx(far.training / (1 + far.training))
+    alone = planned([Box(1, 1e9, 1e6)], parameters=1_000_000_000)
+    assert alone.time == pytest.approx(0.9 / far.training), "it trains as much in more time"
+
+
+@pytest.mark.parametrize(
+    "text", ["0.5", "0.5,100", "0.5,100mbit/10mbit", "0,100/10", "1,100/0", "-1,100/10", "1;100/10"]
+)
+def test_what_is_no_box(text: str):
+    with pytest.raises(ValueError, match=r"is not a box such as 0\.5,100/10"):
+        parse_box(text)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+GIVEN = ["--params", "124e6", "--step-time", "0.5", "--box", "1.0,100/10", "--box", "0.5,50/5"]
+
+
+def test_the_command_prints_a_row_per_box_and_the_time_together():
+    result = run(*GIVEN)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[2].split()[:4] == ["2", "0.5", "50/5", "250"]
+    assert "in about 0.77 of its time" in result.stdout
+    assert "waits for its line" not in result.stdout
+    document = json.loads(run(*GIVEN, "--format", "json").stdout)
+    assert [each["box"] for each in document["boxes"]] == [
+        {"speed": 1.0, "down": 100e6, "up": 10e6},
+        {"speed": 0.5, "down": 50e6, "up": 5e6},
+    ]
+    slow = run("--params", "7e9", "--step-time", "1", "--box", "1,100/10")
+    assert "waits for its line; with sync.inner_steps = 1822 none would" in slow.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([*GIVEN, "--up", "10mbit"], "each --box has its line: leave out --up"),
+        ([*GIVEN, "--workers", "2"], "each --box has its line: leave out --workers"),
+        ([*GIVEN, "--epochs", "2"], "--epochs needs --data"),
+        (["--box", "1,100/10"], "--box needs --params and the --step-time of the fastest box"),
+        ([*GIVEN, "--box", "2"], "--box: '2' is not a box"),
+        ([*GIVEN, "--memory", "24gb"], "leave out --step-time, --box"),
+    ],
+)
+def test_what_cannot_be_meant_is_told_with_its_flag(arguments: list[str], said: str):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
