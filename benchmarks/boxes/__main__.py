@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,7 @@ def main() -> None:
             kind.add_argument("--seeds", type=int, default=1)
         if name == "real":
             kind.add_argument("--line", nargs="+", choices=LINES, default=["none"])
+            kind.add_argument("--step-s", type=float, default=Size.step_s, help="of the fastest box; default: 0.1")
         if name != "floor":
             kind.add_argument("--sync", nargs="+", choices=SYNCS, default=["default"])
     given = parser.parse_args()
@@ -207,6 +208,8 @@ def main() -> None:
     torch.set_num_threads(1)
     tables = {"floor": _floor, "real": _real, "trouble": _trouble}
     size = QUICK if given.quick else TROUBLE if given.what == "trouble" else Size()
+    if given.what == "real" and not given.quick:
+        size = replace(size, step_s=given.step_s)
     table, rows = tables[given.what](given, size, Results(given.results))
     Console(width=132).print(table)
     if given.json:

@@ -61,8 +61,10 @@ class Paced(nn.Module):
         if SPOIL in orders:
             for each in self.model.parameters():
                 each.data.mul_(1.5)
-        self._ready_at = max(self._ready_at + float(step_s), time.monotonic())  # the last step's work is part of it
-        time.sleep(max(self._ready_at - time.monotonic(), 0.0))
+        now, step = time.monotonic(), float(step_s)
+        idle = now > self._ready_at + 2 * step  # else the last step's work is part of its time
+        self._ready_at = now + step if idle else max(self._ready_at + step, now)
+        time.sleep(self._ready_at - now)
 
 
 def build() -> nn.Module:
