@@ -26,7 +26,7 @@ def close_due(run: LiveRun) -> bool:
     silent, stalled = members.silent(now), members.stalled(now)
     refused = opening.refused | members.quarantined(run.round)
     decisions = [
-        each.due(expected, newcomers, members.owners, policy, opening.opened_at, now, silent, refused, stalled)
+        each.due(expected, newcomers, members.owners, policy, opening, now, silent, refused, stalled)
         for each in opening.fragments
     ]
     if not any(decisions):

@@ -116,6 +116,7 @@ def decide(
     opened_at: float,
     quorum_at: float | None,
     now: float,
+    round_s: float = 0.0,
     silent: Mapping[str, OverdueHeartbeat] = NONE_SILENT,
     stalled: Mapping[str, float] = NONE_STALLED,
 ) -> Wait | Close:
@@ -123,9 +124,10 @@ def decide(
 
     `expected`: live workers that hold an assignment for this round and are waited for. `contributed`: workers with an
     accepted contribution, live or not, because an acknowledged contribution counts. `quorum_at`: when `has_quorum`
-    became True; None before. `silent`: live workers with an overdue heartbeat. They are still waited for, and the
-    reason names them first. `stalled`: live workers that take no inner step, and for how many seconds. After the quorum
-    they are not waited for.
+    became True; None before. `round_s`: how long the fastest worker needs for its inner steps; the grace does not begin
+    before, or slower workers that send what they began earlier would close the round on it. `silent`: live workers with
+    an overdue heartbeat. They are still waited for, and the reason names them first. `stalled`: live workers that take
+    no inner step, and for how many seconds. After the quorum they are not waited for.
     """
     hung = describe_stalled({worker: stalled[worker] for worker in stalled.keys() & expected - contributed})
     awaited = expected if quorum_at is None else expected - stalled.keys()
@@ -149,15 +151,16 @@ def decide(
     capped_at = math.inf
     if policy.round_max_s is not None and len(contributed) >= policy.min_workers:
         capped_at = opened_at + policy.round_max_s
-    graced_at = math.inf if quorum_at is None else quorum_at + grace_s(policy, opened_at, quorum_at)
+    begins_at = None if quorum_at is None else max(quorum_at, opened_at + round_s)
+    graced_at = math.inf if begins_at is None else begins_at + grace_s(policy, opened_at, begins_at)
     closes_at = min(capped_at, graced_at)
     if closes_at == math.inf:
         return Wait(None, f"{waiting}; no deadline before a quorum has contributed", bool(unheard))
     if now < closes_at:
         latest = " at the latest" if quorum_at is None else ""
         return Wait(closes_at, f"{waiting}; closes in {closes_at - now:.0f} s{latest}", bool(unheard))
-    if quorum_at is not None and graced_at <= capped_at:
-        why = f"after {graced_at - quorum_at:.0f} s of grace"
+    if begins_at is not None and graced_at <= capped_at:
+        why = f"after {graced_at - begins_at:.0f} s of grace"
     else:
         why = f"after {policy.round_max_s:.0f} s, the longest that a round may take"
     return Close(

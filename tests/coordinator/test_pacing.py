@@ -146,6 +146,31 @@ def test_a_fast_and_a_slow_worker_get_what_they_manage(shared: InThread, run: st
     assert info(shared, run)["rounds"] == 5, "the short one is added"
 
 
+def test_what_a_slow_worker_began_earlier_does_not_close_the_round_on_the_fastest(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    """With a second box of a twentieth of the speed, most rounds closed without the work of the fast one."""
+    grace = "grace_factor = 0\ngrace_min_s = 2\ngrace_max_s = 2\nlease_s = 1000"
+    shared.create_run(auto(run, 20, rounds=4, members=grace))
+    fast, slow = members = [enlist(shared, run, name) for name in ("fast", "slow")]
+    assert fast.assignment(None).action == "seed"
+    fast.seed()
+    recovered(slow)
+    for round_ in range(2):
+        for member, pace in zip(members, (2.0, 0.1), strict=True):
+            say_pace(member, pace)
+            member.assignment(round_)
+        slow_one, fast_one = slow.assignment(round_), fast.assignment(round_)
+        slow.contribute_all(slow_one)
+        clock.advance(1 if round_ == 0 else 9)
+        if round_ == 1:
+            assert info(shared, run, "/rounds/1")["closes_in_s"] == 3, "2 s after the 10 s that the fast one needs"
+        fast.contribute_all(fast_one)
+        for member in members:
+            member.step(round_)
+    assert info(shared, run, "/rounds/1")["fragments"][0]["contributors"] == ["fast", "slow"]
+
+
 def test_who_joins_or_was_restarted_within_a_round_gets_less(shared: InThread, run: str, clock: SettableClock) -> None:
     shared.create_run(auto(run, 40, rounds=4, members="lease_s = 100"))
     first = enlist(shared, run, "first")

@@ -55,6 +55,7 @@ def situations(draw: st.DrawFn) -> dict:
         "opened_at": opened_at,
         "quorum_at": quorum_at,
         "now": now,
+        "round_s": draw(st.just(0.0) | seconds),
     }
 
 
@@ -106,6 +107,21 @@ def test_the_table_of_decisions(
     expected: set, contributed: set, quorum_at: float | None, now: float, decision: Wait | Close
 ) -> None:
     assert decide(expected, contributed, POLICY, opened_at=0, quorum_at=quorum_at, now=now) == decision
+
+
+def test_the_grace_does_not_begin_before_the_fastest_worker_can_be_done() -> None:
+    """A box of a twentieth of the speed sends what it began in an earlier round, soon after this one has opened."""
+
+    def decided(now: float, contributed: set, quorum_at: float | None) -> Wait | Close:
+        policy = POLICY.model_copy(update={"min_workers": 1})
+        return decide({"w0", "w1"}, contributed, policy, opened_at=0, quorum_at=quorum_at, now=now, round_s=40)
+
+    assert decided(30, {"w1"}, 2) == Wait(60, "waiting for 1 of 2 workers (w0); closes in 30 s")
+    assert decided(60, {"w1"}, 2) == Close(
+        ("w1",), "closed without w0 after 20 s of grace; 1 of 2 workers have contributed"
+    )
+    assert decided(60, {"w0"}, 50) == Wait(75, "waiting for 1 of 2 workers (w1); closes in 15 s")
+    assert isinstance(decided(41, {"w0", "w1"}, 2), Close)
 
 
 def test_a_worker_that_is_silent_is_named_before_all_else_and_still_waited_for() -> None:
