@@ -130,7 +130,7 @@ def one_h(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every worker of a coordinator in this process does H inner steps in each round, however fast it is."""
     monkeypatch.setattr("coordinator.run.schedule.first_steps", lambda h: h)
     monkeypatch.setattr("coordinator.run.step_rates.first_steps", lambda h: h)
-    monkeypatch.setattr("coordinator.run.step_rates.inner_steps", lambda h, *_: h)
+    monkeypatch.setattr("coordinator.rounds.opening.fastest_rate", lambda _: None)
 
 
 @pytest.fixture
