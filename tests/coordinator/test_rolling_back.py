@@ -22,9 +22,15 @@ KEPT = "every_rounds = 1\nkeep = 20"
 
 
 def roll_back(running: InThread, run: str, to: int, **fields: Any) -> httpx.Response:
-    """Roll back as soon as no job works on the run's files, which would be answered 503."""
-    wait_until(lambda: not running.live(run).outer.any_job_running)
-    return order_back(running, run, to, **fields)
+    """Roll back. While a job works on the run's files, that is answered 503; one may begin at any time."""
+    replies = list[httpx.Response]()
+
+    def answered() -> bool:
+        replies.append(order_back(running, run, to, **fields))
+        return replies[-1].status_code != 503
+
+    wait_until(answered)
+    return replies[-1]
 
 
 def order_back(running: InThread, run: str, to: int, **fields: Any) -> httpx.Response:

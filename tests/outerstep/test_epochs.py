@@ -150,7 +150,7 @@ def test_plan_shows_the_rounds_of_a_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "give --params, --up, --down and --step-time; or --params and --memory; or --data"),
+        ([], "give --params, --up, --down and --step-time; or --box; or --params and --memory; or --data"),
         (["--data", "run.toml", "--up", "1mbit"], "leave out --up"),
         (["--epochs", "3", "--params", "1e6", "--up", "1mbit", "--down", "1mbit", "--step-time", "1"], "needs --data"),
         (["--data", "no.toml"], "no.toml"),
