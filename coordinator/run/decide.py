@@ -116,7 +116,7 @@ def decide(
     opened_at: float,
     quorum_at: float | None,
     now: float,
-    round_s: float = 0.0,
+    grace_from: float = -math.inf,
     silent: Mapping[str, OverdueHeartbeat] = NONE_SILENT,
     stalled: Mapping[str, float] = NONE_STALLED,
 ) -> Wait | Close:
@@ -124,10 +124,9 @@ def decide(
 
     `expected`: live workers that hold an assignment for this round and are waited for. `contributed`: workers with an
     accepted contribution, live or not, because an acknowledged contribution counts. `quorum_at`: when `has_quorum`
-    became True; None before. `round_s`: how long the fastest worker needs for its inner steps; the grace does not begin
-    before, or slower workers that send what they began earlier would close the round on it. `silent`: live workers with
-    an overdue heartbeat. They are still waited for, and the reason names them first. `stalled`: live workers that take
-    no inner step, and for how many seconds. After the quorum they are not waited for.
+    became True; None before. `grace_from`: when the grace may begin at the earliest. `silent`: live workers with an
+    overdue heartbeat. They are still waited for, and the reason names them first. `stalled`: live workers that take no
+    inner step, and for how many seconds. After the quorum they are not waited for.
     """
     hung = describe_stalled({worker: stalled[worker] for worker in stalled.keys() & expected - contributed})
     awaited = expected if quorum_at is None else expected - stalled.keys()
@@ -151,7 +150,7 @@ def decide(
     capped_at = math.inf
     if policy.round_max_s is not None and len(contributed) >= policy.min_workers:
         capped_at = opened_at + policy.round_max_s
-    begins_at = None if quorum_at is None else max(quorum_at, opened_at + round_s)
+    begins_at = None if quorum_at is None else max(quorum_at, grace_from)
     graced_at = math.inf if begins_at is None else begins_at + grace_s(policy, opened_at, begins_at)
     closes_at = min(capped_at, graced_at)
     if closes_at == math.inf:

@@ -85,7 +85,7 @@ class OpenFragment:
             opened_at=opening.opened_at,
             quorum_at=self.quorum_at,
             now=now,
-            round_s=opening.steps / opening.fastest if opening.fastest else 0.0,
+            grace_from=opening.grace_from(contributed),
             silent=silent,
             stalled=stalled,
         )
@@ -157,6 +157,17 @@ class OpenRound:
     def contributed(self) -> set[str]:
         """The workers that have contributed to any fragment."""
         return {worker for fragment in self.fragments for worker in fragment.contributed}
+
+    def grace_from(self, contributed: Set[str]) -> float:
+        """Return when the grace may begin at the earliest: where each worker has its own H, once one that has the whole
+        H is among `contributed`, or could be. Otherwise slower ones that send what they began in an earlier round would
+        close this one on it."""
+        if self.fastest is None:
+            return self.opened_at
+        given = (self.assignments.get(worker) for worker in contributed)
+        if any(each is not None and each.inner_steps >= self.steps for each in given):
+            return self.opened_at
+        return self.opened_at + self.steps / self.fastest
 
     def step_times(self, unit_tokens: Callable[[str], int]) -> dict[str, tuple[int, float]]:
         """Return (steps, seconds) of each contributor's first contribution: the inner steps in it, and the time from

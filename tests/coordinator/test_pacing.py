@@ -1,5 +1,6 @@
 """Each worker its own H, where the spec says so: as many inner steps as it manages while the fastest worker does H."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator.rounds.opening import inner_steps_of
+from coordinator.run.open_round import OpenRound, RoundAssignment
 from coordinator.run.step_rates import MAX_LEAD, StepRates, fastest, first_steps, inner_steps
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
@@ -144,6 +146,15 @@ def test_a_fast_and_a_slow_worker_get_what_they_manage(shared: InThread, run: st
         steps += expected[0]
     assert info(shared, run, "/rounds/1")["tokens"] == 25 * 32
     assert info(shared, run)["rounds"] == 5, "the short one is added"
+
+
+def test_the_grace_may_begin_once_one_with_the_whole_h_has_contributed_or_could_have() -> None:
+    given = {"fast": RoundAssignment(40, False, []), "slow": RoundAssignment(2, False, [])}
+    opening = OpenRound(3, 0, 40, 100.0, set(given), [], fastest=4.0, assignments=given)
+    assert opening.grace_from({"slow"}) == 110
+    assert opening.grace_from({"gone"}) == 110
+    assert opening.grace_from({"fast", "slow"}) == 100
+    assert replace(opening, fastest=None).grace_from({"slow"}) == 100
 
 
 def test_what_a_slow_worker_began_earlier_does_not_close_the_round_on_the_fastest(

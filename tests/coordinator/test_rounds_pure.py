@@ -55,7 +55,7 @@ def situations(draw: st.DrawFn) -> dict:
         "opened_at": opened_at,
         "quorum_at": quorum_at,
         "now": now,
-        "round_s": draw(st.just(0.0) | seconds),
+        "grace_from": opened_at + draw(st.just(0.0) | seconds),
     }
 
 
@@ -114,7 +114,7 @@ def test_the_grace_does_not_begin_before_the_fastest_worker_can_be_done() -> Non
 
     def decided(now: float, contributed: set, quorum_at: float | None) -> Wait | Close:
         policy = POLICY.model_copy(update={"min_workers": 1})
-        return decide({"w0", "w1"}, contributed, policy, opened_at=0, quorum_at=quorum_at, now=now, round_s=40)
+        return decide({"w0", "w1"}, contributed, policy, opened_at=0, quorum_at=quorum_at, now=now, grace_from=40)
 
     assert decided(30, {"w1"}, 2) == Wait(60, "waiting for 1 of 2 workers (w0); closes in 30 s")
     assert decided(60, {"w1"}, 2) == Close(
