@@ -571,8 +571,8 @@ class Ledger:
         if rounds is None or not rounds.training or self._seen.get(f"{worker.name}'s assignment") is rounds.assignment:
             return
         state = worker.held()
-        if state is not None and (state.round, 0, state.digests[0]) in self.dropped:
-            return  # it has yet to be told that the round has opened anew
+        if state is None or (state.round, 0, state.digests[0]) in self.dropped:
+            return  # it has yet to be told that the round has opened anew, or it cannot be seen now whether it has been
         assignment, carry = rounds.assignment, rounds.carry
         before = self._seen.get(f"{worker.name}'s assignment")
         self._seen[f"{worker.name}'s assignment"] = assignment
