@@ -547,12 +547,12 @@ MUTANTS = [
     Mutant("reads the token before its transaction", ("I2", "I4", "I6"), 17, _reads_the_token_before_the_transaction),
     Mutant("reports a delta before it is stored", ("I1", "I2"), 14, _reports_a_delta_before_it_is_stored),
     Mutant("compares leases by the local clock", ("I5",), 1, _leases_by_the_local_clock),
-    Mutant("takes tasks without a lease", ("I5",), 3, _tasks_without_a_lease),
-    Mutant("leads on after the reply of a commit was lost", ("I",), 14, _leads_on_after_a_lost_reply),
+    Mutant("takes tasks without a lease", ("I5",), 126, _tasks_without_a_lease),
+    Mutant("leads on after the reply of a commit was lost", ("I",), 143, _leads_on_after_a_lost_reply),
     Mutant(
         "deletes before the checkpoint is complete",
         ("I2", "I4", "unexpected"),
-        22,
+        41,
         _deletes_before_the_checkpoint_is_complete,
     ),
 ]
