@@ -170,11 +170,17 @@ def waiting_text(detail: RoundDetail) -> str:
 ADDED = [">gave", ">weight", ">held up"]
 
 
-def added_cells(worker: str, detail: RoundDetail) -> list[str]:
-    """Return what a worker added to a round: its shares of the tokens and of the weight, and what it was waited for."""
-    each = detail.adds.get(worker)
+def added_columns(reported: RoundDetail | None) -> list[str]:
+    """Return the columns for what workers added to a round; none if that is unknown."""
+    return ADDED if reported is not None and reported.adds else []
+
+
+def added_cells(worker: str, reported: RoundDetail | None) -> list[str]:
+    """Return what a worker added to a round, by `added_columns`: its shares of the tokens and of the weight, and what
+    it was waited for."""
+    each = None if reported is None else reported.adds.get(worker)
     if each is None:
-        return [UNKNOWN] * len(ADDED)
+        return [UNKNOWN] * len(added_columns(reported))
     return [share_text(each.tokens), share_text(each.weight), duration_text(each.held_s)]
 
 
@@ -237,6 +243,7 @@ def tokens_per_second(item: RoundInfo) -> float | None:
 def worker_table(workers: Sequence[WorkerInfo], width: int, reported: RoundDetail | None = None) -> RenderableType:
     """Return a table of workers. `reported`: the last round that workers have reported on."""
     columns = ["worker", "state", "doing", ">round", ">step", ">loss", ">tokens/s", ">tokens", ">up", ">down"]
+    columns += added_columns(reported)
     rows = [
         [
             item.name,
@@ -249,12 +256,10 @@ def worker_table(workers: Sequence[WorkerInfo], width: int, reported: RoundDetai
             count_text(item.tokens),
             bytes_text(item.metrics.upload_bytes),
             bytes_text(item.metrics.download_bytes),
+            *added_cells(item.name, reported),
         ]
         for item in workers
     ]
-    if reported is not None and reported.adds:
-        columns = [*columns, *ADDED]
-        rows = [[*row, *added_cells(item.name, reported)] for row, item in zip(rows, workers, strict=True)]
     return tables(*with_reported_columns(columns, rows, workers), width)
 
 

@@ -25,12 +25,12 @@ from outerstep.common.quantities import (
     sparkline,
 )
 from outerstep.display import (
-    ADDED,
     GAP,
     Display,
     LineDisplay,
     RoundHistory,
     added_cells,
+    added_columns,
     costs_texts,
     event_line,
     events_besides_rounds,
@@ -222,7 +222,6 @@ def _sort_key(worker: WorkerInfo, run: RunInfo) -> tuple[bool, int, tuple[object
 def _worker_table(workers: Sequence[WorkerInfo], look: Look, width: int) -> RenderableType:
     run, reported = look.run, look.reported
     waits = {} if reported is None else reported.waits
-    adds = reported if reported is not None and reported.adds else None
     columns = [
         "worker",
         "doing",
@@ -233,7 +232,7 @@ def _worker_table(workers: Sequence[WorkerInfo], look: Look, width: int) -> Rend
         ">down",
         ">loss",
         ">tokens",
-        *(ADDED if adds else []),
+        *added_columns(reported),
         *["waited"] * bool(waits),
     ]
     rows = [
@@ -247,7 +246,7 @@ def _worker_table(workers: Sequence[WorkerInfo], look: Look, width: int) -> Rend
             bytes_text(item.metrics.download_bytes),
             loss_text(item.metrics.loss),
             count_text(item.tokens),
-            *(added_cells(item.name, adds) if adds else []),
+            *added_cells(item.name, reported),
             *[waits_text(waits[item.name]) if item.name in waits else UNKNOWN] * bool(waits),
         ]
         for item in workers

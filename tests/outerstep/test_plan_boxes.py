@@ -80,6 +80,7 @@ def test_the_command_prints_a_row_per_box_and_the_time_together():
     lines = result.stdout.splitlines()
     assert lines[2].split()[:4] == ["2", "0.5", "50/5", "250"]
     assert "in about 0.77 of its time" in result.stdout
+    assert "if its memory suffices, trains on during its sync, for up to 3 more rounds' time" in result.stdout
     assert "waits for its line" not in result.stdout
     document = json.loads(run(*GIVEN, "--format", "json").stdout)
     assert [each["box"] for each in document["boxes"]] == [

@@ -49,11 +49,12 @@ export const WAITS = {
   opening: "a round to open",
 };
 
+const percent = (part) => `${(100 * part).toFixed(1)} %`;
+
 /** How much of a round's time was spent waiting and what would save some of it, as a sentence; empty if unknown. */
 export function waitingText(detail) {
   const waiting = detail?.waiting;
   if (!waiting) return "";
-  const percent = (part) => `${(100 * part).toFixed(1)} %`;
   const never = waiting.never === null ? "" : `without sync.wait = "always" up to ${percent(waiting.never)} would be saved, with `;
   const text = `${never}twice as many inner steps ${never ? "" : "would save "}${percent(waiting.doubled_h)}`;
   return `In round ${detail.round} the workers waited ${percent(waiting.share)} of their time; ${text}.`;
@@ -62,7 +63,6 @@ export function waitingText(detail) {
 /** The workers that were waited for during a larger share of a round than their share of its tokens, as a sentence. */
 export function costsText(detail) {
   const seconds = detail ? detail.closed_at - detail.opened_at : 0;
-  const percent = (part) => `${(100 * part).toFixed(1)} %`;
   const remedy =
     detail?.waiting?.never === null
       ? "more sync.inner_steps give it time"

@@ -147,7 +147,7 @@ def show(
         detail = client.run(run)
         workers = client.workers(run)
         rounds = list(islice(client.rounds(run), FIRST_ROUNDS))
-        reported = last_reported(client, detail)
+        reported = None if output is Format.JSON else last_reported(client, detail)
     if output is Format.JSON:
         print_json({"run": detail, "workers": workers, "rounds": rounds})
         return
