@@ -199,17 +199,17 @@ def test_whole_runs_go_through_caddy(tmp_path: Path, monkeypatch: pytest.MonkeyP
         text = write_text(tmp_path / "text", seed=1)
         running.create_run(tiny_spec("trained", text, seed=1, rounds=3, min_workers=2))
         running.create_run(AS_LARGE)
-        kinds = {run: threads.submit(kinds_of_events, client, run) for run in ("trained", "large")}
+        url = str(client.base_url)
+        kinds = {
+            run: threads.submit(kinds_of_events, url, trusted, running.admin_token, run) for run in ("trained", "large")
+        }
         monkeypatch.setenv("OUTERSTEP_CA", str(trusted))
         token = running.token(Scope.WORKER)
-        workers = [ForkedWorker(str(client.base_url), "trained", name, token, tmp_path / name) for name in ("w0", "w1")]
+        workers = [ForkedWorker(url, "trained", name, token, tmp_path / name) for name in ("w0", "w1")]
         for worker in workers:
             worker.start()
 
-        members = [
-            Member(client_of(str(client.base_url), trusted, http2=True), "large", name, tensors=[LARGE])
-            for name in ("a", "b")
-        ]
+        members = [Member(client_of(url, trusted, http2=True), "large", name, tensors=[LARGE]) for name in ("a", "b")]
         for member in members:
             member.join(running.admin_token)
         seeding, other = members
@@ -277,10 +277,17 @@ def reached(client: httpx.Client) -> bool:
     return True
 
 
-def kinds_of_events(client: httpx.Client, run: str) -> list[str]:
-    """Return the kinds of the run's events, as they arrive, until it has ended."""
+def kinds_of_events(url: str, trusted: Path, token: str, run: str) -> list[str]:
+    """Return the kinds of the run's events, as they arrive, until it has ended.
+
+    Over a connection of its own: httpcore's HTTP/2 connections break when two threads begin requests at once.
+    """
     kinds: list[str] = []
-    with client.stream("GET", f"/v1/runs/{run}/events", headers={"Accept": "text/event-stream"}) as events:
+    headers = {"Accept": "text/event-stream", "Authorization": f"Bearer {token}"}
+    with (
+        client_of(url, trusted, http2=True) as client,
+        client.stream("GET", f"/v1/runs/{run}/events", headers=headers) as events,
+    ):
         assert events.http_version == "HTTP/2"
         for line in events.iter_lines():
             if line.startswith("event:"):
