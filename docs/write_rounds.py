@@ -51,8 +51,8 @@ monotonic clock; no worker's clock is used. The reason is one sentence, which th
 - **Grace.** From the quorum on, stragglers still have the *grace*: `grace_factor` times what the quorum took, but at
   least `grace_min_s` and at most `grace_max_s`. So a run whose rounds take an hour waits for minutes, and one whose
   rounds take seconds waits for seconds. Where each worker has an H by its speed, it does not begin (`grace_from`)
-  before one with the whole H has contributed, or the time has passed that the fastest one needs for it: what a slow
-  box began in an earlier round must not close this one on a fast box.
+  before the time has passed that the fastest one needs for the whole H: what a slow box began in an earlier round must
+  not close this one on a fast box.
 - **Cap.** `round_max_s` after it opened, the round closes with or without a quorum, as soon as at least `min_workers`
   have contributed.
 - **Otherwise it waits.** Before a quorum, only contributions, new workers and the ends of leases change the answer.

@@ -578,7 +578,7 @@ class DiLoCo:
             return  # `__exit__` then hands in the work done
         if failed:
             self.ranks.on_first(heartbeat.raise_failure)
-        rounds.advance(ended=self.inner_step >= rounds.assignment.inner_steps, news=news)
+        rounds.advance(ended=self.inner_step >= self._steps.own, news=news)
         self._writes.remember_if_written()
 
     def __exit__(

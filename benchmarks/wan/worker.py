@@ -7,7 +7,6 @@ train   rounds of a script with `outerstep.DiLoCo`, whose inner steps take a fix
 """
 
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -47,11 +46,9 @@ class FollowedExchange(Exchange):
         self._about(contribution)
         return super().contribute(contribution, on_line)
 
-    def await_delta(
-        self, contribution: Contribution, sent: threading.Event, failed: threading.Event
-    ) -> tuple[wire.Payload, list[Outcome]]:
+    def await_delta(self, contribution: Contribution, *events: Any) -> tuple[wire.Payload, list[Outcome]]:
         self._about(contribution)
-        return super().await_delta(contribution, sent, failed)
+        return super().await_delta(contribution, *events)
 
     def _about(self, contribution: Contribution) -> None:
         if self.recorder is not None:

@@ -85,7 +85,7 @@ class OpenFragment:
             opened_at=opening.opened_at,
             quorum_at=self.quorum_at,
             now=now,
-            grace_from=opening.grace_from(contributed),
+            grace_from=opening.grace_from,
             silent=silent,
             stalled=stalled,
         )
@@ -158,16 +158,11 @@ class OpenRound:
         """The workers that have contributed to any fragment."""
         return {worker for fragment in self.fragments for worker in fragment.contributed}
 
-    def grace_from(self, contributed: Set[str]) -> float:
-        """Return when the grace may begin at the earliest: where each worker has its own H, once one that has the whole
-        H is among `contributed`, or could be. Otherwise slower ones that send what they began in an earlier round would
-        close this one on it."""
-        if self.fastest is None:
-            return self.opened_at
-        given = (self.assignments.get(worker) for worker in contributed)
-        if any(each is not None and each.inner_steps >= self.steps for each in given):
-            return self.opened_at
-        return self.opened_at + self.steps / self.fastest
+    @property
+    def grace_from(self) -> float:
+        """When the grace may begin at the earliest. Where each worker has an H by its speed, that is once the fastest
+        has had time for its own; else what others began in an earlier round would close this one on it."""
+        return self.opened_at + (0.0 if self.fastest is None else self.steps / self.fastest)
 
     def step_times(self, unit_tokens: Callable[[str], int]) -> dict[str, tuple[int, float]]:
         """Return (steps, seconds) of each contributor's first contribution: the inner steps in it, and the time from

@@ -332,8 +332,9 @@ class SyncSpec(Section):
         "never",
         description=(
             '"never": each worker does inner steps in proportion to its speed. Until the round\'s deltas are there it '
-            'trains on, up to most_steps, and carries that into its next contribution. "always": as in the DiLoCo '
-            "paper, all workers do H inner steps and then wait for the deltas. Reproducible results need it"
+            "trains on, up to most_steps, and carries that into its next contribution, as part of its H. "
+            '"always": as in the DiLoCo paper, all workers do H inner steps and then wait for the deltas. Reproducible '
+            "results need it"
         ),
     )
     most_steps: InnerSteps | None = Field(

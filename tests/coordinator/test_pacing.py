@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator.rounds.opening import inner_steps_of
-from coordinator.run.open_round import OpenRound, RoundAssignment
+from coordinator.run.open_round import OpenRound
 from coordinator.run.step_rates import MAX_LEAD, StepRates, fastest, first_steps, inner_steps
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
@@ -148,13 +148,10 @@ def test_a_fast_and_a_slow_worker_get_what_they_manage(shared: InThread, run: st
     assert info(shared, run)["rounds"] == 5, "the short one is added"
 
 
-def test_the_grace_may_begin_once_one_with_the_whole_h_has_contributed_or_could_have() -> None:
-    given = {"fast": RoundAssignment(40, False, []), "slow": RoundAssignment(2, False, [])}
-    opening = OpenRound(3, 0, 40, 100.0, set(given), [], fastest=4.0, assignments=given)
-    assert opening.grace_from({"slow"}) == 110
-    assert opening.grace_from({"gone"}) == 110
-    assert opening.grace_from({"fast", "slow"}) == 100
-    assert replace(opening, fastest=None).grace_from({"slow"}) == 100
+def test_the_grace_may_begin_once_the_fastest_has_had_time_for_h() -> None:
+    opening = OpenRound(3, 0, 40, 100.0, {"fast", "slow"}, [], fastest=4.0)
+    assert opening.grace_from == 110
+    assert replace(opening, fastest=None).grace_from == 100
 
 
 def test_what_a_slow_worker_began_earlier_does_not_close_the_round_on_the_fastest(

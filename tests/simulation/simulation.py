@@ -324,7 +324,7 @@ class Simulation:
 
     def _check_held(self, now: float) -> None:
         """I12: once most workers have contributed, or one of two, a fragment waits no longer than the grace for workers
-        that make no progress. Until one with the whole H has contributed, the time for that comes first."""
+        that make no progress. The time that the fastest needs for H comes first."""
         hung = {name for name, worker in self.workers.items() if worker.hung_until > now}
         held = set[tuple[int, int]]()
         opening = self.node.run.open if hung and self.calm_at is not None and self.node.up else None
@@ -334,7 +334,7 @@ class Simulation:
                 there = assigned & fragment.contributed.keys()
                 least = max(self.min_workers, len(assigned) // 2 + (len(assigned) > 2))
                 quorum = len(there) >= least
-                early = now < opening.grace_from(fragment.contributed.keys())
+                early = now < opening.grace_from
                 if fragment.state == "collecting" and quorum and not early and assigned - there <= hung:
                     held.add((opening.number, index))
         self.held_since = {key: self.held_since.get(key, now) for key in held}

@@ -142,11 +142,12 @@ class WorkerNode(Machine):
                     optimizer.step()
 
     def steps_left(self) -> int:
-        """The inner steps that are left of the round that it trains, with the one in hand; 0 where it trains none."""
+        """The inner steps that are left of the round's H, with the one in hand; 0 where it trains none."""
         rounds = self.rounds() if self.running else None
         if rounds is None or not rounds.training or self.diloco is None:
             return 0
-        return int(rounds.assignment.inner_steps - self.diloco.inner_step)
+        ahead = rounds.carry.steps_ahead if self.diloco.spec.sync.wait == "never" else 0
+        return max(rounds.assignment.inner_steps - ahead - self.diloco.inner_step, 0)
 
     def stop(self) -> None:
         """SIGTERM."""

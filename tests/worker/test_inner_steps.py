@@ -184,3 +184,27 @@ def test_a_worker_that_never_waits_goes_on_as_long_as_it_has_units(units: list[l
         steps.begin_unit()
         steps.step()
     assert steps.done == steps_done
+
+
+@pytest.mark.parametrize(
+    ("wait", "ahead", "own", "ready"),
+    [
+        ("never", 0, 6, False),
+        ("never", 2, 4, False),
+        ("never", 6, 1, True),
+        ("never", 9, 1, True),
+        ("always", 2, 6, False),
+    ],
+)
+def test_steps_while_the_last_deltas_travelled_are_the_first_of_h(wait: str, ahead: int, own: int, ready: bool) -> None:
+    steps = InnerSteps(spec(wait=wait))
+    units = [[10, 34]]
+    steps.begin(
+        Assignment(action=Action.TRAIN, reason="", round=1, step=6, schedule_steps=6, inner_steps=6, units=units), ahead
+    )
+    assert (steps.own, steps.ready) == (own, ready)
+    assert steps.global_step == 6
+    for _ in range(own):
+        steps.step()
+    assert steps.global_step == 12
+    assert steps.may_go_on == (wait == "never")

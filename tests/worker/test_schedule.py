@@ -32,8 +32,8 @@ def test_a_round_in_the_middle_of_the_run(keys: dict[str, Any], expected: Schedu
 
 def test_a_worker_that_is_behind_sends_at_once_if_it_never_waits() -> None:
     never = spec(inner_steps=12, wait="never")
-    assert schedule(never, 2, 12, last=False, first=False, behind=True) == Schedule([0] * 2, [ON_ARRIVAL] * 2)
-    assert schedule(spec(inner_steps=12), 1, 12, last=False, first=False, behind=True) == Schedule([12], [12])
+    assert schedule(never, 2, 12, last=False, first=False, at_once=True) == Schedule([0] * 2, [ON_ARRIVAL] * 2)
+    assert schedule(spec(inner_steps=12), 1, 12, last=False, first=False, at_once=True) == Schedule([12], [12])
 
 
 def test_a_worker_that_has_nothing_yet_sends_half_way_what_is_due_at_once() -> None:

@@ -103,7 +103,9 @@ class Due:
     def wait(self, round_number: int, p: int) -> None:
         sync = self._spec.sync
         last, first = round_number + 1 == sync.rounds, round_number == 0
-        merged = min(schedule(sync, FRAGMENTS, STEPS, last=last, first=first).merged[p], sync.most_steps_of(STEPS))
+        # Steps that were trained while deltas travelled are part of the last round's H; one step is left in any case.
+        steps = 1 if last and sync.wait == "never" else STEPS
+        merged = min(schedule(sync, FRAGMENTS, steps, last=last, first=first).merged[p], sync.most_steps_of(STEPS))
         with self._changed:
             came = self._changed.wait_for(lambda: self._at >= (round_number, merged), PATIENCE_S)
         assert came, f"round {round_number}, fragment {p}: the training waits for a delta before step {merged}"

@@ -58,6 +58,15 @@ def test_late_work_makes_up_for_the_means_that_lacked_it(late_rounds: int) -> No
     assert first.rounds == list(range(late_rounds))
 
 
+@pytest.mark.parametrize(
+    ("fresh", "waited", "ahead"), [({}, 0, 0), ({0: 8, 1: 8}, 0, 8), ({0: 8, 1: 8}, 7, 1), ({0: 2, 1: 8}, 3, 0)]
+)
+def test_steps_while_others_were_waited_for_are_beyond_the_next_h(
+    fresh: dict[int, int], waited: int, ahead: int
+) -> None:
+    assert Carry(fresh=fresh, waited=waited).steps_ahead == ahead
+
+
 @pytest.mark.parametrize(("back_to", "kept"), [(5, True), (4, False), (2, False)])
 def test_late_work_on_rounds_that_a_backup_has_undone_is_dropped(back_to: int, kept: bool) -> None:
     """The rounds are still to come for the run: no contribution to them, or to one before, may list them as carried."""

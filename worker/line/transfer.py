@@ -223,6 +223,7 @@ class Download:
         expected_bytes   the approximate size
         digest           BLAKE3 of the blob in hexadecimal; None: take it from the ETag
         again            called with the problem if the blob is not published yet; True to ask again
+        found            called once it is there, before it has arrived
 
     `path` is the path of the first request, `coordinator` the version of the coordinator that answered.
     """
@@ -236,7 +237,9 @@ class Download:
         expected_bytes: int,
         digest: str | None = None,
         again: Callable[[Problem], bool] = lambda problem: False,
+        found: Callable[[], None] = lambda: None,
     ) -> None:
+        self._found = found
         self._channel, self._path_now, self._limit_bytes, self._digest = channel, path, limit_bytes, digest
         self.path, self._expected_bytes, self._again = path(), expected_bytes, again
         self._headers = {**headers, "Accept-Encoding": "identity"}
@@ -414,6 +417,7 @@ class Download:
         with self._lock:
             if etag != self._etag or total != len(self._data):
                 self._etag, self._data = etag, memory(total)
+                self._found()
                 if begins:
                     part.restart()
 

@@ -265,8 +265,9 @@ class Client:
         *,
         early: Callable[[], bool] = lambda: False,
         again: Callable[[Problem], bool] = lambda problem: False,
+        found: Callable[[], None] = lambda: None,
     ) -> wire.Payload:
-        """Fetch the delta of one fragment.
+        """Fetch the delta of one fragment. `found` is called once it is published, before it has arrived.
 
         Raises Problem `not-published` if it is not there within LONG_POLL_S, unless `again` returns True; and
         `contribution-lost` if the round lacks this member's contribution, unless `early` returns True because that is
@@ -275,7 +276,9 @@ class Client:
         path = f"{self._path}/rounds/{round_number}/fragments/{p}/delta"
         headers, expected_bytes = self._headers(member_token) | _long_poll(), limit_bytes - wire.MAX_HEADER_BYTES
         to_ask = lambda: f"{path}?early=true" if early() else path  # noqa: E731
-        return _payload(Download(self._channel, to_ask, headers, limit_bytes, max(expected_bytes, 1), again=again))
+        return _payload(
+            Download(self._channel, to_ask, headers, limit_bytes, max(expected_bytes, 1), again=again, found=found)
+        )
 
     def newest_rounds(self, before: int, count: int) -> list[messages.RoundInfo]:
         """Return up to `count` (at most 1000) of the rounds before `before`, newest first."""

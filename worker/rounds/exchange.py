@@ -101,10 +101,14 @@ class Exchange:
         return None
 
     def await_delta(
-        self, contribution: Contribution, sent: threading.Event, failed: threading.Event
+        self,
+        contribution: Contribution,
+        sent: threading.Event,
+        failed: threading.Event,
+        found: Callable[[], None] = lambda: None,
     ) -> tuple[wire.Payload, list[Outcome]]:
         """Wait for the delta and return it, with the outcome of each repeated upload: the coordinator's disk may lose a
-        contribution, and then it is sent again.
+        contribution, and then it is sent again. `found` is called once the delta is published.
 
         Waiting starts before the contribution is `sent`, so that the coordinator already has the question when it has
         the answer. Raises what `contribute` raises, RunEnded, and Abandoned once `failed` is set.
@@ -120,7 +124,11 @@ class Exchange:
             return True
 
         fetch = partial(
-            self.client.delta, contribution.round, p, limit_bytes, early=lambda: not sent.is_set(), again=again
+            self.client.delta,
+            *(contribution.round, p, limit_bytes),
+            early=lambda: not sent.is_set(),
+            again=again,
+            found=found,
         )
         while True:
             try:

@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import httpx
@@ -33,6 +34,8 @@ class InFlight:
         contributions    what was sent, by fragment
         inner_steps      the most that any of them was trained for
         arrived          called on a separate thread once all fragments have been stepped; `arrival` is its result
+        steps            the inner steps of the round that are done; `waited_between`: how many they were when the last
+                         fragment was uploaded, and when the last delta was published
 
     From the first `send` until all fragments have been stepped, `state.round` is None; after `end` as well, if only
     some fragments have been stepped.
@@ -44,8 +47,10 @@ class InFlight:
         round_number: int,
         saved: Future[None] | None = None,
         arrived: Callable[["InFlight"], Any] | None = None,
+        steps: Callable[[], int] = lambda: 0,
     ) -> None:
         self._exchange, self.round, self.saved, self._arrived = exchange, round_number, saved, arrived
+        self._steps, self.waited_between = steps, (0, 0)
         self._flights = ThreadPoolExecutor(max(len(exchange.state.own), 1), "fragment")
         self._downloads = ThreadPoolExecutor(DOWNLOADS, "download")
         self._uploading = threading.Semaphore(UPLOADS)
@@ -150,8 +155,11 @@ class InFlight:
                 contribution = self.contributions[p] = make()
                 if saved is not None:
                     saved.result()
-                fetched = self._downloads.submit(exchange.await_delta, contribution, sent, self._failed)
+                awaited = partial(exchange.await_delta, contribution, sent, self._failed, self._note_published)
+                fetched = self._downloads.submit(awaited)
                 outcome = exchange.contribute(contribution, next_turn.set)
+            with self._lock:
+                self.waited_between = self._steps(), self.waited_between[1]
             sent.set()
             unsent = exchange.unsent(contribution)  # while the delta is waited for
             exchange.state.release_delta(p)
@@ -186,6 +194,10 @@ class InFlight:
             self._exchange.state.reach(self.round + 1)
         if self._arrived is not None:
             self.arrival = self._downloads.submit(self._arrived, self)
+
+    def _note_published(self) -> None:
+        with self._lock:
+            self.waited_between = self.waited_between[0], self._steps()
 
     def _check(self) -> None:
         """Raise Abandoned if another fragment has failed."""

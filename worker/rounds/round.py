@@ -75,10 +75,10 @@ class Round:
         last = assignment.step + assignment.schedule_steps == exchange.spec.total_inner_steps
         self._stale = stale if carry.units and not last else 0
         self._schedule = schedule(
-            *(self._sync, len(self._state), assignment.inner_steps),
+            *(self._sync, len(self._state), self._steps.own),
             last=last,
             first=not carry.units,
-            behind=self._stale > 0,
+            at_once=self._stale > 0 or self._steps.ready,
         )
         # Units that each fragment was trained on since it was sent, without those of this round.
         self._fresh = {p: carry.fresh.get(p, 0) for p in range(len(self._state))}
@@ -86,7 +86,7 @@ class Round:
         # worker that is behind does so too, because the next round may be over by then.
         asks_ahead = self._schedule.overlaps and self._ranks.size == 1 and not self._stale
         arrived = ask_ahead if asks_ahead else None
-        self._in_flight = InFlight(exchange, assignment.round, durable.start, arrived)
+        self._in_flight = InFlight(exchange, assignment.round, durable.start, arrived, lambda: self._steps.done)
         self._sent: set[int] = set()
         self._merged: set[int] = set()
         self._local: dict[int, Tensor] = {}  # the parameters as sent, of fragments that are trained on while in flight
@@ -191,7 +191,7 @@ class Round:
 
     def end_inner_steps(self) -> None:
         """Note that the round's own inner steps are done."""
-        self._landed_first = self._in_flight.under_way and self._in_flight.landed
+        self._landed_first = self._in_flight.under_way and self._in_flight.landed and not self._steps.ready
         self.note_speed()
 
     def note_speed(self) -> None:
@@ -239,7 +239,7 @@ class Round:
         what is merged on arrival."""
         if self.over:
             return ON_ARRIVAL
-        return self.assignment.inner_steps if self.ended else self._steps.done
+        return self._steps.own if self.ended else self._steps.done
 
     @property
     def next_sent(self) -> int | None:
@@ -322,20 +322,21 @@ class Round:
         self._state.reach(self._in_flight.round + 1)  # also in a process that owns no fragment
         flight = self._in_flight
         is_behind = self._schedule.on_arrival and (bool(self.carry.late) or self._landed_first)
-        ends = self._ranks.all((flight.superseded, flight.consumed, flight.inner_steps, is_behind))
-        if any(superseded for superseded, _, _, _ in ends):
+        mine = flight.superseded, flight.consumed, flight.inner_steps, is_behind, *flight.waited_between
+        superseded, consumed, inner_steps, behind, uploaded, published = zip(*self._ranks.all(mine), strict=True)
+        if any(superseded):
             return self._start_over(), flight.arrival
-        used, consumed = self._used, max(consumed for _, consumed, _, _ in ends)
-        self.behind = any(each for _, _, _, each in ends)
+        used, self.behind = self._used, any(behind)
         self._note_loss()
         self.trained_on = {p for p, due in enumerate(self._schedule.merged) if due < self._steps.done}
         carry = replace(
             self.carry,
-            units=units_left(self.carry.units + used, consumed),
+            units=units_left(self.carry.units + used, max(consumed)),
             weight=count(used) or self.carry.weight,
-            inner_steps=0 if consumed else max(inner_steps for _, _, inner_steps, _ in ends),
+            inner_steps=0 if max(consumed) else max(inner_steps),
             loss=self._loss,
             fresh={p: fresh + count(used) for p, fresh in self._fresh.items()},
+            waited=max(max(published) - max(uploaded), 0),
         )
         if carry.late:
             log.warning(

@@ -136,7 +136,8 @@ class Rounds:
             self._forget()
             if assignment.round != self._state.round:  # told to finish before this worker had the run's state
                 return None
-        self._training.steps.begin(assignment)
+        # What a worker carries that is behind, it sends at once.
+        self._training.steps.begin(assignment, self.carry.steps_ahead if self._behind_since is None else 0)
         if assignment.round != self._state.round:
             raise UnexpectedAnswer(
                 f"asked to train on state {assignment.round} while holding state {self._state.round}"

@@ -5,7 +5,7 @@
     overlap τ  each is sent τ steps before it is merged                             the same
     eager      τ = H: sent at the round's beginning, merged at its end              Eager updates, arXiv 2502.12996
     no wait    all are sent after step H, and merged once all of them have arrived (sync.wait = "never");
-               sent at the round's beginning by a worker that is behind
+               sent at the round's beginning by a worker that is behind, or that did H steps while it waited
 
 So a round begins and ends within its own H steps whatever the overlap is: what is trained after a fragment was sent
 goes into its next contribution. The last round of a run has no next one, so everything is sent at its end.
@@ -39,19 +39,19 @@ class Schedule:
 
 
 def schedule(
-    sync: SyncSpec, fragments: int, inner_steps: int, *, last: bool, first: bool, behind: bool = False
+    sync: SyncSpec, fragments: int, inner_steps: int, *, last: bool, first: bool, at_once: bool = False
 ) -> Schedule:
     """Return the schedule of a worker with `inner_steps` = H in this round; 0 < sent + overlap, sent <= merged <= H.
 
     `last`: the last round of the run. `first`: this worker has no progress yet that a fragment sent at the beginning
-    could contain, so it is sent half-way. `behind`: with `wait = "never"`, the rounds close before this worker has done
-    its inner steps, so it sends what it carries at once.
+    could contain, so it is sent half-way. `at_once`: with `wait = "never"`, send what this worker carries as the round
+    begins: rounds close before it has done its inner steps, or it did all of them while the last deltas travelled.
     """
     h = inner_steps
     if last:
         return Schedule([h] * fragments, [h] * fragments)
     if sync.wait == "never":
-        return Schedule([0 if behind else h] * fragments, [ON_ARRIVAL] * fragments)
+        return Schedule([0 if at_once else h] * fragments, [ON_ARRIVAL] * fragments)
     overlap = h if sync.overlap == "eager" else sync.overlap * h // sync.inner_steps
     merged = [-(-h * (p + 1) // fragments) if sync.offsets == "spread" else h for p in range(fragments)]
     sent = [max(each - overlap, 0) for each in merged]

@@ -38,18 +38,23 @@ class InnerSteps:
         self.done = 0
         self.taken = 0  # by this process, in all rounds
         self.unit_stepped = False  # the current unit; always False if the loop takes no units
+        self.own = 0  # inner steps of the round until its contribution has H of them; at least one
+        self.ready = False  # the contribution has them as the round begins
         self.most = 0  # inner steps of the round; more than its own ones if they go on until its deltas are there
-        self._step = self._scheduled = self._own = self._units_begun = self._units_used = 0
+        self._step = self._scheduled = self._units_begun = self._units_used = 0
         self._units: UnitRanges = []
         self.warmup_left: int | None = None  # steps until a joiner's inner optimizer is warm; None: not one step yet
 
-    def begin(self, assignment: Assignment) -> None:
-        """Start counting for `assignment`, whose action is `train`."""
+    def begin(self, assignment: Assignment, ahead: int = 0) -> None:
+        """Start counting for `assignment`, whose action is `train`. `ahead`: the steps since the last contribution; if
+        the training goes on while deltas are awaited, they are the first of this round's H."""
         self.done = self._units_begun = self._units_used = 0
         self._step, self._scheduled = assignment.step, assignment.schedule_steps
-        self._own, self._units = assignment.inner_steps, assignment.units
+        left = assignment.inner_steps - (ahead if self._trains_on else 0)
+        self.own, self._units = max(left, min(assignment.inner_steps, 1)), assignment.units
+        self.ready = assignment.inner_steps > 0 and left <= 0
         # Fewer than H units if an earlier process of this worker has contributed to the round as it left.
-        self.most = count(self._units) if self._trains_on else self._own
+        self.most = count(self._units) if self._trains_on else self.own
         if self.warmup_left is None:
             self.warmup_left = self.warmup_steps if assignment.round else 0
 
@@ -86,14 +91,14 @@ class InnerSteps:
         """The units of the assignment that are neither used nor current: one for each remaining inner step. Beyond the
         round's own steps it is one at a time, as each may be the last."""
         past = max(self._units_begun, self._units_used)
-        due = first_units(self._units, min(max(self._own, past + 1), self.most))
+        due = first_units(self._units, min(max(self.own, past + 1), self.most))
         return units_left(due, past)
 
     @property
     def global_step(self) -> int:
         """The run's schedule step: that of the round's start, plus the part of the round's steps that is done."""
-        done = min(self.done, self._own) if self._trains_on else self.done
-        return self._step + (done * self._scheduled // self._own if self._own else done)
+        done = min(self.done, self.own) if self._trains_on else self.done
+        return self._step + (done * self._scheduled // self.own if self.own else done)
 
     @property
     def warmup_scale(self) -> float:

@@ -110,6 +110,8 @@ class Carry:
     ahead           by fragment: what was trained while it was in flight, float32[n]
     units           those that no accepted contribution has consumed
     fresh           by fragment: how many units it was trained on since it was sent
+    waited          for how many of these inner steps the worker waited for others: from the end of its upload to the
+                    publication of the deltas
     weight, inner_steps, loss    of the last contribution, for a contribution that adds nothing to it
     """
 
@@ -121,6 +123,7 @@ class Carry:
     unsent: dict[int, Tensor] = field(default_factory=dict)
     ahead: dict[int, Tensor] = field(default_factory=dict)
     fresh: dict[int, int] = field(default_factory=dict)
+    waited: int = 0
 
     def delta(self, p: int) -> Tensor | None:
         """The carry's part of the next pseudo-gradient, float32[n]; training starts from the global parameters less
@@ -130,6 +133,13 @@ class Carry:
         if left is None or ahead is None:
             return ahead if left is None else left
         return left + ahead
+
+    @property
+    def steps_ahead(self) -> int:
+        """The inner steps since everything was sent that are the first of the next H. Steps while others were waited
+        for are not: if they counted, this worker would send as much earlier next time, wait for as long, and so train
+        on old parameters for good."""
+        return max(min(self.fresh.values(), default=0) - self.waited, 0)
 
     def is_of_rounds_before(self, round_number: int) -> bool:
         """Return True if all late work is of earlier rounds: it is not if the run was restored from a backup since."""
