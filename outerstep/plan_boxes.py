@@ -79,7 +79,7 @@ def together(parameters: int, step_s: float, boxes: Sequence[Box], latency_s: fl
         line = Workload(parameters, box.up, box.down, step_s, len(boxes), latency_s, inner_steps, loss)
         syncs.append(sync_cost(line, codecs[0], codecs[1]).sync_s)
         # It trains on while it sends, up to MOST_ROUNDS · H steps, and then waits.
-        shares.append(min(1.0, MOST_ROUNDS * round_s / (round_s + syncs[-1])))
+        shares.append(min(1.0, MOST_ROUNDS * round_s / syncs[-1]))
     speeds = [box.speed / fastest * share for box, share in zip(boxes, shares, strict=True)]
     return Together(
         [

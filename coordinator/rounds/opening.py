@@ -142,14 +142,15 @@ def units_of(run: LiveRun, inner_steps: int) -> int:
 
 
 def inner_steps_of(run: LiveRun, opening: OpenRound, worker: str) -> int:
-    """Return H of `worker` for the round if it starts to train now; less if the schedule ends in that round."""
+    """Return H of `worker` for the round if it starts to train now; less if the schedule ends in that round. The
+    time counts from when the first one began: all come late together if a round was done again, as they recover."""
     sync = run.spec.sync
     if sync.wait == "always":
         return opening.steps
     rate = _rate(run, worker)
     if rate is None or opening.fastest is None:
         return min(step_rates.first_steps(sync.inner_steps), opening.steps)
-    elapsed_s = run.context.clock() - opening.opened_at
+    elapsed_s = 0.0 if opening.begun_at is None else run.context.clock() - opening.begun_at
     return step_rates.inner_steps(opening.steps, rate, opening.fastest, elapsed_s)
 
 

@@ -117,6 +117,7 @@ class OpenRound:
                            known, or if all have the same H
     assignments            the assignments that are in memory, by worker
     handed_out             when each worker first received its assignment, by the monotonic clock
+    begun_at               when the first of those whose contributions count did; None: nobody has it yet
     without_earlier_units  workers known to hold no units of earlier rounds
     consumed               the units that each worker's contribution to this round has consumed, by worker
     diverged               workers that had a contribution rejected because they hold another state
@@ -135,6 +136,7 @@ class OpenRound:
     fastest: float | None = None
     assignments: dict[str, RoundAssignment] = field(default_factory=dict)
     handed_out: dict[str, float] = field(default_factory=dict)
+    begun_at: float | None = None
     without_earlier_units: set[str] = field(default_factory=set)
     consumed: dict[str, list[list[int]]] = field(default_factory=dict)
     diverged: set[str] = field(default_factory=set)

@@ -26,7 +26,7 @@ def first_steps(h: int) -> int:
 
 def inner_steps(h: int, rate: float, fastest: float, elapsed_s: float = 0.0) -> int:
     """Return how many inner steps a worker with this `rate` completes while the `fastest` does h, in a round that
-    opened `elapsed_s` seconds ago: at least 1, at most h. Rates are in steps per second.
+    began `elapsed_s` seconds ago: at least 1, at most h. Rates are in steps per second.
 
     So fast, slow, late and restarted workers finish at about the same time, and the weighting by tokens accounts for
     the difference.

@@ -287,13 +287,13 @@ def _plan_boxes(found: Together, output: Format) -> None:
     round_text = f"A round is {found.inner_steps} steps of the fastest box, {duration_text(found.round_s)}"
     lines = [
         f"{round_text}. Each box does what it manages meanwhile (steps), and, if its memory suffices, trains on "
-        f"during its sync, for up to {MOST_ROUNDS - 1} more rounds' time.",
+        f"during its sync, for up to {MOST_ROUNDS} rounds' time.",
         f"Together they reach the loss of the fastest box alone in about {found.time:.2f} of its time; the last column "
         "is that figure without the box. It is fitted to small models; real runs without a line were within 15 % of "
         "it.",
     ]
     if any(each.training < 1 for each in found.boxes):
-        least = max(each.sync_s for each in found.boxes) / found.round_s * found.inner_steps / (MOST_ROUNDS - 1)
+        least = max(each.sync_s for each in found.boxes) / found.round_s * found.inner_steps / MOST_ROUNDS
         lines.append(
             "A box that trains for less than 100 % waits for its line; with sync.inner_steps = "
             f"{math.ceil(least)} none would."

@@ -201,6 +201,25 @@ def test_who_joins_or_was_restarted_within_a_round_gets_less(shared: InThread, r
     assert (again["inner_steps"], again["units"]) == (16, [[16, 176]]), "of the same units, the first ones"
 
 
+def test_a_round_in_which_all_begin_late_has_the_whole_h(shared: InThread, run: str, clock: SettableClock) -> None:
+    """As when a round was done again, and all workers first fetch the state that the next one starts from."""
+    shared.create_run(auto(run, 40, rounds=4, min_workers=2, members="lease_s = 100"))
+    members = [enlist(shared, run, "a"), enlist(shared, run, "b")]
+    members[0].assignment(None)
+    members[0].seed()
+    recovered(members[1])
+    for member in members:
+        say_pace(member, 4.0)
+        member.assignment(0)
+    clock.advance(1)
+    for member in members:
+        member.take_part(0)
+    for member in members:
+        member.step(0)
+        clock.advance(30)
+        assert member.assignment(1).inner_steps == (40 if member is members[0] else 1)
+
+
 @pytest.mark.covers("security:false-pace")
 def test_who_lies_about_its_pace_gets_no_more_for_it_over_http(
     shared: InThread, run: str, clock: SettableClock
