@@ -76,11 +76,11 @@ def test_what_a_worker_adds_is_its_share_and_what_all_others_waited_for_it(tmp_p
         for member in members:
             member.assignment(0)
         for member in members:
+            assert info(running, "r", "/rounds/0")["adds"] == {}, "while the round is open"
             now.advance(30.0 if member.name == "d" else 1.0)
             assignment = member.assignment(0, 30)
             for p, values in enumerate(honest(member, 0)):
                 member.contribute(assignment, p, -values if member.name == "b" else values).raise_for_status()
-        assert info(running, "r", "/rounds/0")["adds"] == {}
         for member in members:
             member.step(0)
         assert {each["held_s"] for each in info(running, "r", "/rounds/0")["adds"].values()} == {None}

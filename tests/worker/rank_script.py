@@ -67,7 +67,7 @@ class RankProcesses:
         return (self._directory / f"stderr-{rank}").read_text()
 
     def result(self, rank: int = 0) -> dict[str, Any]:
-        """What a process found: its losses, and how many elements it has of the model and of the outer θ."""
+        """What a process found: its losses, the round of each, and how many elements it has of the model and of the outer θ."""
         found: dict[str, Any] = json.loads((self._directory / f"result-{rank}").read_text())
         return found
 
@@ -106,7 +106,7 @@ def _rank(rank: int, how: dict[str, Any]) -> None:
     model = distributed(toy.make_model(), how["mode"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=toy.LR)
     given = {key: how[key] for key in ("url", "token", "name", "state_dir")}
-    losses = []
+    losses, rounds = list[float](), list[int]()
     with DiLoCo.connect(model, optimizer, run="toy", **given | {"state_dir": Path(how["state_dir"])}) as diloco:
         for unit in diloco.units():
             x, y = batch(unit, *((0, 1) if how.get("whole_units") else (rank, size)))
@@ -114,11 +114,17 @@ def _rank(rank: int, how: dict[str, Any]) -> None:
             loss.backward()
             diloco.report_loss(loss)
             losses.append(loss.item())
+            rounds.append(diloco.round)
             if diloco.global_step == how.get("stop") and rank == how["victim"]:
                 os.kill(os.getpid(), signal.SIGTERM)
             optimizer.step()
             optimizer.zero_grad()
-        found = {"losses": losses, "stopped": diloco.stopped, "model": sum(map(_here, model.parameters()))}
+        found = {
+            "losses": losses,
+            "rounds": rounds,
+            "stopped": diloco.stopped,
+            "model": sum(map(_here, model.parameters())),
+        }
         found["outer_state"] = sum(map(len, diloco.joined.state.theta))
         (directory / f"result-{rank}").write_text(json.dumps(found))
     if size > 1:
