@@ -258,7 +258,11 @@ class Members:
 
     def quarantined(self, round_: int) -> set[str]:
         """Return the live workers that are in quarantine in this round."""
-        return {worker for worker in self._leases if self._quarantined.get(worker, 0) > round_}
+        return {worker for worker in self._leases if self.is_quarantined(worker, round_)}
+
+    def is_quarantined(self, worker: str, round_: int) -> bool:
+        """Return True if the worker is in quarantine in this round. May be asked without the run's lock."""
+        return self._quarantined.get(worker, 0) > round_
 
     # --- state 0 --------------------------------------------------------------------------------------------------
 

@@ -131,9 +131,9 @@ def _answer(
 
 
 def _training(run: LiveRun, opening: OpenRound, worker: str, assignment: RoundAssignment) -> Assignment:
-    opening.handed_out.setdefault(worker, run.context.clock())
-    if opening.begun_at is None and worker not in run.members.quarantined(opening.number):
-        opening.begun_at = run.context.clock()
+    handed_out_at = opening.handed_out.setdefault(worker, run.context.clock())
+    if opening.begun_at is None and not run.members.is_quarantined(worker, opening.number):
+        opening.begun_at = handed_out_at
     return Assignment(
         action=Action.TRAIN,
         reason=f"round {opening.number} is open",

@@ -16,6 +16,7 @@ from protocol.errors import SpecError
 from protocol.spec.run import parse_spec
 from tests.coordinator.crew import enlist, info, recovered
 from tests.coordinator.test_restart import Lives
+from tests.support.waiting import wait_until
 
 H = 40
 
@@ -218,6 +219,30 @@ def test_a_round_in_which_all_begin_late_has_the_whole_h(shared: InThread, run: 
         member.step(0)
         clock.advance(30)
         assert member.assignment(1).inner_steps == (40 if member is members[0] else 1)
+
+
+def test_one_in_quarantine_does_not_begin_the_round_for_the_others(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    shared.create_run(auto(run, 40, rounds=4, min_workers=2, members="lease_s = 100"))
+    hostile, honest = members = [enlist(shared, run, "hostile"), enlist(shared, run, "honest")]
+    hostile.assignment(None)
+    hostile.seed()
+    recovered(honest)
+    for member in members:
+        say_pace(member, 4.0)
+        member.assignment(0)
+    clock.advance(1)
+    for member in members:
+        member.take_part(0)
+    for member in members:
+        member.step(0)
+    live = shared.live(run)
+    wait_until(lambda: live.open is not None and live.open.number == 1)
+    live.members.quarantine("hostile", until=9)
+    assert hostile.assignment(1).action == "train"
+    clock.advance(30)
+    assert honest.assignment(1).inner_steps == 40
 
 
 @pytest.mark.covers("security:false-pace")
