@@ -18,6 +18,7 @@ from benchmarks.boxes import loop, real
 from benchmarks.boxes.rows import (
     BOXES,
     LINES,
+    NEAR,
     OVER_A_LINE,
     QUICK,
     SYNCS,
@@ -162,7 +163,7 @@ def _trouble(given: argparse.Namespace, size: Size, results: Results) -> tuple[T
     bench, rows, half = Real(size, results), [], size.rounds // 2
     table = Table("trouble", "sync", "s per round", "of the healthy box's", "longest round, s", "loss", "left out")
     for sync in given.sync:
-        line = "100/10"
+        line = NEAR
         healthy = bench.run("1", size.rounds, 0, sync, line, "none")
         usual = statistics.mean(healthy["rounds_s"][half:])
         for name in given.troubles or TROUBLES:
@@ -195,7 +196,9 @@ def main() -> None:
             kind.add_argument("--seeds", type=int, default=1)
         if name == "real":
             kind.add_argument("--line", nargs="+", choices=LINES, default=["none"])
-            kind.add_argument("--step-s", type=float, default=Size.step_s, help="of the fastest box; default: 0.1")
+            kind.add_argument(
+                "--step-s", type=float, default=Size.step_s, help="of the fastest box; default: %(default)s"
+            )
         if name != "floor":
             kind.add_argument("--sync", nargs="+", choices=SYNCS, default=["default"])
     given = parser.parse_args()

@@ -15,11 +15,12 @@ BOXES = ("1", "1,1", "1,1/2", "1,1/5", "1,1/20", "1,1,1,1/4", "1,1,1,1")
 TARGETS = {"1,1": 0.62, "1,1/2": 0.78, "1,1/5": 0.92, "1,1/20": 1.01}
 OVER_A_LINE = 0.05  # more than these
 
-# With a round of 2.5 s, a sync of the model `tiny` takes about a tenth of it over the first, and half over the second.
+# With a round of 10 s, a sync of the model `tiny` takes about a tenth of it over the first, and half over the second.
+NEAR, FAR = "10/1", "2.5/0.25"
 LINES: dict[str, Shape | None] = {
     "none": None,
-    "100/10": Shape(up_mbit=10, down_mbit=100, round_trip_s=0.04),
-    "5/0.5": Shape(up_mbit=0.5, down_mbit=5, round_trip_s=0.08),
+    NEAR: Shape(up_mbit=1, down_mbit=10, round_trip_s=0.04),
+    FAR: Shape(up_mbit=0.25, down_mbit=2.5, round_trip_s=0.08),
 }
 
 # What is added to a spec that has only a name, a model, data, rounds and inner_steps.
@@ -33,7 +34,7 @@ class Size:
     rounds: int = 20
     inner_steps: int = 25
     warmup_steps: int = 50
-    step_s: float = 0.1
+    step_s: float = 0.4
     evaluation_tokens: int = 65_536
 
     @property
@@ -46,7 +47,7 @@ class Size:
 
 
 # Of `trouble`: a lease is half of a round, and the shortest grace a tenth of it.
-TROUBLE = Size(rounds=8, step_s=0.4)
+TROUBLE = Size(rounds=8)
 TROUBLE_MEMBERS = "lease_s = 5\ngrace_min_s = 1"
 QUICK = Size(rounds=4, inner_steps=5, warmup_steps=4, step_s=0.05, evaluation_tokens=2_048)
 

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 from benchmarks.boxes.real import HANG, SPOIL, Scene, Trouble
-from benchmarks.boxes.rows import LINES
+from benchmarks.boxes.rows import LINES, NEAR
 
 BOX, CUT_ROUNDS, PERIOD = "box-1", 2, 3
 
@@ -21,7 +21,7 @@ def hangs(scene: Scene, round_: int) -> None:
 
 def line_cut(scene: Scene, round_: int) -> None:
     """Its line carries nothing for two rounds."""
-    shape = LINES["100/10"]
+    shape = LINES[NEAR]
     assert shape is not None
     scene.shape(BOX, replace(shape, loss=1.0))
     time.sleep(CUT_ROUNDS * scene.size.round_s)

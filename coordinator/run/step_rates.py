@@ -9,7 +9,8 @@ fragment's upload. A worker without an observed rate does a short round first.
 
 from collections.abc import Mapping
 
-# Largest believed ratio of a claim to the observed rate. The observed time also includes encoding and uploading.
+# Largest believed ratio of a claim to the observed rate. The observed time also includes encoding and uploading, which
+# take longer than the few steps of a first round if the line is slow: then the claim may be MAX_LEAD times the rate.
 MAX_CLAIM_RATIO = 2.0
 # With three tokens or more, no rate counts as more than this many times the fastest of the other tokens. Otherwise one
 # that uploads at once, without training, would leave a single step to the others.
@@ -51,10 +52,12 @@ class StepRates:
 
     def __init__(self) -> None:
         self._shown: dict[str, float] = {}
+        self._first: set[str] = set()  # the workers of whom only one round is observed
 
     def observe(self, seen: Mapping[str, tuple[int, float]]) -> None:
         """Record the rates observed in a round. `seen`: by worker, the steps of its contribution and the seconds from
         their assignment to its arrival."""
+        self._first = (self._first - seen.keys()) | (seen.keys() - self._shown.keys())
         for worker, (steps, seconds) in seen.items():
             shown = steps / max(seconds, INSTANT_S)
             self._shown[worker] = max(shown, MIN_KEPT * self._shown.get(worker, 0.0))
@@ -63,9 +66,11 @@ class StepRates:
         """Return the rate that determines how many steps the worker is assigned; None if it has none, since it has not
         contributed yet. `claim`: the rate that it reports; None if it has reported none.
 
-        The result is the claim, but at most MAX_CLAIM_RATIO times the observed rate.
+        The result is the claim, but at most MAX_CLAIM_RATIO times the observed rate; after its first round, MAX_LEAD
+        times.
         """
         shown = self._shown.get(worker)
         if not shown:
             return None
-        return shown if claim is None or claim <= 0 else min(claim, MAX_CLAIM_RATIO * shown)
+        ratio = MAX_LEAD if worker in self._first else MAX_CLAIM_RATIO
+        return shown if claim is None or claim <= 0 else min(claim, ratio * shown)

@@ -71,13 +71,23 @@ def played(rates: StepRates, pace: float, claim: float | None, rounds: int, *, h
 @pytest.mark.covers("reliability:hostile-worker")
 def test_a_worker_that_says_a_thousand_times_its_pace_gets_twice_what_it_has_shown() -> None:
     """It was once given as many as it said: 10,000 units where the others had 20, and 99.8 % of the mean."""
-    assert played(StepRates(), pace=1.0, claim=1e300, rounds=4) == [4, 20, 20, 20]
+    assert played(StepRates(), pace=1.0, claim=1e300, rounds=4) == [4, 40, 20, 20]
     assert played(StepRates(), pace=3.0, claim=1e300, rounds=4) == [4, 40, 40, 40]
 
 
 @pytest.mark.parametrize("hidden_s", [0.0, 1.0, 2.0])
 def test_an_honest_worker_is_at_its_pace_after_its_first_round_whatever_is_hidden_in_it(hidden_s: float) -> None:
     assert played(StepRates(), pace=2.0, claim=2.0, rounds=4, hidden_s=hidden_s) == [4, 20, 20, 20]
+
+
+def test_a_slow_line_does_not_hide_the_pace_in_the_first_round() -> None:
+    """It hides more of it than in later ones, which have ten times the steps. The second round was longer for it."""
+    rates = StepRates()
+    rates.observe({"w": (4, 2.0 + 14.0)})
+    assert rates.believed("w", 2.0) == 2.0
+    rates.observe({"w": (20, 10.0 + 10.0)})
+    assert rates.believed("w", 2.0) == 2.0
+    assert rates.believed("w", 8.0) == 2.0
 
 
 def test_one_round_with_an_outage_is_no_change_of_pace() -> None:
@@ -254,7 +264,7 @@ def test_who_lies_about_its_pace_gets_no_more_for_it_over_http(
     assert honest.assignment(None).action == "seed"
     honest.seed()
     recovered(liar)
-    for round_, expected in enumerate([[2, 2], [20, 10], [20, 10]]):
+    for round_, expected in enumerate([[2, 2], [10, 20], [20, 10]]):  # its first round shows too little
         for member, pace in ((honest, 2.0), (liar, 1e300)):
             say_pace(member, pace)
             member.assignment(round_)

@@ -516,7 +516,7 @@ MUTANTS = [
     Mutant("drops what was trained while a fragment travelled", ("I6",), 3, _drops_what_was_trained_meanwhile),
     Mutant("drops what the codec leaves out", ("I6",), 0, _drops_what_the_codec_leaves_out),
     Mutant("drops what deltas leave out", ("I2",), 12, _drops_what_deltas_leave_out),
-    Mutant("forgets units that no fragment has named", ("I6",), 3, _forgets_units),
+    Mutant("forgets units that no fragment has named", ("I6", "I9", REFUSED), 23, _forgets_units),
     Mutant("forgets what was trained beyond H in a restart", ("I6",), 84, _forgets_what_was_trained_beyond_h),
     Mutant("carries work without its weight", ("I9",), 0, _carried_work_without_weight),
     Mutant("deals units twice", ("I6",), 0, _deals_units_twice),

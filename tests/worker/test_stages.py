@@ -93,6 +93,28 @@ def test_a_stage_ends_with_a_fault_and_with_the_items(clock: Clock) -> None:
     assert stages.take() == {Stage.DOWNLOAD: 5, Stage.ENCODE: 4}
 
 
+def test_the_first_step_of_a_process_is_no_measure_of_its_pace(clock: Clock) -> None:
+    """It compiles and allocates: a worker whose first round had two steps was once said to be half as fast."""
+    progress = Progress(Traffic(), Stages(clock), clock)
+    for round_, seconds in enumerate([(30, 2, 2), (2, 2, 2)]):
+        progress.begin_round(round_)
+        for step, each in enumerate(seconds):
+            clock.now += each
+            progress.step(step + 1)
+        progress.end_inner_steps(3, 300)
+        shown = progress.metrics()
+        assert (shown.inner_steps_per_second, shown.tokens_per_second) == (0.5, 50)
+
+
+def test_a_single_step_is_all_that_is_known_of_a_pace(clock: Clock) -> None:
+    progress = Progress(Traffic(), Stages(clock), clock)
+    progress.begin_round(0)
+    clock.now += 4
+    progress.step(1)
+    progress.end_inner_steps(1, 100)
+    assert progress.metrics().inner_steps_per_second == 0.25
+
+
 def test_the_phases_of_a_round_add_up_to_its_time(clock: Clock) -> None:
     traffic, stages = Traffic(), Stages(clock)
     progress = Progress(traffic, stages, clock)

@@ -61,6 +61,7 @@ class Progress:
         self._of_step: list[Tensor] = []  # reported since the last inner step
         self._warned_same_rows = False
         self._started = clock()
+        self._first_step: float | None = None  # end of this process's first inner step, which compiles and allocates
         self._bytes_before = (0, 0)
         self._round = 0  # that the next report is about
         self.last_report: RoundReport | None = None
@@ -94,6 +95,8 @@ class Progress:
         """Note that this many inner steps of the round are done, the last one at the learning rate `rate` (None if its
         optimizer has none). Cheap, because steps are many."""
         self._inner_step, self._rate = inner_step, rate
+        if self._first_step is None:
+            self._first_step = self._clock()
         if self._of_step:
             loss = self._of_step[0] if len(self._of_step) == 1 else _mean_of_finite(self._of_step)
             self._losses = loss if self._losses is None else self._losses + loss
@@ -126,10 +129,13 @@ class Progress:
         return sum(reported) / len(reported) if reported else None
 
     def end_inner_steps(self, steps: int, tokens: int) -> float | None:
-        """Report the speed of the round's inner steps. Return their mean loss, None if the training loop has reported
-        none."""
+        """Report the speed of the round's inner steps, without the first one of this process if others follow. Return
+        their mean loss, None if the training loop has reported none."""
         loss = self.mean_loss()
-        seconds = max(self._clock() - self._started, 1e-9)
+        ended, since = self._clock(), self._started
+        if self._first_step is not None and self._first_step > since and steps > 1:
+            steps, tokens, since = steps - 1, tokens * (steps - 1) // steps, self._first_step
+        seconds = max(ended - since, 1e-9)
         finite = loss if loss is not None and math.isfinite(loss) else None
         self.phase(
             "gather",
