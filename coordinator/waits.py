@@ -47,7 +47,7 @@ def waiting(accounts: Mapping[str, Account], waits: Mapping[str, Waits], sync: S
     if total <= 0:
         return None
     syncs = {worker: each.total_s - each.opening for worker, each in waits.items()}
-    beyond = {worker: (MOST_ROUNDS - 1) * _seconds(account, Stage.TRAIN) for worker, account in accounts.items()}
+    beyond = {worker: MOST_ROUNDS * _seconds(account, Stage.TRAIN) for worker, account in accounts.items()}
     saved = sum(min(syncs[worker], beyond[worker]) for worker in accounts)
     return Waiting(
         share=sum(each.total_s for each in waits.values()) / total,

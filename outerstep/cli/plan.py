@@ -43,7 +43,7 @@ from protocol.spec.sections import MOST_ROUNDS
 from worker.memory import LIBRARIES_BYTES, ROOM, Need, Sizes, needs
 
 LEAST_STEP_S = 1e-6
-WORKERS = 4
+WORKERS, LATENCY, STEPS, UTILISATION = 4, "40ms", "20000", 0.9
 
 
 def plan(
@@ -94,14 +94,22 @@ def plan(
     workers: Annotated[
         int | None, typer.Option(min=1, max=10_000, help="Number of workers, each with these rates. Default: 4.")
     ] = None,
-    latency: Annotated[str, typer.Option(metavar="TIME", help="Round-trip time to the coordinator.")] = "40ms",
-    loss: Annotated[float, typer.Option(min=0.0, max=0.1, help="Share of packets lost: 0.005.")] = 0.0,
+    latency: Annotated[
+        str | None, typer.Option(metavar="TIME", help=f"Round-trip time to the coordinator. Default: {LATENCY}.")
+    ] = None,
+    loss: Annotated[
+        float | None, typer.Option(min=0.0, max=0.1, help="Share of packets lost: 0.005. Default: 0.")
+    ] = None,
     steps: Annotated[
-        str, typer.Option(metavar="COUNT", help="Inner steps of the whole run; more rounds lose less quality.")
-    ] = "20000",
+        str | None,
+        typer.Option(
+            metavar="COUNT", help=f"Inner steps of the whole run; more rounds lose less quality. Default: {STEPS}."
+        ),
+    ] = None,
     utilisation: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Target share of the time in inner steps.")
-    ] = 0.9,
+        float | None,
+        typer.Option(min=0.0, max=1.0, help=f"Target share of the time in inner steps. Default: {UTILISATION}."),
+    ] = None,
     blobs: Annotated[
         str | None,
         typer.Option(
@@ -129,13 +137,9 @@ def plan(
       outerstep plan --data run.toml --workers 4 --epochs 3
       outerstep plan --params 1.2e9 --memory 24gb --host-memory 64gb
     """
-    network: dict[str, object] = {
-        "--up": up,
-        "--down": down,
-        "--step-time": step_time,
-        "--blobs": blobs,
-        "--prices": prices,
-    }
+    lines: dict[str, object] = {"--latency": latency, "--loss": loss}
+    run: dict[str, object] = {"--steps": steps, "--utilisation": utilisation, "--blobs": blobs, "--prices": prices}
+    network: dict[str, object] = {"--up": up, "--down": down, "--step-time": step_time, **lines, **run}
     if host_memory is not None and memory is None:
         raise UsageError("--host-memory needs --memory, which the GPU has")
     if memory is not None:
@@ -157,7 +161,8 @@ def plan(
     if epochs is not None:
         raise UsageError("--epochs needs --data")
     if box is not None:
-        _refuse("each --box has its line", {**network, "--step-time": None, "--workers": workers})
+        _refuse("each --box has its line", {"--up": up, "--down": down, "--workers": workers})
+        _refuse("what boxes add is known only with the default settings", run)
         if params is None or step_time is None:
             raise UsageError("--box needs --params and the --step-time of the fastest box")
         _plan_boxes(
@@ -165,8 +170,8 @@ def plan(
                 _parsed("--params", parse_count, params),
                 _parsed("--step-time", partial(parse_seconds, least=LEAST_STEP_S), step_time),
                 [_parsed("--box", parse_box, each) for each in box],
-                _parsed("--latency", parse_seconds, latency),
-                loss,
+                _parsed("--latency", parse_seconds, latency or LATENCY),
+                loss or 0.0,
             ),
             output,
         )
@@ -184,12 +189,12 @@ def plan(
         down=_parsed("--down", parse_rate, down),
         step_s=_parsed("--step-time", partial(parse_seconds, least=LEAST_STEP_S), step_time),
         workers=workers or WORKERS,
-        latency_s=_parsed("--latency", parse_seconds, latency),
-        steps=_parsed("--steps", parse_count, steps),
-        loss=loss,
+        latency_s=_parsed("--latency", parse_seconds, latency or LATENCY),
+        steps=_parsed("--steps", parse_count, steps or STEPS),
+        loss=loss or 0.0,
     )
     found = planning.settings(workload)
-    best, reason = planning.recommend(found, utilisation)
+    best, reason = planning.recommend(found, UTILISATION if utilisation is None else utilisation)
     store = None if table_of_prices is None or blobs is None else table_of_prices.stores[blobs]
     if output is Format.JSON:
         document = _document(workload, found, best, reason)

@@ -13,7 +13,6 @@ from outerstep.common.quantities import bytes_text, count_text, share_text
 from outerstep.doctor.examination import Finding, fine, warning
 from outerstep.doctor.trial import duration
 from protocol.messages import LINE_CHECK_BYTES, RunDetail
-from protocol.spec.sections import MOST_ROUNDS
 
 LEAST_BYTES = 1 << 18
 WANTED_S = 4.0  # target duration of a measurement, limited to LINE_CHECK_BYTES
@@ -115,7 +114,7 @@ def judge_connection(
     setting = plan.setting(workload, moved, run.spec.sync.inner_steps)
     share = 1 - setting.utilisation
     said += f", the whole sync {duration(moved.sync_s)}"
-    if sync.wait == "never" and moved.sync_s <= (MOST_ROUNDS - 1) * sync.inner_steps * step_s:
+    if sync.wait == "never" and moved.sync_s <= sync.most_steps_of(sync.inner_steps) * step_s:
         return [fine("line", f"{said}, during which a worker trains on if its memory suffices")]
     if sync.overlap and setting.overlap is not None and (sync.overlap == "eager" or _covers(sync.overlap, setting)):
         return [fine("line", f"{said}, which sync.overlap = {sync.overlap!r} hides behind training")]

@@ -62,13 +62,14 @@ def test_no_part_is_negative_and_together_they_are_what_the_worker_reported() ->
 
 
 def test_what_would_save_some_of_it() -> None:
-    """A worker that never waits trains on for at most 3 H steps more, and does not train before a round opens."""
+    """A worker that never waits trains on for at most 4 H steps, as it sends what it did during the last sync when the
+    round opens. It does not train before that."""
     accounts = {"a": account(train=10, sync=5, wait=1), "b": account(train=1, sync=15)}
     waits = {worker: waits_of(worker, each, RoundTimes(1, None, None, {})) for worker, each in accounts.items()}
     found = waiting(accounts, waits, SyncSpec(rounds=1, wait="always"))
     assert found is not None
     assert found.share == pytest.approx(21 / 32)
-    assert found.never == pytest.approx((5 + 3) / 32)
+    assert found.never == pytest.approx((5 + 4) / 32)
     assert found.doubled_h == pytest.approx(20 / 2 / 32)
     never = waiting(accounts, waits, SyncSpec(rounds=1, wait="never"))
     assert never is not None
