@@ -92,6 +92,8 @@ def _codecs(upload: str, download: str) -> dict[str, Any]:
 # Inner learning rate -> the rows that DiLoCo is compared with.
 SYNCHRONOUS = {rate: f"synchronous, rate {rate:g}" for rate in (4e-3, 8e-3, 16e-3)}
 ONE_WORKER = {rate: f"one worker, rate {rate:g}" for rate in (8e-3,)}
+# Fewer workers -> the row that they are compared with: the same tokens, at the common rate.
+FEWER = {workers: f"synchronous, {workers} workers" for workers in (2, 4)}
 
 MUON = {"inner.optimizer": "muon"}
 
@@ -104,6 +106,7 @@ ROWS: dict[str, Row] = {
     "DiLoCo, fp32": Row(keys=_codecs("fp32", "fp32")),
     "DiLoCo, int8": Row(keys=_codecs("int8", "int8")),
     "DiLoCo, ternary up": Row(keys=_codecs("ternary", "int4")),
+    **{name: Row(workers, True) for workers, name in FEWER.items()},
     "2 workers": Row(2),
     "4 workers": Row(4),
     "H 20": Row(keys={"sync.inner_steps": 20}),
@@ -131,7 +134,11 @@ GROUPS: dict[str, tuple[list[str], str]] = {
         ["DiLoCo, fp32", "DiLoCo, int8", "DiLoCo", "DiLoCo, ternary up"],
         "Each codec both ways; ternary is for uploads, with int4 down.",
     ),
-    "Workers": (["2 workers", "4 workers", "DiLoCo"], "Synchronous training does the work of 8 in every row."),
+    "Workers": (
+        [*ONE_WORKER.values(), FEWER[2], "2 workers", FEWER[4], "4 workers", SYNCHRONOUS[8e-3], "DiLoCo"],
+        "*Same rate* and *gap closed* compare with synchronous training of as many workers, on the same tokens in as "
+        "many steps. One worker has trained for the same time, on fewer tokens.",
+    ),
     "Inner optimizer": (
         [
             "DiLoCo",

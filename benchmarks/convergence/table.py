@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from benchmarks.convergence.results import Result
-from benchmarks.convergence.rows import ONE_WORKER, ROWS, SYNCHRONOUS
+from benchmarks.convergence.rows import FEWER, ONE_WORKER, ROWS, SYNCHRONOUS
 from outerstep.plan import allreduce_bytes
 from protocol.spec.run import parse_spec
 
@@ -44,7 +44,9 @@ def _cells(
 ) -> list[str]:
     row = ROWS[name]
     rate = parse_spec(row.spec(found[0].steps, 0)).inner.learning_rate
-    same, alone = losses.get(SYNCHRONOUS.get(rate, ""), {}), losses.get(ONE_WORKER.get(rate, ""), {})
+    is_fewer = row.workers in FEWER
+    synchronous = FEWER[row.workers] if is_fewer else SYNCHRONOUS.get(rate, "")
+    same, alone = losses.get(synchronous, {}), losses.get(ONE_WORKER.get(rate, ""), {})
     own = losses[name]
     both = [seed for seed in own if seed in alone and seed in same and alone[seed] != same[seed]]
     closed = [(alone[seed] - own[seed]) / (alone[seed] - same[seed]) for seed in both]
@@ -57,7 +59,7 @@ def _cells(
         str(len(own)),
         f"{statistics.mean(own.values()):.4f}",
         _above(own, same),
-        _above(own, best),
+        DASH if is_fewer else _above(own, best),
         f"{statistics.mean(closed):.0%}" if closed and not row.synchronous else DASH,
         DASH if dense else f"{one.upload_bytes / 1e6:.2f}",
         DASH if dense else f"{one.download_bytes / 1e6:.2f}",

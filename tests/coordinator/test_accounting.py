@@ -69,6 +69,7 @@ def test_what_a_worker_waited_for_follows_from_its_report_and_the_coordinators_t
     assert found["waiting"] == {"share": 0.5, "never": 30 / 80, "doubled_h": 15 / 80}
 
 
+@pytest.mark.in_sqlite
 def test_what_a_worker_adds_is_its_share_and_what_all_others_waited_for_it(tmp_path: Path) -> None:
     now = SettableClock()
     with coordinator_thread(tmp_path, now=now) as running:
