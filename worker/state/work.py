@@ -138,8 +138,9 @@ class Carry:
     def steps_ahead(self) -> int:
         """The inner steps since everything was sent that are the first of the next H. Steps while others were waited
         for are not: if they counted, this worker would send as much earlier next time, wait for as long, and so train
-        on old parameters for good."""
-        return max(min(self.fresh.values(), default=0) - self.waited, 0)
+        on old parameters for good. The first of those counts, since the coordinator averages meanwhile: else each box
+        would take it for waiting, and every round of equal boxes would be a step longer."""
+        return max(min(self.fresh.values(), default=0) - max(self.waited - 1, 0), 0)
 
     def is_of_rounds_before(self, round_number: int) -> bool:
         """Return True if all late work is of earlier rounds: it is not if the run was restored from a backup since."""
