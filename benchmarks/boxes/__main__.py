@@ -18,6 +18,7 @@ from benchmarks.boxes import loop, real
 from benchmarks.boxes.rows import (
     BOXES,
     LINES,
+    MODELS,
     NEAR,
     OVER_A_LINE,
     QUICK,
@@ -194,6 +195,7 @@ def main() -> None:
         else:
             kind.add_argument("--boxes", nargs="+", default=BOXES, help=f"default: {' '.join(BOXES)}")
             kind.add_argument("--seeds", type=int, default=1)
+            kind.add_argument("--model", choices=MODELS, default="tiny")
         if name == "real":
             kind.add_argument("--line", nargs="+", choices=LINES, default=["none"])
             kind.add_argument(
@@ -213,6 +215,8 @@ def main() -> None:
     size = QUICK if given.quick else TROUBLE if given.what == "trouble" else Size()
     if given.what == "real" and not given.quick:
         size = replace(size, step_s=given.step_s)
+    if given.what != "trouble":
+        size = replace(size, model=given.model)
     table, rows = tables[given.what](given, size, Results(given.results))
     Console(width=132).print(table)
     if given.json:

@@ -29,7 +29,7 @@ from worker.models.building import build_model
 PAUSE_S = 0.05
 DISK_BYTES = 64 << 20
 LONGEST, LEAST_S = 4.0, 120.0
-PACE_VARIABLE, SEED_VARIABLE = "BOXES_PACE", "BOXES_SEED"
+PACE_VARIABLE, SEED_VARIABLE, MODEL_VARIABLE = "BOXES_PACE", "BOXES_SEED", "BOXES_MODEL"
 FACTORY = "benchmarks.boxes.real:build"
 HANG, SPOIL = "hang", "spoil"
 RUN = "boxes"
@@ -37,14 +37,15 @@ GOING_ON = (RunState.SEEDING, RunState.RUNNING)
 
 
 class Paced(nn.Module):
-    """The model of the preset `tiny`. Its pace is in the file that PACE_VARIABLE names: seconds per inner step; `hang`:
-    the training thread never returns, while the others go on; `spoil`: the parameters grow in each step, so that what
-    the worker contributes is far too large."""
+    """The model that MODEL_VARIABLE names. Its pace is in the file that PACE_VARIABLE names: seconds per inner step;
+    `hang`: the training thread never returns, while the others go on; `spoil`: the parameters grow in each step, so
+    that what the worker contributes is far too large."""
 
     def __init__(self) -> None:
         super().__init__()
         seed = int(os.environ[SEED_VARIABLE])
-        self.model = build_model(parse_spec(spec_of(Size(), 1, seed)), torch.device("cpu"))
+        size = Size(model=os.environ[MODEL_VARIABLE])
+        self.model = build_model(parse_spec(spec_of(size, 1, seed)), torch.device("cpu"))
         self._pace, self._ready_at = Path(os.environ[PACE_VARIABLE]), 0.0
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -159,7 +160,8 @@ def measure(
             part.rename(folder / f"{name}.pace")
 
         def start(name: str) -> subprocess.Popen[bytes]:
-            environment = {PACE_VARIABLE: str(folder / f"{name}.pace"), SEED_VARIABLE: str(seed)}
+            pace_file = str(folder / f"{name}.pace")
+            environment = {PACE_VARIABLE: pace_file, SEED_VARIABLE: str(seed), MODEL_VARIABLE: size.model}
             options = ("--threads", "1", "--allow-factory", FACTORY)
             prefix = lines[name].prefix if lines else []
             return workers.start(name, *options, environment=environment, prefix=prefix)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.frontier.rows import Row
 from harness.lines import Shape
 
 BOXES = ("1", "1,1", "1,1/2", "1,1/5", "1,1/20", "1,1,1,1/4", "1,1,1,1")
@@ -21,6 +22,12 @@ LINES: dict[str, Shape | None] = {
     "none": None,
     NEAR: Shape(up_mbit=1, down_mbit=10, round_trip_s=0.04),
     FAR: Shape(up_mbit=0.25, down_mbit=2.5, round_trip_s=0.08),
+}
+
+LARGER = Row(width=192, layers=3)  # eleven times the parameters
+MODELS = {
+    "tiny": 'preset = "tiny"',
+    "1.5M": "config = { " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in LARGER.config.items()) + " }",
 }
 
 # What is added to a spec that has only a name, a model, data, rounds and inner_steps.
@@ -36,6 +43,7 @@ class Size:
     warmup_steps: int = 50
     step_s: float = 0.4
     evaluation_tokens: int = 65_536
+    model: str = "tiny"
 
     @property
     def round_s(self) -> float:
@@ -61,8 +69,6 @@ source = "python-stdlib"
 sequence_length = 64
 [inner]
 batch_size = 8
-optimizer = "muon"
-learning_rate = 6.25e-3
 warmup_steps = {warmup_steps}
 [sync]
 rounds = {rounds}
@@ -78,12 +84,12 @@ max_tokens = {evaluation_tokens}
 
 
 def spec_of(
-    size: Size, rounds: int, seed: int, sync: str = "default", model: str = 'preset = "tiny"', members: str = ""
+    size: Size, rounds: int, seed: int, sync: str = "default", model: str | None = None, members: str = ""
 ) -> str:
     """Return the run's spec. Its warm-up is the same share of a shorter run."""
     return SPEC.format(
         seed=seed,
-        model=model,
+        model=model or MODELS[size.model],
         warmup_steps=max(size.warmup_steps * rounds // size.rounds, 1),
         rounds=rounds,
         inner_steps=size.inner_steps,
