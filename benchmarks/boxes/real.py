@@ -47,6 +47,7 @@ class Paced(nn.Module):
         size = Size(model=os.environ[MODEL_VARIABLE])
         self.model = build_model(parse_spec(spec_of(size, 1, seed)), torch.device("cpu"))
         self._pace, self._ready_at = Path(os.environ[PACE_VARIABLE]), 0.0
+        self._begun = 0
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits, float32[batch, length, 256], for int64[batch, length]."""
@@ -63,7 +64,9 @@ class Paced(nn.Module):
             for each in self.model.parameters():
                 each.data.mul_(1.5)
         now, step = time.monotonic(), float(step_s)
-        idle = now > self._ready_at + 2 * step  # else the last step's work is part of its time
+        self._begun += 1
+        # Else the last step's work is part of its time. The first step's is not: it allocates, and may take several.
+        idle = self._begun <= 2 or now > self._ready_at + 2 * step
         self._ready_at = now + step if idle else max(self._ready_at + step, now)
         time.sleep(self._ready_at - now)
 
