@@ -1,6 +1,6 @@
 """What a second box gives: the time to the held-out loss that the faster box reaches alone, as a share of its own time.
 
-    python -m benchmarks.boxes floor [--boxes 1,1 1,1/2 …] [--seeds 1]
+    python -m benchmarks.boxes floor [--boxes 1,1 1,1/2 …] [--seeds 1] [--delay 0.5]
     python -m benchmarks.boxes real  [--boxes …] [--line NAME …] [--sync NAME …] [--seeds 1]
     python -m benchmarks.boxes trouble [NAME …] [--sync NAME …]
     each: [--quick] [--results FILE] [--json]; floor and real: [--model tiny|1.5M]
@@ -13,7 +13,8 @@ A run's learning rate falls over its whole length, so a loss after half of a run
 length. Therefore each row trains runs of several lengths to their ends, and the length with the loss of *alone* is
 interpolated between two of them.
 
-  floor    a loop in virtual time (loop.py), in which a sync takes no time: what the algorithm gives
+  floor    a loop in virtual time (loop.py), in which a sync takes no time, or --delay of a round: what the algorithm
+           gives
   real     a real coordinator, and workers in processes that are slowed down to their speeds (real.py), behind lines
   trouble  the second of two boxes fails in the middle of a run, or the coordinator does: the time per round from then
            on, as a share of the healthy box's own, and the longest round

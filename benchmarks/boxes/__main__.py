@@ -41,10 +41,11 @@ OTHERS = 0.85
 
 
 class Floor:
-    """Rows of `floor`: shares of the time of *alone*, in virtual time."""
+    """Rows of `floor`: shares of the time of *alone*, in virtual time. `delay`: the share of a round that a sync
+    takes."""
 
-    def __init__(self, size: Size, results: Results) -> None:
-        self._size, self._results = size, results
+    def __init__(self, size: Size, results: Results, delay: float = 0.0) -> None:
+        self._size, self._results, self._delay = size, results, delay
 
     def alone(self, seed: int) -> float:
         """Return the held-out loss of *alone*."""
@@ -56,8 +57,8 @@ class Floor:
 
         def loss(rounds: int) -> float:
             spec = spec_of(self._size, rounds, seed)
-            key = {"floor": boxes, "seed": seed, "length": rounds, **asdict(self._size)}
-            return float(self._results.of(key, lambda: loop.together(spec, speeds_of(boxes)))[0])
+            key = {"floor": boxes, "seed": seed, "length": rounds, "delay": self._delay, **asdict(self._size)}
+            return float(self._results.of(key, lambda: loop.together(spec, speeds_of(boxes), self._delay))[0])
 
         rounds = _rounds(self._size, boxes, self.alone(seed), lambda count: (count, loss(count)))
         return None if rounds is None else rounds / self._size.rounds
@@ -129,7 +130,7 @@ def _mean(shares: list[float | None]) -> str:
 
 
 def _floor(given: argparse.Namespace, size: Size, results: Results) -> tuple[Table, list[dict[str, Any]]]:
-    floor, rows = Floor(size, results), []
+    floor, rows = Floor(size, results, given.delay), []
     table = Table("boxes", "share of the time alone", "target")
     for boxes in given.boxes:
         shares = [floor.share(boxes, seed) for seed in range(given.seeds)]
@@ -196,6 +197,8 @@ def main() -> None:
             kind.add_argument("--boxes", nargs="+", default=BOXES, help=f"default: {' '.join(BOXES)}")
             kind.add_argument("--seeds", type=int, default=1)
             kind.add_argument("--model", choices=MODELS, default="tiny")
+        if name == "floor":
+            kind.add_argument("--delay", type=float, default=0.0, help="the share of a round that a sync takes: 0.5")
         if name == "real":
             kind.add_argument("--line", nargs="+", choices=LINES, default=["none"])
             kind.add_argument(

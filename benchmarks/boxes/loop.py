@@ -1,5 +1,5 @@
 """DiLoCo with boxes of unequal speeds in virtual time, and the plain loop of one box. The parts are the worker's own:
-model, data, inner optimizer, schedule. A sync takes no time, and payloads are not encoded.
+model, data, inner optimizer, schedule. Payloads are not encoded.
 
 A round lasts H inner steps of the fastest box. Each other box does as many as it manages in that time; what rounding
 leaves over is done in a later round. Weights are tokens.
@@ -24,29 +24,41 @@ def alone(spec: str) -> float:
     return evaluate(replica.model, data, run.evaluation.max_tokens, CPU).loss
 
 
-def together(spec: str, speeds: list[float]) -> tuple[float, int]:
-    """Return the held-out loss of the run's last state, nats per token, and the inner steps of all boxes."""
+def together(spec: str, speeds: list[float], delay: float = 0.0) -> tuple[float, int]:
+    """Return the held-out loss of the run's last state, nats per token, and the inner steps of all boxes. `delay`: the
+    share of a round that a sync takes, during which the boxes train on: these steps are the first of the next round."""
     run, data = _opened(spec)
     boxes, owed = [Replica(run, data) for _ in speeds], [0.0] * len(speeds)
     h = run.sync.inner_steps
     theta = _values(boxes[0])
     momentum = torch.zeros_like(theta)
     outer: dict[str, float] = {"learning_rate": run.outer.learning_rate, "beta": run.outer.momentum}
+    local = [theta.clone() for _ in boxes]
+    delta, sent = torch.zeros_like(theta), local
     unit = 0
     for round_ in range(run.sync.rounds):
-        work: list[tuple[int, Tensor]] = []
-        for index, (box, speed) in enumerate(zip(boxes, speeds, strict=True)):
+        steps, first = [0] * len(boxes), [0] * len(boxes)
+        for index, speed in enumerate(speeds):
             wanted = speed * h + owed[index]
-            steps = int(wanted + 1e-9)
-            owed[index] = wanted - steps
-            if steps:
-                vector_to_parameters(theta.clone(), box.model.parameters())
-                box.train(range(unit, unit + steps), round_ * h, h / steps)
-                unit += steps
-                work.append((steps, theta - _values(box)))
-        total = sum(steps for steps, _ in work)
-        delta = torch.stack([each * (steps / total) for steps, each in work]).sum(0)
-        outer_step(theta.numpy(), momentum.numpy(), delta.numpy(), **outer)
+            steps[index] = int(wanted + 1e-9)
+            owed[index] = wanted - steps[index]
+            first[index] = int(delay * steps[index]) if round_ else 0
+        for begin, end in ([0] * len(boxes), first), (first, steps):
+            if begin is first and round_:  # the deltas are there
+                outer_step(theta.numpy(), momentum.numpy(), delta.numpy(), **outer)
+                local = [theta + (now - then) for now, then in zip(local, sent, strict=True)]
+            for index, box in enumerate(boxes):
+                if (count := end[index] - begin[index]) > 0:
+                    vector_to_parameters(local[index].clone(), box.model.parameters())
+                    stride = h / steps[index]
+                    box.train(range(unit, unit + count), round_ * h + begin[index] * stride, stride)
+                    local[index] = _values(box)
+                    unit += count
+        delta = torch.stack(
+            [(theta - now) * (count / sum(steps)) for now, count in zip(local, steps, strict=True) if count]
+        ).sum(0)
+        sent = local
+    outer_step(theta.numpy(), momentum.numpy(), delta.numpy(), **outer)
     vector_to_parameters(
         torch.from_numpy(reached(theta.numpy(), momentum.numpy(), **outer)), boxes[0].model.parameters()
     )
