@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks.frontier.rows import Row
 from harness.lines import Shape
+from protocol.spec.model import RATE_TIMES_WIDTH
 
 BOXES = ("1", "1,1", "1,1/2", "1,1/5", "1,1/20", "1,1,1,1/4", "1,1,1,1")
 TARGETS = {"1,1": 0.62, "1,1/2": 0.78, "1,1/5": 0.92, "1,1/20": 1.01}
@@ -24,7 +25,8 @@ LINES: dict[str, Shape | None] = {
     FAR: Shape(up_mbit=0.25, down_mbit=2.5, round_trip_s=0.08),
 }
 
-LARGER = Row(width=192, layers=3)  # eleven times the parameters
+WIDTHS = {"tiny": 64, "1.5M": 192}
+LARGER = Row(width=WIDTHS["1.5M"], layers=3)  # eleven times the parameters
 MODELS = {
     "tiny": 'preset = "tiny"',
     "1.5M": "config = { " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in LARGER.config.items()) + " }",
@@ -69,6 +71,8 @@ source = "python-stdlib"
 sequence_length = 64
 [inner]
 batch_size = 8
+optimizer = "muon"
+learning_rate = {rate}
 warmup_steps = {warmup_steps}
 [sync]
 rounds = {rounds}
@@ -90,6 +94,7 @@ def spec_of(
     return SPEC.format(
         seed=seed,
         model=model or MODELS[size.model],
+        rate=RATE_TIMES_WIDTH / WIDTHS[size.model],  # the default one, were the width of a factory's model known
         warmup_steps=max(size.warmup_steps * rounds // size.rounds, 1),
         rounds=rounds,
         inner_steps=size.inner_steps,
