@@ -34,7 +34,7 @@ def together(spec: str, speeds: list[float], delay: float = 0.0) -> tuple[float,
     momentum = torch.zeros_like(theta)
     outer: dict[str, float] = {"learning_rate": run.outer.learning_rate, "beta": run.outer.momentum}
     local = [theta.clone() for _ in boxes]
-    delta, sent = torch.zeros_like(theta), local
+    delta, sent = torch.zeros_like(theta), list(local)
     unit = 0
     for round_ in range(run.sync.rounds):
         steps, first = [0] * len(boxes), [0] * len(boxes)
@@ -57,7 +57,7 @@ def together(spec: str, speeds: list[float], delay: float = 0.0) -> tuple[float,
         delta = torch.stack(
             [(theta - now) * (count / sum(steps)) for now, count in zip(local, steps, strict=True) if count]
         ).sum(0)
-        sent = local
+        sent = list(local)
     outer_step(theta.numpy(), momentum.numpy(), delta.numpy(), **outer)
     vector_to_parameters(
         torch.from_numpy(reached(theta.numpy(), momentum.numpy(), **outer)), boxes[0].model.parameters()
