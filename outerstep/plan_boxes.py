@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from outerstep.plan import Workload, sync_cost
 from protocol.spec.sections import MOST_ROUNDS, SyncSpec
 
-# Boxes of speeds v, the fastest with 1, reach the loss that it reaches alone in TIME · (Σv)^POWER of its time. Fitted
-# to `python -m benchmarks.boxes floor`, within 3 %.
-TIME, POWER = 0.90, -0.40
+# Boxes of speeds v, the fastest with 1, reach the loss that it reaches alone in TIME · (Σv)^POWER of its time, and in
+# 1 + DELAY · d times as much if syncs take the share d of a round, since what is trained meanwhile starts from old
+# parameters. Fitted to `python -m benchmarks.boxes floor`, within 3 %, and to `--delay 0.1` and `--delay 0.5`.
+TIME, POWER, DELAY = 0.90, -0.40, 0.4
 
 _BOX = re.compile(r"(?P<speed>\d+(?:\.\d+)?),(?P<down>\d+(?:\.\d+)?)/(?P<up>\d+(?:\.\d+)?)")
 
@@ -81,6 +82,7 @@ def together(parameters: int, step_s: float, boxes: Sequence[Box], latency_s: fl
         # It trains on while it sends, up to MOST_ROUNDS · H steps, and then waits.
         shares.append(min(1.0, MOST_ROUNDS * round_s / syncs[-1]))
     speeds = [box.speed / fastest * share for box, share in zip(boxes, shares, strict=True)]
+    delays = [min(sync_s / round_s, 1.0) for sync_s in syncs]
     return Together(
         [
             Added(
@@ -89,17 +91,19 @@ def together(parameters: int, step_s: float, boxes: Sequence[Box], latency_s: fl
                 syncs[i],
                 shares[i],
                 speeds[i] / sum(speeds),
-                _time(speeds[:i] + speeds[i + 1 :]) if len(boxes) > 1 else None,
+                _time(speeds[:i] + speeds[i + 1 :], delays[:i] + delays[i + 1 :]) if len(boxes) > 1 else None,
             )
             for i, box in enumerate(boxes)
         ],
         inner_steps,
         round_s,
-        _time(speeds),
+        _time(speeds, delays),
     )
 
 
-def _time(speeds: Sequence[float]) -> float:
-    """`speeds`: with the time in which a box waits for its line. If that leaves less than one box, less is trained."""
+def _time(speeds: Sequence[float], delays: Sequence[float]) -> float:
+    """`speeds`: with the time in which a box waits for its line. If that leaves less than one box, less is trained.
+    `delays`: the share of a round that each box's sync takes, at most 1, beyond which nothing was measured."""
     total = sum(speeds)
-    return TIME * total**POWER if total >= 1 else TIME / total
+    delay = sum(speed * each for speed, each in zip(speeds, delays, strict=True)) / total
+    return TIME * (1 + DELAY * delay) * (total**POWER if total >= 1 else 1 / total)
