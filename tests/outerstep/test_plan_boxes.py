@@ -37,7 +37,7 @@ def test_what_is_trained_during_a_sync_is_worth_less(mbit: float, share: float, 
 
 
 @pytest.mark.parametrize(
-    ("speeds", "measured"), [((1, 1), 0.77), ((1, 0.5), 0.87), ((1, 0.2), 0.90), ((1, 0.05), 0.97)]
+    ("speeds", "measured"), [((1, 1), 0.77), ((1, 0.5), 0.88), ((1, 0.2), 0.90), ((1, 0.05), 0.97)]
 )
 def test_it_is_within_15_percent_of_runs_over_lines(speeds: tuple[float, ...], measured: float):
     """`python -m benchmarks.boxes real --line 10/1`: rounds of 10 s, payloads that take 1.1 s to send."""
