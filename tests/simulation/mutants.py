@@ -552,7 +552,7 @@ MUTANTS = [
     Mutant(
         "deletes before the checkpoint is complete",
         ("I2", "I4", "unexpected"),
-        41,
+        13,
         _deletes_before_the_checkpoint_is_complete,
     ),
 ]
