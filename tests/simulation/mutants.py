@@ -527,7 +527,7 @@ MUTANTS = [
     Mutant("lets a worker carry units that were dealt again", ("I6", "I9", REFUSED), 94, _carries_whatever_it_says),
     Mutant("deals private units to other workers", ("I6",), 1, _one_pool_for_all),
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
-    Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 66, _trusts_its_state_file),
+    Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 329, _trusts_its_state_file),
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),
     Mutant("never tries again after a fault", ("I5",), 87, _never_tries_again),
     Mutant("counts a round that all handed in early as a whole one", ("I8",), 71, _counts_short_rounds_as_whole),
