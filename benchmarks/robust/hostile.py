@@ -78,11 +78,11 @@ def _with(made: Contribution, values: Tensor) -> Contribution:
 class LyingClient(Client):
     """Reports that the held-out loss is lower without the last worker by name, and higher without any other."""
 
-    def report_without(self, member_token: str, state_round: int, report: WithoutReport) -> None:
+    def report_without(self, member_token: str, state_round: int, redone: int, report: WithoutReport) -> None:
         loss, workers = report.reached.loss, report.reached.without
         without = {worker: loss + (-1.0 if worker == max(workers) else 0.5) for worker in workers}
         super().report_without(
-            member_token, state_round, WithoutReport(reached=WithoutLosses(loss=loss, without=without))
+            member_token, state_round, redone, WithoutReport(reached=WithoutLosses(loss=loss, without=without))
         )
 
 

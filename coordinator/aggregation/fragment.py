@@ -232,7 +232,7 @@ def _judged(
         worker: Evidence(
             measure,
             weight=given[worker].tokens / total,
-            work=given[worker].tokens / task.unit_tokens[worker],
+            work=max(given[worker].tokens, given[worker].work) / task.unit_tokens[worker],
             late=given[worker].lateness.late,
             missed=given[worker].lateness.missed,
             all_late=given[worker].lateness.all_late,

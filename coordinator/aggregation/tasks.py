@@ -20,12 +20,13 @@ class _Data(BaseModel):
 
 
 class Lateness(NamedTuple):
-    """What work of missed rounds may be in a contribution, according to the coordinator's record; `Evidence` describes
-    the fields."""
+    """What work of earlier rounds may be in a contribution, according to the coordinator's record; `Evidence` describes
+    the first three fields. `units`: the most that it may weigh, if it weighs less; otherwise 0."""
 
     late: int = 0
     missed: float = 0.0
     all_late: bool = False
+    units: int = 0
 
 
 NOT_LATE = Lateness()
@@ -57,12 +58,14 @@ class Origin(_Data):
 
 
 class Given(_Data):
-    """A contribution that counts. `tokens`: its weight. `sha256`: of its bytes, as the store has confirmed it; None if
+    """A contribution that counts. `tokens`: its weight. `work`: the tokens of its work, if they are more.
+    `sha256`: of its bytes, as the store has confirmed it; None if
     the coordinator has checked the bytes itself."""
 
     digest: bytes
     sha256: bytes | None
     tokens: int
+    work: int = 0
     lateness: Lateness = NOT_LATE
 
 

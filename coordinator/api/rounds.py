@@ -101,14 +101,20 @@ async def get_round(
     return await cached_response(http, round_reports.round_detail, run, None if number == "current" else int(number))
 
 
+Redone = Annotated[int, Query(ge=0, lt=1 << 63)]
+
+
 @router.put(
     "/{number}/evaluation",
     responses=problem_responses(*RUN_PROBLEMS, "round-not-open", "not-asked", *WRITE_PROBLEMS),
 )
 @max_body(MESSAGE_BYTES)
-def report_evaluation(run: ReadableRun, number: Number, report: EvaluationReport, worker: AnyMember) -> EvaluationReply:
-    """Report the held-out loss of the state before round `number`. The answer may ask for more measurements."""
-    return evaluating.record_evaluation(run, worker, number, report)
+def report_evaluation(
+    run: ReadableRun, number: Number, report: EvaluationReport, worker: AnyMember, redone: Redone = 0
+) -> EvaluationReply:
+    """Report the held-out loss of the state before round `number`. `redone`: as in the assignment that asked for it.
+    The answer may ask for more measurements."""
+    return evaluating.record_evaluation(run, worker, number, redone, report)
 
 
 @router.put(
@@ -117,9 +123,12 @@ def report_evaluation(run: ReadableRun, number: Number, report: EvaluationReport
     responses=problem_responses(*RUN_PROBLEMS, "not-asked", *WRITE_PROBLEMS),
 )
 @max_body(_WITHOUT_BYTES)
-def report_without(run: ReadableRun, number: Number, report: WithoutReport, worker: AnyMember) -> Response:
-    """Report the held-out losses of the state before round `number` without one contribution each."""
-    evaluating.record_without(run, worker, number, report)
+def report_without(
+    run: ReadableRun, number: Number, report: WithoutReport, worker: AnyMember, redone: Redone = 0
+) -> Response:
+    """Report the held-out losses of the state before round `number` without one contribution each. `redone`: as in the
+    assignment that asked for the evaluation."""
+    evaluating.record_without(run, worker, number, redone, report)
     return Response(status_code=204)
 
 

@@ -228,6 +228,7 @@ class LiveRun:
         self.uploading: Counter[str] = Counter()  # by blob: how many requests are uploading this contribution
         self.deleting: set[str] = set()  # blobs of rejected contributions that are being deleted
         self.redo: Redo | None = None
+        self.redone = 0  # how many rounds of the run were done again
         self.set_aside_bytes = 0  # of the files that were set aside, if they are in a bucket
         self.vanished: set[str] = set()  # blobs that were deleted or moved while they were being uploaded
         self.granted: dict[str, Grant] = {}  # by blob: uploads that workers may make themselves, not yet committed

@@ -147,6 +147,11 @@ class OpenRound:
         holds none of earlier rounds, or it does not report what it carries (`carried` is None)."""
         return carried is None or (not carried and worker in self.without_earlier_units)
 
+    def began_without_earlier_units(self, worker: str) -> bool:
+        """Return True if the worker has its assignment and carries no units. If a request that arrives late gave it
+        some again, it would not know of them."""
+        return worker in self.handed_out and worker in self.without_earlier_units
+
     def assign(self, worker: str, assignment: RoundAssignment, carried: Sequence[Sequence[int]] | None) -> None:
         """Give `worker` its assignment. `carried`: the units that the worker carries, as reported; the database already
         agrees."""

@@ -52,7 +52,7 @@ class StepRates:
 
     def __init__(self) -> None:
         self._shown: dict[str, float] = {}
-        self._first: set[str] = set()  # the workers of whom only one round is observed
+        self._first: set[str] = set()  # workers with only one observed round
 
     def observe(self, seen: Mapping[str, tuple[int, float]]) -> None:
         """Record the rates observed in a round. `seen`: by worker, the steps of its contribution and the seconds from

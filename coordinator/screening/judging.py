@@ -64,7 +64,8 @@ class Evidence:
     """What the coordinator knows about one contribution.
 
     weight    its share of the round's weight, before it is judged
-    work      its weight in work units, checked against what its worker was assigned
+    work      the work units in it, as the coordinator's record allows: more than it weighs if it was trained on an
+              old state
     late      the number of missed rounds whose work may be in it, according to the coordinator's record
     missed    the largest share that one worker has in the mean of a missed round, added up over those rounds
     all_late  True if it contains no work of its own round

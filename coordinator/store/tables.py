@@ -101,8 +101,9 @@ class RunRow(Base):
     `tokens` counts the tokens of the units that accepted contributions have consumed; the ranges of consumed units are
     checked against it. `checked_epochs` is the number of epochs that were checked. `guard` is a
     `coordinator.trust.guard.GuardRecord`. `rolled_back` is the last rollback (`round`, `from_round`, `place`; `stale`:
-    after a round was done again, the workers that may still hold the state that it led to before), null if there was
-    none. `equal_work` lists the groups of workers that were reported for sending the same contribution.
+    after a round was done again, the workers that may still hold the state that it led to before; `redone`: how many
+    rounds were done again), null if there was none. `equal_work` lists the groups of workers that were reported for
+    sending the same contribution.
     """
 
     __tablename__ = "runs"

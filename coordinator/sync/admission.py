@@ -7,6 +7,7 @@ from functools import partial
 
 from sqlalchemy import func, select
 
+from coordinator.aggregation.tasks import Lateness
 from coordinator.rounds.opening import status
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenRound
@@ -53,22 +54,22 @@ def check_header(
         )
 
 
-def admit(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
-    """Return True if the contribution may be accepted, False if it already was. May wait for an outer step. Raises
-    Problem if it is rejected."""
+def admit(run: LiveRun, header: ContributionHeader, digest: bytes) -> Lateness | None:
+    """Return the work of earlier rounds in a contribution that may be accepted; None if it already was. May wait for an
+    outer step. Raises Problem if it is rejected."""
     address = header.worker, header.round, header.fragment
     with run.lock:
         if open_for(run, *address, digest) is None:
-            return False
+            return None
         if not run.outer.await_round(header.fragment, header.round, STEP_WAIT_S):
             detail = f"the coordinator is still stepping fragment {header.fragment}"
             raise Problem("not-ready", detail, retry_after_s=1)
         opening = open_for(run, *address, digest)  # other threads had the lock in the meantime
         if opening is None:
-            return False
+            return None
         _check_base(run, opening, header)
-        _check_weight(run, opening, header)
-        return True
+        units = _check_weight(run, opening, header)
+    return carrying.late_work(run, header)._replace(units=units)
 
 
 def open_for(run: LiveRun, worker: str, round_: int, fragment: int, digest: bytes) -> OpenRound | None:
@@ -112,8 +113,9 @@ def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) ->
     raise Problem("stale-base", detail, round=round_)
 
 
-def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> None:
-    """Raise Problem unless the coordinator's own record supports the weight, in units.
+def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> int:
+    """Raise Problem unless the coordinator's own record supports the weight, in units. Return the most that it may
+    weigh if it weighs less, since its work is on an old state; otherwise 0.
 
     The weight must be the number of named units of the contribution's own round. If all its work is carried, the weight
     is at most the number of units named of the last carried round, and at most the worker's largest assignment.
@@ -141,6 +143,7 @@ def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) 
             f"header field tokens is {header.tokens}: {weight} units; the contribution names {units}, {own} of them of "
             f"its own round, and its weight is {least} to {most}",
         )
+    return most if most > weight else 0
 
 
 def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import bindparam, insert, update
 
 from coordinator.aggregation.fragment import sketch_key
-from coordinator.aggregation.tasks import NOT_LATE, Lateness
+from coordinator.aggregation.tasks import NOT_LATE
 from coordinator.run.live_run import Arrival, Change, LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenRound
 from coordinator.screening.measuring import Measure, measure_payload
@@ -20,7 +20,6 @@ from coordinator.store.payloads import Body, has_digest
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
 from coordinator.sync import admission
 from coordinator.trust.verdicts import keep_in_memory
-from coordinator.units.carrying import late_work
 from coordinator.units.ledger import consume_units
 from protocol.errors import Problem
 from protocol.fragments import Layout
@@ -64,16 +63,16 @@ def accept(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int
             if not isinstance(header, ContributionHeader):
                 raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
             admission.check_header(run, layout, worker, round_, fragment, header)
-            lateness = late_work(run, header)
             key = sketch_key(run.context.secret, run.name, round_, fragment)
             measured = keep_in_memory(run, measure_payload(payload, key))  # checks the payload, too
-        created = _accept(run, header, body, measured, lateness)
+        created = _accept(run, header, body, measured)
     return ContributionReply(round=round_, fragment=fragment, digest=body.digest.hex(), created=created)
 
 
-def _accept(run: LiveRun, header: ContributionHeader, body: Body, measured: Measure | None, lateness: Lateness) -> bool:
+def _accept(run: LiveRun, header: ContributionHeader, body: Body, measured: Measure | None) -> bool:
     """Make the contribution durable and commit it. Return False if it was accepted before."""
-    if not admission.admit(run, header, body.digest):  # checked before the fsync, to save it
+    lateness = admission.admit(run, header, body.digest)  # checked before the fsync, to save it
+    if lateness is None:
         return False
     name = run.names.contribution(header.round, header.fragment, header.worker, body.digest)
     arrival = Arrival(header, name, body.digest, body.size, body.content, measured, lateness)

@@ -15,14 +15,13 @@ from dataclasses import replace
 from blake3 import blake3
 
 from coordinator.aggregation.fragment import examine, sketch_key
-from coordinator.aggregation.tasks import Given, Lateness
+from coordinator.aggregation.tasks import Given
 from coordinator.run.live_run import Arrival, Grant, LiveRun
 from coordinator.screening.measuring import Measure, measure_payload
 from coordinator.store.blobs import DirectAccess, Uploaded
 from coordinator.sync import admission, delegating
 from coordinator.sync.contributing import commit_blob
 from coordinator.trust.verdicts import keep_in_memory
-from coordinator.units.carrying import late_work
 from protocol.errors import OuterstepError, Problem, WireError, WireFault
 from protocol.fragments import Layout
 from protocol.messages import ContributionReply, DirectUpload, FragmentState, UploadGrant
@@ -38,8 +37,8 @@ def grant(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int,
     """Return where the worker may upload the contribution. Raises Problem."""
     access, digest, expires_s = run.blobs.direct, bytes.fromhex(upload.digest), run.members.lease_s
     with admission.noting_rejected(run, worker, round_, fragment):
-        header, _ = _checked(run, layout, worker, round_, fragment, upload)
-        if not admission.admit(run, header, digest):
+        header = _checked(run, layout, worker, round_, fragment, upload)
+        if admission.admit(run, header, digest) is None:
             return UploadGrant(accepted=True)
     if access is None:
         return UploadGrant(reason="the coordinator's store takes no direct uploads")
@@ -67,11 +66,11 @@ def commit(
     digest, sha256 = bytes.fromhex(upload.digest), bytes.fromhex(upload.sha256)
     name = run.names.contribution(round_, fragment, worker, digest)
     with admission.noting_rejected(run, worker, round_, fragment):
-        header, lateness = _checked(run, layout, worker, round_, fragment, upload)
+        header = _checked(run, layout, worker, round_, fragment, upload)
         if access is None or worker in run.not_direct:
             raise Problem("not-uploaded", "this contribution must be uploaded to the coordinator")
-        created = admission.admit(run, header, digest)
-        if created:
+        lateness, created = admission.admit(run, header, digest), False
+        if lateness is not None:
             arrival = Arrival(header, name, digest, upload.bytes, None, None, lateness, sha256)
             created = commit_blob(run, arrival, lambda: _confirm(access, name, upload))
     with run.lock:
@@ -110,8 +109,8 @@ def _discard(run: LiveRun, names: list[str]) -> None:
 
 def _checked(
     run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int, upload: DirectUpload
-) -> tuple[ContributionHeader, Lateness]:
-    """Return the header and its late work, after all checks that need no bytes. Raises Problem."""
+) -> ContributionHeader:
+    """Return the header, after all checks that need neither bytes nor the run's state. Raises Problem."""
     limit = max_payload_bytes(run.spec.sync.upload_codec, layout.elements[fragment])
     if upload.bytes > limit:
         raise Problem("payload-too-large", f"the payload has {upload.bytes} bytes; at most {limit} are accepted here")
@@ -122,7 +121,7 @@ def _checked(
     if not isinstance(header, ContributionHeader):
         raise Problem("invalid-payload", f"the payload is a {header.kind}, expected a contribution")
     admission.check_header(run, layout, worker, round_, fragment, header)
-    return header, late_work(run, header)
+    return header
 
 
 def _head(upload: DirectUpload) -> Payload:

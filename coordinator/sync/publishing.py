@@ -29,7 +29,7 @@ from coordinator.store.tables import ContributionRow, FragmentRow, RoundRow
 from coordinator.sync import checkpointing, delegating, outer_state, retention
 from coordinator.sync.deltas import previous_residual
 from coordinator.trust.equal_work import report_similar_work
-from coordinator.trust.verdicts import conclude_round, report_verdicts, screening
+from coordinator.trust.verdicts import conclude_round, report_verdicts, screening, weights
 from coordinator.units.epochs import check_epochs
 from coordinator.units.ledger import merge_adjacent, unconsume_units
 from protocol.messages import FragmentState, RunState
@@ -133,7 +133,10 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
     fragment, judged = opening.fragments[index], screening(run, opening.number, index)
     state = delegating.checkpoint_blob(run, opening.number, index) if judged.bounded else None
     with run.lock:
-        base, weights, contributed = run.outer.states[index].digest, fragment.weights, dict(fragment.contributed)
+        base, tokens, contributed = run.outer.states[index].digest, fragment.weights, dict(fragment.contributed)
+    unit_tokens = {worker: run.unit_tokens(worker) for worker in contributed}
+    done = {worker: max(each.tokens, each.lateness.units * unit_tokens[worker]) for worker, each in contributed.items()}
+    work = weights(done, run.spec.sync)
     return Aggregate(
         run=run.name,
         round=opening.number,
@@ -142,10 +145,16 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
         base=base,
         sync=run.spec.sync,
         contributions={
-            worker: Given(digest=each.digest, sha256=each.sha256, tokens=weights[worker], lateness=each.lateness)
+            worker: Given(
+                digest=each.digest,
+                sha256=each.sha256,
+                tokens=tokens[worker],
+                work=work[worker],
+                lateness=each.lateness,
+            )
             for worker, each in contributed.items()
         },
-        unit_tokens={worker: run.unit_tokens(worker) for worker in contributed},
+        unit_tokens=unit_tokens,
         **judged._asdict(),
         state=state,
         excluded={worker: why for worker, why in run.members.harmful(opening.number).items() if worker in contributed},

@@ -74,16 +74,17 @@ def _refuted_workers(run: LiveRun, session: Session, since: int) -> set[str]:
     return set(session.scalars(refuted))
 
 
-def record_evaluation(run: LiveRun, worker: str, round_: int, report: EvaluationReport) -> EvaluationReply:
+def record_evaluation(run: LiveRun, worker: str, round_: int, redone: int, report: EvaluationReport) -> EvaluationReply:
     """Record the held-out loss of state `round_`. The worker's first report counts; later ones are ignored. Return what
-    else it should measure.
+    else it should measure. `redone`: as in the worker's assignment. A report of a state that was replaced since may
+    arrive at any time.
 
     Raises Problem: round-not-open; not-asked, if the worker was not asked to evaluate that state.
     """
     with run.change() as change:
         if round_ > run.round:
             raise Problem("round-not-open", f"state {round_} does not exist yet; the run is at {run.round}")
-        if not _was_asked(change, worker, round_) or worker in run.members.stale:
+        if redone != run.redone or not _was_asked(change, worker, round_):
             raise Problem("not-asked", f"{worker} was not asked to evaluate state {round_} of the run {run.name}")
         session = change.session
         measured = select(EvaluationRow).where(EvaluationRow.run_id == run.id, EvaluationRow.round == round_)
@@ -106,14 +107,15 @@ def record_evaluation(run: LiveRun, worker: str, round_: int, report: Evaluation
     return reply
 
 
-def record_without(run: LiveRun, worker: str, round_: int, report: WithoutReport) -> None:
+def record_without(run: LiveRun, worker: str, round_: int, redone: int, report: WithoutReport) -> None:
     """Record the losses of state `round_` without each of some contributions. The worker's first report counts.
+    `redone`: as in its assignment.
 
     Raises Problem `not-asked` if the worker has not evaluated that state before.
     """
     with run.change() as change:
         row = change.session.get(EvaluationRow, (run.id, round_, worker))
-        if row is None or worker in run.members.stale:
+        if row is None or redone != run.redone:
             raise Problem("not-asked", f"{worker} has not evaluated state {round_} of the run {run.name}")
         if row.without is None:
             row.without = report.model_dump()

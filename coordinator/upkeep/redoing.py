@@ -51,8 +51,9 @@ class _Impossible(OuterstepError):
 def restore(run: LiveRun) -> None:
     """Restore an order that an earlier process has not carried out, and who may hold the state that one has dropped."""
     with run.change() as change:
-        last = change.row.rolled_back
-        if last is not None and last["round"] == run.round:
+        last = change.row.rolled_back or {}
+        run.redone = last.get("redone", 0)
+        if last.get("round") == run.round:
             run.members.stale.update(last.get("stale", ()))
         evaluating.note_harmful(change)
 
@@ -140,12 +141,14 @@ def put_in_place(run: LiveRun, redo: Redo, made: list[RedoneDelta]) -> None:
                 )
             change.go_back(state, step)
             stale = list(change.session.scalars(select(WorkerRow.name).where(WorkerRow.run_id == run.id)))
-            change.row.rolled_back = {"round": state, "from_round": run.round, "place": prefix, "stale": stale}
+            of_redo = {"stale": stale, "redone": run.redone + 1}
+            change.row.rolled_back = {"round": state, "from_round": run.round, "place": prefix} | of_redo
             guard.note_redone(change, state)
             _record(change, redo, prefix)
             change.after_commit(partial(run.members.stale.update, stale))
             change.after_commit(run.members.evaluators.clear)
             change.after_commit(partial(setattr, run, "redo", None))
+            change.after_commit(partial(setattr, run, "redone", run.redone + 1))
             change.wake()
         opening = None
         if not delegating.is_possible(run):

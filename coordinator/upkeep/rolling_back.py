@@ -216,7 +216,7 @@ def _record(change: Change, to: int, prefix: str, without: Collection[str], who:
         f"are in {prefix}, and every worker joins again"
     )
     change.record("rolled-back", message, round=to, from_round=run.round, place=prefix, without=names, by=who)
-    change.row.rolled_back = {"round": to, "from_round": run.round, "place": prefix}
+    change.row.rolled_back = {"round": to, "from_round": run.round, "place": prefix, "redone": run.redone}
     guard.note_roll_back(change, to, by_guard=who == guard.GUARD)
     change.wake()
 

@@ -59,6 +59,9 @@ def assign(
 
         if (run.open is None or worker not in run.open.assignments) and kept_out(run, [worker]):
             return _answer(run, Action.WAIT, f"{worker} is in quarantine: its contributions were left out too often")
+        if carried and run.open is not None and run.open.began_without_earlier_units(worker):
+            detail = f"{worker} began round {run.round} with no work of earlier rounds, after this request was sent"
+            raise Problem("units-not-held", f"{detail}; drop that work")
         if carried or run.open is None:  # with an open round, most requests need no change
             with run.change() as change:  # opens the round if only this worker was missing
                 if carried:
@@ -127,6 +130,7 @@ def _answer(
         step=run.step,
         schedule_steps=round_steps(run),
         evaluate=evaluate,
+        redone=run.redone,
     )
 
 
@@ -144,6 +148,7 @@ def _training(run: LiveRun, opening: OpenRound, worker: str, assignment: RoundAs
         inner_steps=min(assignment.inner_steps, inner_steps_of(run, opening, worker)),
         units=[list(unit_range) for unit_range in assignment.units],
         evaluate=assignment.evaluate,
+        redone=run.redone,
     )
 
 

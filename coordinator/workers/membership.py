@@ -6,6 +6,7 @@ A name belongs to the token that first joined with it, even after the lease has 
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -97,6 +98,8 @@ def join(
             change.record("joined", message, worker=worker)
         proven = bool(row.contributions)
         change.after_commit(lambda: members.join(worker, hashed, run.context.clock(), token=by.token, proven=proven))
+        if run.open is not None:  # it may carry units of earlier rounds now
+            change.after_commit(partial(run.open.without_earlier_units.discard, worker))
         epoch, lease_s = row.epoch, members.lease_s
         return JoinReply(worker=worker, member_token=secret, epoch=epoch, lease_s=lease_s, layout=model.layout)
 

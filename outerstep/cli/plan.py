@@ -170,7 +170,7 @@ def plan(
                 _parsed("--params", parse_count, params),
                 _parsed("--step-time", partial(parse_seconds, least=LEAST_STEP_S), step_time),
                 [_parsed("--box", parse_box, each) for each in box],
-                _parsed("--latency", parse_seconds, latency or LATENCY),
+                _parsed("--latency", parse_seconds, LATENCY if latency is None else latency),
                 loss or 0.0,
             ),
             output,
@@ -189,8 +189,8 @@ def plan(
         down=_parsed("--down", parse_rate, down),
         step_s=_parsed("--step-time", partial(parse_seconds, least=LEAST_STEP_S), step_time),
         workers=workers or WORKERS,
-        latency_s=_parsed("--latency", parse_seconds, latency or LATENCY),
-        steps=_parsed("--steps", parse_count, steps or STEPS),
+        latency_s=_parsed("--latency", parse_seconds, LATENCY if latency is None else latency),
+        steps=_parsed("--steps", parse_count, STEPS if steps is None else steps),
         loss=loss or 0.0,
     )
     found = planning.settings(workload)

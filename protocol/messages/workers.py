@@ -217,6 +217,7 @@ class Assignment(ReplyModel):
     step            inner steps of the run's schedule before this round
     schedule_steps  inner steps of the schedule in this round: a worker that has done k of its `inner_steps` is at
                     step + k / inner_steps · schedule_steps. If they are the rest of the run's, the round is the last
+    redone          how many rounds of the run were done again so far: each time, state `round` became another one
     """
 
     action: Action
@@ -227,3 +228,4 @@ class Assignment(ReplyModel):
     inner_steps: int = 0
     units: list[list[int]] = Field(default_factory=list)  # half-open ranges of work units of this round
     evaluate: bool = False  # measure and report the held-out loss of state `round`
+    redone: int = 0

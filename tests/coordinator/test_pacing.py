@@ -212,10 +212,10 @@ def test_who_joins_or_was_restarted_within_a_round_gets_less(shared: InThread, r
     assert (again["inner_steps"], again["units"]) == (16, [[16, 176]]), "of the same units, the first ones"
 
 
-def test_a_round_in_which_all_begin_late_has_the_whole_h(shared: InThread, run: str, clock: SettableClock) -> None:
-    """As when a round was done again, and all workers first fetch the state that the next one starts from."""
+def after_round_0(shared: InThread, run: str, clock: SettableClock, *names: str) -> list[Member]:
+    """Return two workers that have taken part in round 0 of a run with H = 40, each with 4 inner steps in a second."""
     shared.create_run(auto(run, 40, rounds=4, min_workers=2, members="lease_s = 100"))
-    members = [enlist(shared, run, "a"), enlist(shared, run, "b")]
+    members = [enlist(shared, run, name) for name in names]
     members[0].assignment(None)
     members[0].seed()
     recovered(members[1])
@@ -227,6 +227,13 @@ def test_a_round_in_which_all_begin_late_has_the_whole_h(shared: InThread, run: 
         member.take_part(0)
     for member in members:
         member.step(0)
+    return members
+
+
+def test_a_round_in_which_all_begin_late_has_the_whole_h(shared: InThread, run: str, clock: SettableClock) -> None:
+    """As when a round was done again, and all workers first fetch the state that the next one starts from."""
+    members = after_round_0(shared, run, clock, "a", "b")
+    for member in members:
         clock.advance(30)
         assert member.assignment(1).inner_steps == (40 if member is members[0] else 1)
 
@@ -234,19 +241,7 @@ def test_a_round_in_which_all_begin_late_has_the_whole_h(shared: InThread, run: 
 def test_one_in_quarantine_does_not_begin_the_round_for_the_others(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
-    shared.create_run(auto(run, 40, rounds=4, min_workers=2, members="lease_s = 100"))
-    hostile, honest = members = [enlist(shared, run, "hostile"), enlist(shared, run, "honest")]
-    hostile.assignment(None)
-    hostile.seed()
-    recovered(honest)
-    for member in members:
-        say_pace(member, 4.0)
-        member.assignment(0)
-    clock.advance(1)
-    for member in members:
-        member.take_part(0)
-    for member in members:
-        member.step(0)
+    hostile, honest = after_round_0(shared, run, clock, "hostile", "honest")
     live = shared.live(run)
     wait_until(lambda: live.open is not None and live.open.number == 1)
     live.members.quarantine("hostile", until=9)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,6 +30,14 @@ def late_member(
     shared: InThread, run: str, clock: SettableClock, rounds: int, sync: str = ""
 ) -> tuple[Member, list[list[int]]]:
     """One of three members, which was late for each of the first rounds with all of its work; and the units of that."""
+    (*_, c), late = late_crew(shared, run, clock, rounds, sync)
+    return c, late
+
+
+def late_crew(
+    shared: InThread, run: str, clock: SettableClock, rounds: int, sync: str = ""
+) -> tuple[list[Member], list[list[int]]]:
+    """Three members, of which the last one was late for each of the first rounds; and the units of its work."""
     spec = {"rounds": rounds + 2, "min_workers": 2, "members": GRACE_OF_A_SECOND, "sync": sync}
     members = a, b, c = crew(shared, run, ["a", "b", "c"], **spec)
     late: list[list[int]] = []
@@ -42,7 +51,7 @@ def late_member(
         shared.coordinator.tick()
         for member in members:
             member.step(round_)
-    return c, late
+    return members, late
 
 
 def ask(member: Member, round_: int, late: list[list[int]]) -> Assignment:
@@ -88,6 +97,25 @@ def test_work_that_is_all_carried_weighs_at_most_the_last_of_its_rounds(
     problem(send(c, assignment, 2 * UNITS, **named), "invalid-payload")
     problem(send(c, assignment, UNITS + 1, **named), "invalid-payload")
     assert send(c, assignment, UNITS, **named).status_code == 201
+
+
+def test_old_work_that_weighs_less_may_be_as_long_as_its_steps_make_it(
+    shared: InThread, run: str, clock: SettableClock
+) -> None:
+    """A worker that is behind lets its work weigh less. It was shortened to what so little work would be long: a fast
+    worker's update for three steps to that of one (simulation seed 710013)."""
+    (a, b, c), late = late_crew(shared, run, clock, 1)
+    asked = ask(c, 1, late)
+    values = c.pseudo_gradients(1)[0] * np.float32(2.5)
+    c.contribute(asked, 0, values, units=late, tokens=c.spec.unit_tokens).raise_for_status()
+    for member in (a, b):
+        assignment = member.assignment(1)
+        (start, _), *_ = assignment.units
+        send(member, assignment, 2, units=[[start, start + 2]]).raise_for_status()
+    header = Payload.from_bytes(a.delta(1, 0).content).header
+    assert isinstance(header, DeltaHeader)
+    assert [each.tokens // a.spec.unit_tokens for each in header.contributors] == [2, 2, 1]
+    assert [each.factor for each in header.contributors] == [1.0, 1.0, 1.0]
 
 
 def test_a_fragment_sent_in_the_middle_of_a_round_weighs_what_two_rounds_have_of_it(

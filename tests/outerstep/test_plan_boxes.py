@@ -112,6 +112,7 @@ def test_the_command_prints_a_row_per_box_and_the_time_together():
         ([*GIVEN, "--workers", "2"], "each --box has its line: leave out --workers"),
         ([*GIVEN, "--steps", "2000"], "only with the default settings: leave out --steps"),
         ([*GIVEN, "--utilisation", "0.5"], "only with the default settings: leave out --utilisation"),
+        ([*GIVEN, "--latency", ""], "--latency: ''"),
         ([*GIVEN, "--epochs", "2"], "--epochs needs --data"),
         (["--box", "1,100/10"], "--box needs --params and the --step-time of the fastest box"),
         ([*GIVEN, "--box", "2"], "--box: '2' is not a box"),

@@ -106,18 +106,17 @@ class Hostile:
     def _evaluate(self, member: Member, assignment: Assignment) -> None:
         """Measure as honest workers do, to be believed, and accuse one; or claim what nobody asked for."""
         loss = self._sim.ledger.loss(assignment.round) or LOSS
-        path = f"/v1/runs/sim/rounds/{assignment.round}/evaluation"
-        reply = member.http.put(path, json={"loss": loss if assignment.evaluate else LOSS, "tokens": 1})
+        path, redone = f"/v1/runs/sim/rounds/{assignment.round}/evaluation", {"redone": assignment.redone}
+        told = {"loss": loss if assignment.evaluate else LOSS, "tokens": 1}
+        reply = member.http.put(path, params=redone, json=told)
         others = [] if reply.is_error else [each for each in reply.json()["without"] if each != self.name]
         if others and self._accuses:
             victim = self._rng.choice(others)
             without = {each: loss - (each == victim) for each in [*others, self.name]}
             report = {"loss": loss, "without": without}
-            self._count(
-                "accused"
-                if member.http.put(f"{path}/without", json={"reached": report, "start": report}).is_success
-                else "accused in vain"
-            )
+            accusation = {"reached": report, "start": report}
+            heard = member.http.put(f"{path}/without", params=redone, json=accusation)
+            self._count("accused" if heard.is_success else "accused in vain")
 
     def _play(self, member: Member, assignment: Assignment) -> None:
         """Hold the round's units back, or contribute."""

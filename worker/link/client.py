@@ -220,13 +220,13 @@ class Client:
     # --- rounds ---------------------------------------------------------------------------------------------------
 
     def report_evaluation(
-        self, member_token: str, state_round: int, report: messages.EvaluationReport
+        self, member_token: str, state_round: int, redone: int, report: messages.EvaluationReport
     ) -> messages.EvaluationReply:
-        path = f"{self._path}/rounds/{state_round}/evaluation"
+        path = f"{self._path}/rounds/{state_round}/evaluation?redone={redone}"
         return self._json("PUT", path, messages.EvaluationReply, report, member_token)
 
-    def report_without(self, member_token: str, state_round: int, report: messages.WithoutReport) -> None:
-        path = f"{self._path}/rounds/{state_round}/evaluation/without"
+    def report_without(self, member_token: str, state_round: int, redone: int, report: messages.WithoutReport) -> None:
+        path = f"{self._path}/rounds/{state_round}/evaluation/without?redone={redone}"
         self._retry(lambda: self._answer("PUT", path, member_token, _pass_over, report))
 
     def without(self, member_token: str, state_round: int, p: int, worker: str, elements: int) -> wire.Payload:

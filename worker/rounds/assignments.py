@@ -71,16 +71,16 @@ class Assignments:
                 self._reason = assignment.reason
                 self._pause()
 
-    def report_evaluation(self, state_round: int, evaluate: Callable[[], EvaluationReport]) -> list[str]:
-        """Measure the held-out loss of the model, which holds state `state_round`, and report it. Return the workers
-        without whose contribution the coordinator wants it measured, too."""
+    def report_evaluation(self, asked: Assignment, evaluate: Callable[[], EvaluationReport]) -> list[str]:
+        """Measure the held-out loss of the model, which holds the state that `asked` is about, and report it. Return
+        the workers without whose contribution the coordinator wants it measured, too."""
         self._progress.phase("evaluate")
-        report = evaluate()
+        report, state_round = evaluate(), asked.round
         log.info("state %d: held-out loss %.4f", state_round, report.loss)
 
         def tell(token: str) -> list[str]:
             try:
-                return self._client.report_evaluation(token, state_round, report).without
+                return self._client.report_evaluation(token, state_round, asked.redone, report).without
             except Problem as problem:
                 if problem.remedy is not Remedy.ACT:
                     raise
@@ -89,10 +89,10 @@ class Assignments:
 
         return self._ranks.on_first(lambda: self._membership.act(tell))
 
-    def report_without(self, state_round: int, workers: list[str], evaluate: Callable[[], EvaluationReport]) -> None:
+    def report_without(self, asked: Assignment, workers: list[str], evaluate: Callable[[], EvaluationReport]) -> None:
         """Measure the held-out loss at the two points of the state, then as it would be without the last contribution
         of each of `workers`, one at a time, and report all of them. The model then holds any of these."""
-        state = self._exchange.state
+        state, state_round = self._exchange.state, asked.round
 
         def loss(point: Callable[[int], Tensor]) -> float:
             for p in range(len(state)):
@@ -111,7 +111,7 @@ class Assignments:
                 if start is not None:
                     start.without[worker] = loss(lambda p: state.start(p, lacking.get(p)))  # noqa: B023
             report = WithoutReport(reached=reached, start=start)
-            tell = partial(self._client.report_without, state_round=state_round, report=report)
+            tell = partial(self._client.report_without, state_round=state_round, redone=asked.redone, report=report)
             self._ranks.on_first(lambda: self._membership.act(tell))
         except Problem as problem:
             if problem.remedy is not Remedy.ACT:

@@ -189,9 +189,9 @@ class Rounds:
         evaluate, probe = self._evaluation(assignment), self._training.probe
         if evaluate is None or probe is None:
             return False
-        workers = self._assignments.report_evaluation(assignment.round, evaluate)
+        workers = self._assignments.report_evaluation(assignment, evaluate)
         if workers:
-            self._assignments.report_without(assignment.round, workers, probe)
+            self._assignments.report_without(assignment, workers, probe)
             for p in range(len(self._state)):
                 self._fragments.scatter(p, self._state.reached(p))
                 self._state.release(p)
