@@ -303,12 +303,13 @@ def test_only_deltas_and_checkpoints_are_offered(path: str, name: str | None) ->
 
 
 def ticket_for(running: InThread, **changed: Any) -> str:
-    """A ticket of a coordinator of the same database."""
+    """A ticket of a coordinator of the same database, for the leader `running`."""
     shared = running.server.shared
     assert shared is not None
-    found = shared.terms.election.leader
-    assert found is not None
-    made = Ticket(found.secret, str(found.holder), found.token, "0f", False, "203.0.113.9")
+    read, term = shared.terms.election.leader, shared.terms.election.fence
+    assert read is not None
+    assert term is not None  # the lease that was read last may be the one before it
+    made = Ticket(read.secret, term.holder, term.token, "0f", False, "203.0.113.9")
     return replace(made, **changed).header()
 
 
