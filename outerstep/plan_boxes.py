@@ -11,8 +11,9 @@ from outerstep.plan import Workload, sync_cost
 from protocol.spec.sections import MOST_ROUNDS, SyncSpec
 
 # Boxes of speeds v, the fastest with 1, reach the loss that it reaches alone in TIME · (Σv)^POWER of its time, and in
-# 1 + DELAY · d times as much if syncs take the share d of a round, since what is trained meanwhile starts from old
-# parameters. Fitted to `python -m benchmarks.boxes floor`, within 3 %, and to `--delay 0.1` and `--delay 0.5`.
+# 1 + DELAY · d · Σ t·(1 − t) times as much if syncs take the share d of a round and t are the boxes' shares of the
+# tokens: what is trained meanwhile lacks the others' part of the outer step. Fitted to `python -m benchmarks.boxes
+# floor`, alone and with `--delay 0.1` and `--delay 0.5`, within 5 %.
 TIME, POWER, DELAY = 0.90, -0.40, 0.4
 
 _BOX = re.compile(r"(?P<speed>\d+(?:\.\d+)?),(?P<down>\d+(?:\.\d+)?)/(?P<up>\d+(?:\.\d+)?)")
@@ -105,5 +106,5 @@ def _time(speeds: Sequence[float], delays: Sequence[float]) -> float:
     """`speeds`: with the time in which a box waits for its line. If that leaves less than one box, less is trained.
     `delays`: the share of a round that each box's sync takes, at most 1, beyond which nothing was measured."""
     total = sum(speeds)
-    delay = sum(speed * each for speed, each in zip(speeds, delays, strict=True)) / total
-    return TIME * (1 + DELAY * delay) * (total**POWER if total >= 1 else 1 / total)
+    lacking = [delay * t * (1 - t) for delay, t in zip(delays, (speed / total for speed in speeds), strict=True)]
+    return TIME * (1 + DELAY * sum(lacking)) * (total**POWER if total >= 1 else 1 / total)

@@ -26,7 +26,8 @@ def alone(spec: str) -> float:
 
 def together(spec: str, speeds: list[float], delay: float = 0.0) -> tuple[float, int]:
     """Return the held-out loss of the run's last state, nats per token, and the inner steps of all boxes. `delay`: the
-    share of a round that a sync takes, during which the boxes train on: these steps are the first of the next round."""
+    share of a round that a sync takes, during which the boxes train on, each from its own outer step: these steps are
+    the first of the next round."""
     run, data = _opened(spec)
     boxes, owed = [Replica(run, data) for _ in speeds], [0.0] * len(speeds)
     h = run.sync.inner_steps
@@ -57,7 +58,8 @@ def together(spec: str, speeds: list[float], delay: float = 0.0) -> tuple[float,
         delta = torch.stack(
             [(theta - now) * (count / sum(steps)) for now, count in zip(local, steps, strict=True) if count]
         ).sum(0)
-        sent = list(local)
+        sent = [_alone(theta, momentum, now, outer) for now in local]
+        local = list(sent)
     outer_step(theta.numpy(), momentum.numpy(), delta.numpy(), **outer)
     vector_to_parameters(
         torch.from_numpy(reached(theta.numpy(), momentum.numpy(), **outer)), boxes[0].model.parameters()
@@ -68,6 +70,13 @@ def together(spec: str, speeds: list[float], delay: float = 0.0) -> tuple[float,
 def _opened(spec: str) -> tuple[RunSpec, TextData]:
     run = parse_spec(spec)
     return run, TextData(run)
+
+
+def _alone(theta: Tensor, momentum: Tensor, now: Tensor, outer: dict[str, float]) -> Tensor:
+    """Return the state after an outer step on the pseudo-gradient of one box, which is at `now`."""
+    reached_alone = theta.clone()
+    outer_step(reached_alone.numpy(), momentum.clone().numpy(), (theta - now).numpy(), **outer)
+    return reached_alone
 
 
 def _values(box: Replica) -> Tensor:

@@ -28,12 +28,22 @@ def test_it_predicts_what_the_benchmark_measured(speeds: tuple[float, ...], meas
     assert planned(fast(*(3 * each for each in speeds))).time == pytest.approx(planned(fast(*speeds)).time)
 
 
-@pytest.mark.parametrize(("mbit", "share", "measured"), [(2.4, 0.1, 0.719), (0.46, 0.5, 0.806)])
-def test_what_is_trained_during_a_sync_is_worth_less(mbit: float, share: float, measured: float):
-    """`python -m benchmarks.boxes floor --boxes 1,1 --delay 0.5`; over this line a sync takes that share of a round."""
-    found = planned([Box(1, 1e9, mbit * 1e6)] * 2, parameters=15_000_000)
+@pytest.mark.parametrize(
+    ("mbit", "share", "speed", "measured"),
+    [
+        (2.4, 0.1, 1, 0.691),
+        (2.4, 0.1, 0.5, 0.782),
+        (2.4, 0.1, 0.2, 0.819),
+        (0.46, 0.5, 1, 0.751),
+        (0.46, 0.5, 0.5, 0.872),
+        (0.46, 0.5, 0.2, 0.850),
+    ],
+)
+def test_what_is_trained_during_a_sync_is_worth_less(mbit: float, share: float, speed: float, measured: float):
+    """`python -m benchmarks.boxes floor --delay 0.5`; over this line a sync takes that share of a round."""
+    found = planned([Box(each, 1e9, mbit * 1e6) for each in (1, speed)], parameters=15_000_000)
     assert found.boxes[0].sync_s / found.round_s == pytest.approx(share, rel=0.1)
-    assert found.time == pytest.approx(measured, rel=0.03)
+    assert found.time == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +80,7 @@ def test_a_box_trains_on_during_its_sync_for_four_rounds_and_then_waits():
     assert far.training == pytest.approx(4 * 500 / far.sync_s)
     assert far.tokens == pytest.approx(far.training / (1 + far.training))
     alone = planned([Box(1, 1e9, 1e6)], parameters=1_000_000_000)
-    assert alone.time == pytest.approx(1.4 * 0.9 / far.training), "it trains as much in more time"
+    assert alone.time == pytest.approx(0.9 / far.training), "it trains as much in more time"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +103,7 @@ def test_the_command_prints_a_row_per_box_and_the_time_together():
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[2].split()[:4] == ["2", "0.5", "50/5", "250"]
-    assert "in about 0.92 of its time" in result.stdout
+    assert "in about 0.84 of its time" in result.stdout
     assert "if its memory suffices, trains on during its sync, for up to 4 rounds' time" in result.stdout
     assert "waits for its line" not in result.stdout
     document = json.loads(run(*GIVEN, "--format", "json").stdout)

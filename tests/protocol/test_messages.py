@@ -64,7 +64,7 @@ GOLDEN: list[tuple[BaseModel, str]] = [
             units=[[0, 5]],
         ),
         '{"action":"train","reason":"round 0 is open","round":0,"step":0,"schedule_steps":5,"inner_steps":5,'
-        '"units":[[0,5]],"evaluate":false}',
+        '"units":[[0,5]],"evaluate":false,"redone":0}',
     ),
     (
         messages.LeaseReply(directive=messages.Directive.STOP, reason="the run is finished", lease_s=60.0),

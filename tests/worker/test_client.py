@@ -124,6 +124,20 @@ def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
     assert len(lines) <= 10_800 / 60 + 2
 
 
+def test_a_call_that_must_not_be_late_is_tried_again_in_time() -> None:
+    """A lease of 6 s was lost after an outage, since the next heartbeat came up to 10 s after the coordinator was back."""
+    clock: Clock
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if clock.now < 100:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, json=LEASE)
+
+    client, clock, _ = make_client(handle)
+    renew(client.until(threading.Event(), silence_s=2.0))
+    assert max(clock.slept) <= 2.0
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [

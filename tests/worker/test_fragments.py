@@ -108,6 +108,15 @@ def test_a_bf16_model_forgets_nothing_of_what_is_carried() -> None:
             assert torch.equal(fragments.pseudo_gradient(p, theta, carried), carried)
 
 
+def test_a_vector_is_rounded_to_what_a_model_of_two_dtypes_holds_of_it() -> None:
+    model = nn.Sequential(nn.Linear(20, 20).to(torch.bfloat16), nn.Linear(20, 20))
+    fragments, layout = fragments_of(model)
+    for p, elements in enumerate(layout.elements):
+        vector = torch.randn(elements)
+        fragments.rebase(p, vector, None)
+        torch.testing.assert_close(fragments.rounded(p, vector.clone()), fragments.gather(p), rtol=0, atol=0)
+
+
 def test_models_that_cannot_be_averaged() -> None:
     with pytest.raises(ModelError, match="no trainable parameters"):
         tensor_specs(nn.ReLU())

@@ -124,6 +124,25 @@ def test_what_is_trained_beyond_h_is_in_the_next_contribution(tmp_path: Path, be
         assert final.state_digest == run.info().state_digest
 
 
+def test_until_its_deltas_are_there_it_trains_from_its_own_outer_step(tmp_path: Path) -> None:
+    """A worker alone: so the deltas change nothing when they come."""
+    back, found = threading.Event(), dict[tuple[int, int], float]()
+
+    def on_step(diloco: DiLoCo, values: torch.Tensor) -> None:
+        assert diloco.round is not None
+        found[diloco.round, diloco.inner_step] = float(values[0])
+        if (diloco.round, diloco.inner_step) == (0, H + 1):
+            back.set()
+            wait_until(lambda: has_landed(diloco))
+
+    with coordinator_thread(tmp_path / "coordinator") as coordinator:
+        text = spec(momentum=0.5).replace("learning_rate = 1.0", "learning_rate = 0.7")
+        ones(Toy(coordinator, text, tmp_path), on_step, partial(Cut, back=back))
+    reached = 0.7 * (1 + 0.5) * H  # the momentum is 0 before, and H after
+    assert [found[0, step] for step in (H - 1, H, H + 1)] == pytest.approx([H - 1, reached, reached + 1])
+    assert found[1, 0] == pytest.approx(reached + 2)
+
+
 @pytest.mark.parametrize(("sync", "most"), [("", 4 * H), ("most_steps = 8", 8)])
 def test_it_stops_at_the_most_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str, most: int) -> None:
     """The coordinator is away for longer than it trains on."""

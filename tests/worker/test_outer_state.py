@@ -61,6 +61,16 @@ def test_a_step_chunk_by_chunk_is_the_reference_of_the_whole(state: OuterState, 
         state.step(0, payload)
 
 
+def test_what_one_worker_alone_would_reach_is_an_outer_step_on_its_own_pseudo_gradient(state: OuterState) -> None:
+    """The state itself stays as it is."""
+    theta, momentum, digest = state.theta[0].numpy().copy(), state.momentum[0].numpy().copy(), state.fragment_digest(0)
+    local = torch.from_numpy(theta + np.random.default_rng(3).standard_normal(N).astype(np.float32))
+    outer_step(theta, momentum, theta - local.numpy(), learning_rate=0.7, beta=0.9)
+    np.testing.assert_allclose(state.alone(0, local).numpy(), theta, rtol=1e-5, atol=1e-5)
+    assert state.fragment_digest(0) == digest
+    assert state.is_intact(0)
+
+
 def test_a_delta_with_a_bad_value_in_its_last_chunk_changes_nothing(state: OuterState) -> None:
     before = state.fragment_digest(0)
     body = bytearray(delta_bytes(np.ones(N, np.float32), "fp32", before))

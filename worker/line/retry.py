@@ -116,11 +116,14 @@ class Retry:
         self._sleep = sleep
         self._rng = rng or random.Random()  # the jitter is no secret # nosec B311
         self._outage = Outage(clock, peer)
+        self.longest_s = BACKOFF_CAP_S
 
-    def until(self, stop: Signal) -> "Retry":
-        """Return the same with another stop signal. Both log an outage together, once."""
+    def until(self, stop: Signal, *, longest_s: float | None = None) -> "Retry":
+        """Return the same with another stop signal, and with backoffs of at most `longest_s` if it is given. Both log
+        an outage together, once."""
         other = copy.copy(self)
         other.stop = stop
+        other.longest_s = BACKOFF_CAP_S if longest_s is None else min(longest_s, BACKOFF_CAP_S)
         return other
 
     @property
@@ -210,7 +213,7 @@ class Retry:
 
     def backoff_s(self, attempt: int) -> float:
         """Return the seconds to wait after attempt number `attempt`, from 1."""
-        ceiling = min(BACKOFF_CAP_S, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
+        ceiling = min(self.longest_s, BACKOFF_FIRST_S * 2 ** min(attempt - 1, 16))
         # Full jitter: workers that lost the same coordinator do not come back in lockstep.
         return self._rng.uniform(0, ceiling)
 

@@ -109,9 +109,9 @@ class Client:
 
     def until(self, signal: Signal, *, silence_s: float | None = None) -> Self:
         """Return the same client, except that `signal` ends its waiting instead of `stop`, and that it repeats a
-        request after `silence_s` without an answer (None: the default timeout)."""
+        request after `silence_s` without an answer, and no later after a failure (None: the default timeouts)."""
         other = copy.copy(self)
-        retry = self._retry.until(signal)
+        retry = self._retry.until(signal, longest_s=silence_s)
         other._channel = replace(self._channel, until=signal, silence_s=silence_s, retry=retry)
         return other
 

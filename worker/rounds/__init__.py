@@ -22,8 +22,14 @@ DiLoCo sends and merges everything after step H.
 `carry` (state/work.py) is progress that this worker has made and that is in no mean yet: what was trained while the
 fragment travelled (`ahead`), what the codec left out (`unsent`, error feedback), and what the mean lacks of a
 contribution that came too late (`late`). Training starts from θ_global − carry, so the carry is a part of the next
-pseudo-gradient: no progress is lost, and none counts twice. A worker never steps on its own un-averaged
+pseudo-gradient: no progress is lost, and none counts twice. θ_global never steps on a worker's own un-averaged
 pseudo-gradient; the outer step takes published deltas only.
+
+With `sync.wait = "never"`, everything is sent after step H, and the training goes on until the deltas are there. To
+start these steps near the new θ_global, the model first takes the outer step of its own pseudo-gradient alone:
+
+    sent      θ_local = alone = θ_global − η·(μ²·u + (1 + μ)·Δ_w)
+    merged    θ_local = θ_global(new) − carry,   where ahead = alone − θ_local
 
 A round on a worker
 ===================

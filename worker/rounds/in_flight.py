@@ -1,7 +1,8 @@
 """The fragments of one round that are in flight: uploaded, averaged, downloaded and stepped, all at the same time.
 
 While fragment 3 uploads, fragment 2 is averaged and fragment 1 comes down, so a sync takes about the longer of upload
-and download, not their sum. A worker never steps on its own un-averaged pseudo-gradient, only on published deltas.
+and download, not their sum. The outer state never steps on a worker's own un-averaged pseudo-gradient, only on
+published deltas.
 """
 
 import logging

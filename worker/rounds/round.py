@@ -89,7 +89,7 @@ class Round:
         self._in_flight = InFlight(exchange, assignment.round, durable.start, arrived, lambda: self._steps.done)
         self._sent: set[int] = set()
         self._merged: set[int] = set()
-        self._local: dict[int, Tensor] = {}  # the parameters as sent, of fragments that are trained on while in flight
+        self._local: dict[int, Tensor] = {}  # from which fragments are trained on while in flight
         self._loss = carry.loss
         self.work: list[Contribution] = []
         self.trained_on: set[int] = set()
@@ -116,13 +116,21 @@ class Round:
 
     def _send_beside_training(self, fragments: list[int]) -> None:
         """Only copy the parameters here, all of them before other threads take the cores for the rest. They go into
-        host memory, as the training needs the GPU's."""
-        self._local |= {p: self._fragments.in_host_memory(self._fragments.gather(p)) for p in fragments}
+        host memory, as the training needs the GPU's. If it goes on until the deltas arrive, it does so from what this
+        worker's own update alone would make of the global parameters: most of the outer step, before the deltas."""
+        sent = {p: self._fragments.in_host_memory(self._fragments.gather(p)) for p in fragments}
+        steps = self._schedule.on_arrival and self._sync.alpha == "carry"
         self._release.count(fragments)
         for p in fragments:
+            self._local[p] = self._state.alone(p, sent[p]) if steps and self._fragments.owns(p) else sent[p]
             if self._fragments.owns(p):
-                self._in_flight.send(p, partial(self._released, self._contribution(p, self._local[p])))
+                make = self._contribution(p, partial(sent.pop, p))  # which is the last to need it
+                self._in_flight.send(p, partial(self._released, make))
             self._note_sent(p)
+        for p in fragments if steps else ():
+            if self._fragments.owns(p):
+                self._local[p] = self._fragments.rounded(p, self._local[p])
+            self._fragments.rebase(p, self._local[p], None)
         self._progress.phase("train")
 
     def _send_standing_still(self, fragments: list[int]) -> None:
@@ -152,7 +160,7 @@ class Round:
         for p in fragments:
             local = self._fragments.gather_from_all(p)
             if self._fragments.owns(p):
-                yield self._contribution(p, local)()
+                yield self._contribution(p, lambda: local)()  # noqa: B023, called at once
 
     def _released(self, make: Callable[[], Contribution]) -> Contribution:
         """Make a contribution that is sent by itself, and is counted already."""
@@ -200,9 +208,9 @@ class Round:
         if steps:
             self._progress.end_inner_steps(steps, steps * self._exchange.spec.unit_tokens)
 
-    def _contribution(self, p: int, local: Tensor | None = None) -> Callable[[], Contribution]:
-        """Return a function that makes the contribution to fragment p, from the parameters `local`, or those of the
-        model."""
+    def _contribution(self, p: int, local: Callable[[], Tensor | None]) -> Callable[[], Contribution]:
+        """Return a function that makes the contribution to fragment p from the parameters that `local` returns. None:
+        from those of the model."""
         carry, round_number, used = self.carry, self.assignment.round, self._used
         named, fresh = carry.units + used, self._fresh[p] + count(used)
         # at most what the coordinator accepts as the weight of one round
@@ -214,7 +222,7 @@ class Round:
 
         def make() -> Contribution:
             room = self._state.room_for_delta(p)
-            delta = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.delta(p), local, gathered, room)
+            delta = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.delta(p), local(), gathered, room)
             norm = float(torch.linalg.vector_norm(delta))
             if not self._state.is_intact(p):
                 # The base of this pseudo-gradient is unknown. The coordinator rejects it by its base, and reports that.
@@ -296,7 +304,7 @@ class Round:
 
     def _ahead(self, p: int, local: Tensor | None, carried: Tensor | None) -> Tensor | None:
         """Return the progress on fragment p to keep, float32[n] in host memory, that is neither in its new mean nor in
-        `carried`. `local`: the parameters as sent, if the training went on meanwhile."""
+        `carried`. `local`: the parameters from which the training went on, if it did."""
         alpha, start = self._sync.alpha, self._state.theta[p]
         if alpha == "carry":
             return None if local is None else self._fragments.progress_since(p, local)

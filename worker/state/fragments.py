@@ -160,6 +160,14 @@ class Fragments:
         self._spread(p, lambda piece: self._start(piece, theta, carry), moves=moves)
 
     @torch.no_grad()
+    def rounded(self, p: int, vector: Tensor) -> Tensor:
+        """Round `vector`, float32[n] in host memory, to what the model would hold of it, and return it."""
+        for piece in self._pieces(p):
+            if (dtype := self._parameters[piece.tensor].dtype) != torch.float32:
+                vector[piece.place] = vector[piece.place].to(dtype)
+        return vector
+
+    @torch.no_grad()
     def pseudo_gradient(
         self,
         p: int,

@@ -128,6 +128,16 @@ class OuterState:
         step = self._outer.learning_rate * (1 + self._outer.momentum)
         return self.theta[p] - step * unpack_payload(difference, _HOST, len(self.theta[p]))
 
+    def alone(self, p: int, local: Tensor) -> Tensor:
+        """Return θ of fragment p as it would be after a round with this worker alone, whose parameters are `local`,
+        float32[n]: with Δ = θ − local that is θ − η·(μ²·u + (1 + μ)·Δ), the outer step in terms of u before it."""
+        lr, beta, found = self._outer.learning_rate, self._outer.momentum, torch.empty_like(local)
+        of_each = (found, self.theta[p], self.momentum[p], local)
+        for out, theta, momentum, now in zip(*(each.split(_PIECE) for each in of_each), strict=True):
+            torch.sub(theta, now, out=out).mul_(1 + beta).add_(momentum, alpha=beta * beta).mul_(-lr).add_(theta)
+        self.release(p)
+        return found
+
     @property
     def looks_ahead(self) -> bool:
         """True if θ, from which workers train on, is another point than `reached`."""
