@@ -21,7 +21,7 @@ class _Data(BaseModel):
 
 class Lateness(NamedTuple):
     """What work of earlier rounds may be in a contribution, according to the coordinator's record; `Evidence` describes
-    the first three fields. `units`: the most that it may weigh, if it weighs less; otherwise 0."""
+    the first three fields. `units`: the most that it may weigh, if all its work is on an old state; otherwise 0."""
 
     late: int = 0
     missed: float = 0.0
@@ -59,8 +59,7 @@ class Origin(_Data):
 
 class Given(_Data):
     """A contribution that counts. `tokens`: its weight. `work`: the tokens of its work, if they are more.
-    `sha256`: of its bytes, as the store has confirmed it; None if
-    the coordinator has checked the bytes itself."""
+    `sha256`: of its bytes, as the store has confirmed it; None if the coordinator has checked the bytes itself."""
 
     digest: bytes
     sha256: bytes | None

@@ -115,7 +115,7 @@ def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) ->
 
 def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> int:
     """Raise Problem unless the coordinator's own record supports the weight, in units. Return the most that it may
-    weigh if it weighs less, since its work is on an old state; otherwise 0.
+    weigh if all its work is on an old state, so that it may weigh less; otherwise 0.
 
     The weight must be the number of named units of the contribution's own round. If all its work is carried, the weight
     is at most the number of units named of the last carried round, and at most the worker's largest assignment.
@@ -143,7 +143,7 @@ def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) 
             f"header field tokens is {header.tokens}: {weight} units; the contribution names {units}, {own} of them of "
             f"its own round, and its weight is {least} to {most}",
         )
-    return most if most > weight else 0
+    return 0 if own or run.spec.sync.streams else most
 
 
 def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.aggregation.tasks import NOT_LATE
 from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import AssignmentRow, ContributionRow
 from coordinator.sync.admission import WEIGHED_ROUNDS, _unused_weight
@@ -138,6 +139,15 @@ def test_a_fragment_sent_at_the_beginning_of_a_round_weighs_a_round_though_it_na
     assignment = a.assignment(0)
     problem(send(a, assignment, UNITS + 1, units=[[0, 1]]), "invalid-payload")
     assert send(a, assignment, UNITS, units=[[0, 1]]).status_code == 201
+
+
+def test_a_fragment_with_the_work_of_one_unit_is_judged_by_that(shared: InThread, run: str) -> None:
+    """Its worker may let it weigh a round, and so much work would be longer (simulation seed 730149)."""
+    (a,) = crew(shared, run, ["a"], sync="overlap = 2")
+    send(a, a.assignment(0), 1, units=[[0, 1]]).raise_for_status()
+    opening = shared.live(run).open
+    assert opening is not None
+    assert opening.fragments[0].contributed["a"].lateness == NOT_LATE
 
 
 @pytest.mark.parametrize(("long", "allowed"), [(0, True), (2, False)])
