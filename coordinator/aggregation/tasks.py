@@ -21,7 +21,7 @@ class _Data(BaseModel):
 
 class Lateness(NamedTuple):
     """What work of earlier rounds may be in a contribution, according to the coordinator's record; `Evidence` describes
-    the first three fields. `units`: the most that it may weigh, if all its work is on an old state; otherwise 0."""
+    the first three fields. `units`: those of its work, if it weighs less since its worker is behind; otherwise 0."""
 
     late: int = 0
     missed: float = 0.0

@@ -114,8 +114,8 @@ def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) ->
 
 
 def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> int:
-    """Raise Problem unless the coordinator's own record supports the weight, in units. Return the most that it may
-    weigh if all its work is on an old state, so that it may weigh less; otherwise 0.
+    """Raise Problem unless the coordinator's own record supports the weight, in units. Return the units of its work, at
+    most the worker's largest assignment, if it weighs less because its worker is behind; otherwise 0.
 
     The weight must be the number of named units of the contribution's own round. If all its work is carried, the weight
     is at most the number of units named of the last carried round, and at most the worker's largest assignment.
@@ -131,23 +131,27 @@ def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) 
             "units-not-held", f"of the work units {header.units[:3]}… {header.worker} holds only {by_round.total()}"
         )
     own, last_carried = by_round.pop(header.round, 0), by_round[max(by_round, default=0)]
-    if run.spec.sync.streams:
-        least, most = 1, min(max(own + last_carried, inner_steps), _unused_weight(run, header))
+    sync, of_old_state = run.spec.sync, 0
+    if sync.streams:
+        unused, largest = _unused_weight(run, header)
+        least, most = 1, min(max(own + last_carried, inner_steps), unused)
+        if sync.wait == "never" and weight < units:  # else a fragment has other units than the contribution names
+            of_old_state = min(units, largest)
     elif own:
         least, most = own, own
     else:
-        least, most = 1, min(last_carried, _unused_weight(run, header))
+        least, most = 1, min(last_carried, _unused_weight(run, header)[0])
     if not least <= weight <= most:
         raise Problem(
             "invalid-payload",
             f"header field tokens is {header.tokens}: {weight} units; the contribution names {units}, {own} of them of "
             f"its own round, and its weight is {least} to {most}",
         )
-    return 0 if own or run.spec.sync.streams else most
+    return of_old_state
 
 
-def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:
-    """Return the largest weight that a contribution may have, in units.
+def _unused_weight(run: LiveRun, header: ContributionHeader) -> tuple[int, int]:
+    """Return the largest weight that a contribution may have, and its worker's largest assignment, in units.
 
     It is what the worker was assigned in the last WEIGHED_ROUNDS rounds, minus what its contributions to the fragment
     have weighed in them, plus one more assignment: a fragment may contain work from before these rounds, since the
@@ -162,7 +166,7 @@ def _unused_weight(run: LiveRun, header: ContributionHeader) -> int:
     largest = max(assigned.values(), default=0)
     within = sum(steps for round_, steps in assigned.items() if round_ in rounds)
     unused = within + largest - used // run.unit_tokens(worker)
-    return max(unused if run.spec.sync.streams else min(unused, largest), 0)
+    return max(unused if run.spec.sync.streams else min(unused, largest), 0), largest
 
 
 def _units_by_round(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> tuple[Counter[int], int]:

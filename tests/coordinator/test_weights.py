@@ -105,9 +105,9 @@ def test_old_work_that_weighs_less_may_be_as_long_as_its_steps_make_it(
 ) -> None:
     """A worker that is behind lets its work weigh less. It was shortened to what so little work would be long: a fast
     worker's update for three steps to that of one (simulation seed 710013)."""
-    (a, b, c), late = late_crew(shared, run, clock, 1)
+    (a, b, c), late = late_crew(shared, run, clock, 1, sync='wait = "never"')
     asked = ask(c, 1, late)
-    values = c.pseudo_gradients(1)[0] * np.float32(2.5)
+    values = c.pseudo_gradients(1)[0] * np.float32(2.5)  # it has twice the units of each other one
     c.contribute(asked, 0, values, units=late, tokens=c.spec.unit_tokens).raise_for_status()
     for member in (a, b):
         assignment = member.assignment(1)
@@ -173,7 +173,7 @@ def test_work_of_a_long_round_may_be_in_the_first_of_those_that_are_compared(
 
 def allows_a_unit(live: LiveRun, round_: int) -> bool:
     header = SimpleNamespace(worker="a", round=round_, fragment=0)
-    return _unused_weight(live, cast(ContributionHeader, header)) > 0
+    return _unused_weight(live, cast(ContributionHeader, header))[0] > 0
 
 
 def test_units_that_are_not_held_are_told_as_such_whatever_the_weight(shared: InThread, run: str) -> None:

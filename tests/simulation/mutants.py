@@ -23,7 +23,7 @@ from coordinator.aggregation import aggregator, queue
 from coordinator.aggregation import fragment as aggregating
 from coordinator.aggregation.fragment import Delta
 from coordinator.aggregation.residual import Residual
-from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob, Collected
+from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob, Collected, Lateness
 from coordinator.lease import Fence, Leader
 from coordinator.rounds import closing, opening
 from coordinator.run import open_round, schedule
@@ -336,7 +336,7 @@ def _counts_short_rounds_as_whole() -> list[Replacement]:
 
 
 def _takes_any_weight() -> list[Replacement]:
-    return [(admission, "_check_weight", _nothing)]
+    return [(admission, "_check_weight", lambda *_: 0)]
 
 
 def _outweighed_by_one() -> list[Replacement]:
@@ -428,6 +428,10 @@ def _takes_the_dropped_state_for_the_new_one() -> list[Replacement]:
     return [(Members, "__init__", with_trust)]
 
 
+def _judges_old_work_by_its_weight() -> list[Replacement]:
+    return [(Lateness, "_replace", lambda self, units: self)]
+
+
 # --- several coordinators, and aggregators ----------------------------------------------------------------------------
 
 
@@ -505,14 +509,14 @@ REFUSED = "unexpected: AssertionError: I5"
 
 MUTANTS = [
     Mutant("acknowledges a contribution before it is fsynced", ("I2",), 5, _acknowledge_before_fsync),
-    Mutant("acknowledges before the folder is fsynced", ("I2",), 13, _acknowledge_before_the_folder_is_durable),
-    Mutant("publishes a delta before it is durable", ("I1",), 13, _publish_before_it_is_durable),
+    Mutant("acknowledges before the folder is fsynced", ("I2",), 5, _acknowledge_before_the_folder_is_durable),
+    Mutant("publishes a delta before it is durable", ("I1",), 2, _publish_before_it_is_durable),
     Mutant("sums in another order than that of worker ids", ("I2",), 1, _another_order),
-    Mutant("aggregates other contributors after a restart", ("I2", "I4"), 12, _other_contributors_after_a_restart),
+    Mutant("aggregates other contributors after a restart", ("I2", "I4"), 8, _other_contributors_after_a_restart),
     Mutant("forgets its workers in a restart", ("I4",), 5, _forgets_its_workers),
     Mutant("lets stale member tokens in", ("I4", "I7"), 1, _stale_tokens_work),
     Mutant("drops the rebase of late work", ("I6",), 2, _no_rebase),
-    Mutant("carries all of late work, as if the mean had none of it", ("I6",), 16, _carries_what_the_mean_has),
+    Mutant("carries all of late work, as if the mean had none of it", ("I6",), 1, _carries_what_the_mean_has),
     Mutant("drops what was trained while a fragment travelled", ("I6",), 3, _drops_what_was_trained_meanwhile),
     Mutant("drops what the codec leaves out", ("I6",), 0, _drops_what_the_codec_leaves_out),
     Mutant("drops what deltas leave out", ("I2",), 12, _drops_what_deltas_leave_out),
@@ -524,7 +528,7 @@ MUTANTS = [
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("weighs stale work more than the rest", ("I9", REFUSED), 2, _weighs_stale_work_more),
     Mutant("returns no units of rounds that were missed", ("I6",), 0, _forgotten_units_kept),
-    Mutant("lets a worker carry units that were dealt again", ("I6", "I9", REFUSED), 94, _carries_whatever_it_says),
+    Mutant("lets a worker carry units that were dealt again", ("I6", "I9", REFUSED), 144, _carries_whatever_it_says),
     Mutant("deals private units to other workers", ("I6",), 1, _one_pool_for_all),
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
     Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 329, _trusts_its_state_file),
@@ -533,15 +537,16 @@ MUTANTS = [
     Mutant("counts a round that all handed in early as a whole one", ("I8",), 71, _counts_short_rounds_as_whole),
     Mutant("never ends a lease", ("I5",), 88, _leases_never_end),
     Mutant("waits for a hung member", ("I12",), 22, _waits_for_a_hung_member),
-    Mutant("takes any weight that a contribution names", ("I9",), 5, _takes_any_weight),
-    Mutant("lets one outweigh all others", ("I9",), 14, _outweighed_by_one),
-    Mutant("believes every contribution", ("I10",), 5, _believes_every_contribution),
+    Mutant("takes any weight that a contribution names", ("I9",), 28, _takes_any_weight),
+    Mutant("lets one outweigh all others", ("I9",), 24, _outweighed_by_one),
+    Mutant("believes every contribution", ("I10",), 15, _believes_every_contribution),
     Mutant("writes a contribution's row before its blob", ("I2",), 0, _writes_the_row_before_the_blob),
     Mutant("signs uploads of any bytes", ("I2", "I6"), 143, _signs_uploads_of_any_bytes),
     Mutant("commits what a worker has uploaded without a checksum", ("I2",), 10, _commits_without_a_checksum),
     Mutant("leaves out whom one evaluator accuses", ("I11",), 61, _leaves_out_whom_one_accuses),
     Mutant("keeps the units of a round that is dropped", ("I6",), 66, _keeps_the_units_of_a_dropped_round),
     Mutant("takes a dropped state for the new one", ("I11",), 251, _takes_the_dropped_state_for_the_new_one),
+    Mutant("judges old work by its weight", ("I2",), 740053, _judges_old_work_by_its_weight),
     Mutant("writes whoever leads", ("I2", "I6", "I7"), 36, _writes_whoever_leads),
     Mutant("lets two lead with one token", ("I", REFUSED), 1, _two_lead_with_one_token),
     Mutant("reads the token before its transaction", ("I2", "I4", "I6"), 152, _reads_the_token_before_the_transaction),
