@@ -115,7 +115,7 @@ def _check_base(run: LiveRun, opening: OpenRound, header: ContributionHeader) ->
 
 def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) -> int:
     """Raise Problem unless the coordinator's own record supports the weight, in units. Return the units of its work, at
-    most the worker's largest assignment, if it weighs less because its worker is behind; otherwise 0.
+    most the worker's largest assignment, if it weighs less because its worker is behind and none is late; otherwise 0.
 
     The weight must be the number of named units of the contribution's own round. If all its work is carried, the weight
     is at most the number of units named of the last carried round, and at most the worker's largest assignment.
@@ -135,7 +135,8 @@ def _check_weight(run: LiveRun, opening: OpenRound, header: ContributionHeader) 
     if sync.streams:
         unused, largest = _unused_weight(run, header)
         least, most = 1, min(max(own + last_carried, inner_steps), unused)
-        if sync.wait == "never" and weight < units:  # else a fragment has other units than the contribution names
+        # Otherwise a fragment has other units than the contribution names, or the missed means are subtracted.
+        if sync.wait == "never" and weight < units and not header.carried:
             of_old_state = min(units, largest)
     elif own:
         least, most = own, own
