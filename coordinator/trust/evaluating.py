@@ -84,7 +84,8 @@ def record_evaluation(run: LiveRun, worker: str, round_: int, redone: int, repor
     with run.change() as change:
         if round_ > run.round:
             raise Problem("round-not-open", f"state {round_} does not exist yet; the run is at {run.round}")
-        if redone != run.redone or not _was_asked(change, worker, round_):
+        _check_redone(run, round_, redone)
+        if not _was_asked(change, worker, round_):
             raise Problem("not-asked", f"{worker} was not asked to evaluate state {round_} of the run {run.name}")
         session = change.session
         measured = select(EvaluationRow).where(EvaluationRow.run_id == run.id, EvaluationRow.round == round_)
@@ -115,12 +116,22 @@ def record_without(run: LiveRun, worker: str, round_: int, redone: int, report: 
     """
     with run.change() as change:
         row = change.session.get(EvaluationRow, (run.id, round_, worker))
-        if row is None or redone != run.redone:
+        _check_redone(run, round_, redone)
+        if row is None:
             raise Problem("not-asked", f"{worker} has not evaluated state {round_} of the run {run.name}")
         if row.without is None:
             row.without = report.model_dump()
             change.session.flush()
             note_harmful(change)
+
+
+def _check_redone(run: LiveRun, round_: int, redone: int) -> None:
+    """Raise Problem `not-asked` if a round was done again since the assignment that asked for the measurement."""
+    if redone != run.redone:
+        detail = (
+            f"state {round_} was measured for an assignment with redone = {redone}, and {run.redone} rounds were done"
+        )
+        raise Problem("not-asked", f"{detail} again by now: measure the state that the next assignment asks for")
 
 
 def note_harmful(change: Change) -> None:

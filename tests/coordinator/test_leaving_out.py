@@ -204,7 +204,8 @@ def test_the_round_is_done_again_without_whoever_harmed_it(shared: InThread, run
     assert m.assignment(0).action == "recover"
     assert "quarantine" in m.assignment(1).reason
     of_old = b.http.put(f"/v1/runs/{run}/rounds/1/evaluation", json={"loss": 9.0, "tokens": 100})
-    problem(of_old, "not-asked")  # nor when it has dropped that state, if the report was long on its way
+    detail = problem(of_old, "not-asked")["detail"]  # nor when it has dropped that state: it was long on its way
+    assert "measured for an assignment with redone = 0, and 1 rounds were done again by now" in detail
     assert b.assignment(1).evaluate
     assert evaluate(b, 1, 4.0, b.assignment(1).redone)
     play_round(honest, 1)
