@@ -119,15 +119,15 @@ class Round:
         host memory, as the training needs the GPU's. If it goes on until the deltas arrive, it does so from what this
         worker's own update alone would make of the global parameters: most of the outer step, before the deltas."""
         sent = {p: self._fragments.in_host_memory(self._fragments.gather(p)) for p in fragments}
-        steps = self._schedule.on_arrival and self._sync.alpha == "carry"
+        goes_on = self._schedule.on_arrival
         self._release.count(fragments)
         for p in fragments:
-            self._local[p] = self._state.alone(p, sent[p]) if steps and self._fragments.owns(p) else sent[p]
+            self._local[p] = self._state.alone(p, sent[p]) if goes_on and self._fragments.owns(p) else sent[p]
             if self._fragments.owns(p):
                 make = self._contribution(p, partial(sent.pop, p))  # which is the last to need it
                 self._in_flight.send(p, partial(self._released, make))
             self._note_sent(p)
-        for p in fragments if steps else ():
+        for p in fragments if goes_on else ():
             if self._fragments.owns(p):
                 self._local[p] = self._fragments.rounded(p, self._local[p])
             self._fragments.rebase(p, self._local[p], None)
