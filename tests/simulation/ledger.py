@@ -6,7 +6,8 @@ I3  every replica equals the coordinator's state of the same round, bit for bit 
 I4  restarting the coordinator changes nothing, nor does a takeover
 I5  while enough workers are alive and connected, rounds go on closing
 I6  every unit is consumed exactly once, by work that was really trained on it, once in every fragment
-I7  only the newest member token of a live lease is good for anything
+I7  only the newest member token of a live lease is good for anything, and the lease of a silent worker ends (checked
+    in simulation.py)
 I8  the schedule goes on by the most that a contributor has trained of a round, and the run ends where the schedule does
 I9  nobody weighs more than one assigned round, nor, where each has an H of its own, four times half of the others
 I10 the outer state stays within its bounds

@@ -535,7 +535,7 @@ MUTANTS = [
     Mutant("fuses two operations of the outer step", ("I3",), 0, _fused_outer_step),
     Mutant("never tries again after a fault", ("I5",), 87, _never_tries_again),
     Mutant("counts a round that all handed in early as a whole one", ("I8",), 71, _counts_short_rounds_as_whole),
-    Mutant("never ends a lease", ("I5",), 88, _leases_never_end),
+    Mutant("never ends a lease", ("I7",), 5, _leases_never_end),
     Mutant("waits for a hung member", ("I12",), 22, _waits_for_a_hung_member),
     Mutant("takes any weight that a contribution names", ("I9",), 28, _takes_any_weight),
     Mutant("lets one outweigh all others", ("I9",), 24, _outweighed_by_one),

@@ -198,6 +198,7 @@ class Simulation:
         self.disturbed_at = self.scheduler.now
         self.progressed_at = self.scheduler.now
         self.held_since: dict[tuple[int, int], float] = {}  # by round and fragment: when only hung workers were missing
+        self.overdue_since: dict[str, float] = {}  # by worker: when its lease had run out
         self.last_round = 0
         self.trace = blake3()
 
@@ -312,6 +313,7 @@ class Simulation:
         self.trace.update(f"{now!r} {self.ledger.round} {sum(self.ledger.units.values())}".encode())
         self.ledger.check(self.scheduler.ran)
         self._check_held(now)
+        self._check_leases(now)
         if self.ledger.round != self.last_round:
             self.last_round, self.progressed_at = self.ledger.round, now
         quiet_s = now - max(self.disturbed_at, self.progressed_at)
@@ -346,6 +348,17 @@ class Simulation:
                 f"fragment {index} of round {round_} has waited {waited_s:.0f} s for {', '.join(sorted(hung))}, "
                 f"which make no progress: {self._why()}",
             )
+
+    def _check_leases(self, now: float) -> None:
+        """I7: a lease whose worker has been silent for `lease_s` ends."""
+        overdue = set[str]()
+        if self.node.service is not None and self.node.service.runs():
+            members, clock = self.node.run.members, self.node.run.context.clock()
+            overdue = {worker for worker in members.live() if not members.remaining_s(worker, clock)}
+        self.overdue_since = {worker: self.overdue_since.get(worker, now) for worker in overdue}
+        for worker, since in self.overdue_since.items():
+            late_s = now - max(since, self.disturbed_at)
+            demand(late_s <= SETTLE_S + SLACK_S, "I7", f"the lease of {worker} should have ended {late_s:.0f} s ago")
 
     def _why(self) -> str:
         states = {
