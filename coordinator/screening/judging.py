@@ -315,10 +315,11 @@ def _least_agreement(
     its own round agrees, so the requirement falls in proportion to the extra length. Entirely late work has the mean of
     its missed round subtracted, so it is left out only if it opposes the others.
 
-    If data differs by worker, late work may share nothing with another worker except the subtracted means. It then
-    opposes a worker that repeats its data by that worker's share of the means.
+    If data differs by worker, or nobody's directions have anything in common, late work may share nothing with another
+    worker except the subtracted means. It then opposes a worker that repeats its data, or sends what a codec left out
+    of the missed rounds, by that worker's share of the means.
     """
-    if least == 0:
+    if least == 0 or (each.all_late and usual < chance):
         return -max(chance, OPPOSED * usual) - each.missed / ratio
     if each.all_late:
         return -max(chance, OPPOSED * usual)

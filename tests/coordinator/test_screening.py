@@ -447,6 +447,21 @@ def test_where_data_differs_late_work_opposes_the_work_in_the_means_that_it_miss
     assert factors(judge(evidence, clipped=CLIPPED_OF_OTHER_DATA, least_agreement=0.0)) == [1.0, 1.0, 1.0, 0.0]
 
 
+def test_where_directions_have_nothing_in_common_late_work_opposes_what_others_still_send_of_the_missed_round() -> None:
+    """Codecs had left it out: a cosine of -0.18, and the late one was left out."""
+    *missed, late = honest(4, 0.0)
+    others = [own + each for own, each in zip(honest(3, 0.0, seed=1), missed, strict=True)]
+    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate(others)}
+    late -= sum(missed) / np.float32(3)
+    evidence["w3"] = Evidence(sketched(late), 0.25, 1.0, late=1, missed=1 / 3, all_late=True)
+    assert factors(judge(evidence)) == [1.0] * 4
+    evidence["w3"] = replace(evidence["w3"], missed=0.0)
+    assert factors(judge(evidence)) == [1.0, 1.0, 1.0, 0.0]
+    alike = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate(honest(3))}
+    alike["w3"] = Evidence(sketched(-honest(4)[3]), 0.25, 1.0, late=1, missed=1.0, all_late=True)
+    assert factors(judge(alike)) == [1.0, 1.0, 1.0, 0.0], "where they have, it may not"
+
+
 def test_the_little_that_remains_of_late_work_is_no_measure_of_the_others() -> None:
     """Two of three were late and had a fifth of the usual norm: the third was shortened to theirs."""
     vectors = honest(3, 0.0)
