@@ -553,7 +553,7 @@ MUTANTS = [
     Mutant("judges old work by its weight", ("I2",), 740053, _judges_old_work_by_its_weight),
     Mutant("writes whoever leads", ("I2", "I6", "I7"), 36, _writes_whoever_leads),
     Mutant("lets two lead with one token", ("I", REFUSED), 1, _two_lead_with_one_token),
-    Mutant("reads the token before its transaction", ("I2", "I4", "I6"), 152, _reads_the_token_before_the_transaction),
+    Mutant("reads the token before its transaction", ("I2", "I4", "I6"), 137, _reads_the_token_before_the_transaction),
     Mutant("reports a delta before it is stored", ("I1", "I2"), 14, _reports_a_delta_before_it_is_stored),
     Mutant("compares leases by the local clock", ("I5",), 1, _leases_by_the_local_clock),
     Mutant("takes tasks without a lease", ("I5",), 126, _tasks_without_a_lease),
