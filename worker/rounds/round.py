@@ -22,7 +22,7 @@ from worker.rounds.exchange import Exchange
 from worker.rounds.in_flight import InFlight
 from worker.rounds.schedule import ON_ARRIVAL, schedule
 from worker.rounds.training import Training
-from worker.state.work import ROUNDS_WAITED, Carry, Contribution, UnitRanges, Work, count, units_left
+from worker.state.work import Carry, Contribution, UnitRanges, Work, count, units_left
 
 log = logging.getLogger(__name__)
 
@@ -344,7 +344,7 @@ class Round:
             inner_steps=0 if max(consumed) else max(inner_steps),
             loss=self._loss,
             fresh={p: fresh + count(used) for p, fresh in self._fresh.items()},
-            waited=(*self.carry.waited, max(max(published) - max(uploaded), 0))[-ROUNDS_WAITED:],
+            waited=max(max(published) - max(uploaded), 0),
         )
         if carry.late:
             log.warning(

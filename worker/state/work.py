@@ -14,7 +14,6 @@ from torch import Tensor
 from outerstep.common.ranges import merged
 
 UnitRanges = list[list[int]]
-ROUNDS_WAITED = 3  # the last rounds whose least waiting counts
 
 
 def numbers(units: UnitRanges) -> Iterator[int]:
@@ -111,8 +110,8 @@ class Carry:
     ahead           by fragment: what was trained while it was in flight, float32[n]
     units           those that no accepted contribution has consumed
     fresh           by fragment: how many units it was trained on since it was sent
-    waited          the inner steps during which it waited for others, for each of the last `ROUNDS_WAITED` rounds: from
-                    the end of its upload to the publication of the deltas
+    waited          for how many of these inner steps the worker waited for others: from the end of its upload to the
+                    publication of the deltas
     weight, inner_steps, loss    of the last contribution, for a contribution that adds nothing to it
     """
 
@@ -124,7 +123,7 @@ class Carry:
     unsent: dict[int, Tensor] = field(default_factory=dict)
     ahead: dict[int, Tensor] = field(default_factory=dict)
     fresh: dict[int, int] = field(default_factory=dict)
-    waited: tuple[int, ...] = ()
+    waited: int = 0
 
     def delta(self, p: int) -> Tensor | None:
         """The carry's part of the next pseudo-gradient, float32[n]; training starts from the global parameters less
@@ -139,11 +138,9 @@ class Carry:
     def steps_ahead(self) -> int:
         """The inner steps since everything was sent that are the first of the next H. Steps while others were waited
         for are not: if they counted, this worker would send as much earlier next time, wait for as long, and so train
-        on old parameters for good. The least of the last rounds is taken, as uploads last longer by chance, now this
-        worker's and now another's. The first of those counts, since the coordinator averages meanwhile: else each box
+        on old parameters for good. The first of those counts, since the coordinator averages meanwhile: else each box
         would take it for waiting, and every round of equal boxes would be a step longer."""
-        waited = min(self.waited, default=0)
-        return max(min(self.fresh.values(), default=0) - max(waited - 1, 0), 0)
+        return max(min(self.fresh.values(), default=0) - max(self.waited - 1, 0), 0)
 
     def is_of_rounds_before(self, round_number: int) -> bool:
         """Return True if all late work is of earlier rounds: it is not if the run was restored from a backup since."""
