@@ -180,6 +180,7 @@ class Coordinator:
         for row in rows:
             run = LiveRun(row, self._context, settle)
             self._runs[run.name] = run
+            restoring.restore_owners(run)
             retention.forget(run)  # before the sweeps, so that no row names a blob that they delete
         needed = self._back_up()
         removing.finish(self._context, {row.name for row in rows})

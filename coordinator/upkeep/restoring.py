@@ -32,9 +32,17 @@ from protocol.messages import FragmentState, Metrics, WorkerState
 logger = logging.getLogger(__name__)
 
 
+def restore_owners(run: LiveRun) -> None:
+    """Restore what the retention rule depends on."""
+    with run.context.database.read() as session:
+        owners = session.execute(select(WorkerRow.name, WorkerRow.token).where(WorkerRow.run_id == run.id)).all()
+    for name, token in owners:
+        run.members.record_owner(name, token)
+
+
 def restore(run: LiveRun, needed: frozenset[str] = frozenset()) -> None:
     """Rebuild the run in memory, then let it settle. The rows that the retention rule does not keep are deleted
-    already. `needed`: the names of blobs that backups need; they stay."""
+    already, and its owners restored. `needed`: the names of blobs that backups need; they stay."""
     with run.lock:
         rolling_back.set_aside_newer(run)
         rolling_back.note_set_aside(run)
@@ -54,14 +62,11 @@ def _restore_workers(run: LiveRun) -> None:
         rows = session.scalars(
             select(WorkerRow).where(WorkerRow.run_id == run.id, WorkerRow.state == WorkerState.LIVE)
         ).all()
-        owners = session.execute(select(WorkerRow.name, WorkerRow.token).where(WorkerRow.run_id == run.id)).all()
         quarantine.restore(session, run)
         previous = session.scalars(
             select(AssignmentRow.worker).where(AssignmentRow.run_id == run.id, AssignmentRow.round == run.round - 1)
         )
         run.members.end_round(set(previous))
-    for name, token in owners:
-        run.members.record_owner(name, token)
     for row in rows:
         assert row.token_hash is not None, "a live worker holds a lease"
         metrics = Metrics.model_validate(row.metrics)

@@ -312,6 +312,30 @@ def test_the_last_round_is_done_again_too(shared: InThread, run: str):
         assert state.round == target
 
 
+def test_a_start_keeps_the_checkpoint_before_a_round_that_may_be_done_again(tmp_path: Path):
+    """The tokens were not known yet, and it was deleted. Workers that were sent back to it loaded the one after it, so
+    they were sent back again, for ever."""
+    lives = Lives(tmp_path / "data")
+    for life in range(2):
+        with lives.life() as running:
+            if life == 0:
+                begin(running, "r", checkpoints="every_rounds = 1\nkeep = 1")
+            wait_until(lambda: [each["round"] for each in info(running, "r", "/checkpoints")["items"]] == [1, 0])
+
+
+def test_sent_back_without_a_checkpoint_a_worker_holds_no_state(shared: InThread, run: str):
+    members = crew_of_tokens(shared, run, "ab", checkpoints="every_rounds = 1\nkeep = 1")
+    for member in members:
+        member.assignment(0)
+    play_round(members, 0)
+    wait_until(lambda: [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [1])
+    client, member = Client(shared.client(), run, shared.admin_token), members[0]
+    state = OuterState(member.joined.layout, member.spec.outer, pin_memory=False)
+    for target, held, reached in ((1, None, 1), (0, 1, None), (1, None, 1)):
+        recover(client, member.spec, state, target, held=held)
+        assert state.round == reached
+
+
 @pytest.mark.parametrize("private", ["data", "contributions"])
 def test_nobody_is_left_out_of_a_private_run(shared: InThread, run: str, private: str):
     """An evaluator could compute each contribution."""

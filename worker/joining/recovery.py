@@ -42,13 +42,17 @@ def recover(client: Client, spec: RunSpec, state: OuterState, target: int, *, he
     """Bring `state` to state `target`, or to a later checkpoint.
 
     `held` is the number of the state that it is at, or may be at (None: none). If that is later than `target`, the run
-    has dropped it, and a checkpoint of the same number would not show that it has gone: so an earlier one is loaded, if
-    there is one. Raises Resync if the coordinator's own data are inconsistent.
+    has dropped it, and a checkpoint of the same number would not show that it has gone: so an earlier one is loaded. If
+    there is none, `state` is of no round afterwards, so that the next request for an assignment names none. Raises
+    Resync if the coordinator's own data are inconsistent.
     """
     most = target if held is not None and held > target else None
     while True:
         try:
             checkpoint = _newest_checkpoint(client, most)
+            if checkpoint is None:
+                state.begin_changes()
+                return
             if held is not None and held < target and _fewer_bytes_by_deltas(client, held, checkpoint):
                 start, held = held, None  # what fails once would fail again
                 try:
@@ -75,10 +79,12 @@ def recover(client: Client, spec: RunSpec, state: OuterState, target: int, *, he
             client.pause(1)
 
 
-def _newest_checkpoint(client: Client, most: int | None) -> CheckpointDetail:
-    """Return the newest checkpoint; the newest up to state `most`, if that is given and there is one."""
-    rounds = [] if most is None else [each.round for each in client.checkpoints() if each.round <= most]
-    return client.checkpoint(max(rounds, default=None))
+def _newest_checkpoint(client: Client, most: int | None) -> CheckpointDetail | None:
+    """Return the newest checkpoint; the newest up to state `most`, if that is given. None if all are later."""
+    if most is None:
+        return client.checkpoint(None)
+    rounds = [each.round for each in client.checkpoints() if each.round <= most]
+    return client.checkpoint(max(rounds)) if rounds else None
 
 
 def _fewer_bytes_by_deltas(client: Client, held: int, checkpoint: CheckpointDetail) -> bool:
