@@ -47,7 +47,8 @@ def test_they_take_turns_and_are_of_different_tokens() -> None:
 
 def crew_of_tokens(running: InThread, run: str, names: str, **spec: Any) -> list[Member]:
     """Like `crew`, each member with a token of its own."""
-    running.create_run(spec_toml(run, **({"rounds": 40, "checkpoints": KEPT} | spec)))
+    given: dict[str, Any] = {"rounds": 40, "checkpoints": KEPT} | spec
+    running.create_run(spec_toml(run, **given))
     members = [Member(running.client(), run, name) for name in names]
     for member in members:
         member.join(running.token(Scope.WORKER, note=member.name))
