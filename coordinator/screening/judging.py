@@ -319,10 +319,9 @@ def _least_agreement(
     worker except the subtracted means. It then opposes a worker that repeats its data, or sends what a codec left out
     of the missed rounds, by that worker's share of the means.
     """
-    if least == 0 or (each.all_late and usual < chance):
-        return -max(chance, OPPOSED * usual) - each.missed / ratio
-    if each.all_late:
-        return -max(chance, OPPOSED * usual)
+    if least == 0 or each.all_late:
+        in_common = least > 0 and usual >= chance
+        return -max(chance, OPPOSED * usual) - (0.0 if in_common else each.missed / ratio)
     share = math.sqrt(min(1.0, each.work / work)) if work > 0 else 1.0
     late = max(1.0, ratio) if each.late else 1.0
     bound = least * share * usual / late - max(chance - usual / 2, 0.0)

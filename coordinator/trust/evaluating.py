@@ -115,8 +115,8 @@ def record_without(run: LiveRun, worker: str, round_: int, redone: int, report: 
     Raises Problem `not-asked` if the worker has not evaluated that state before.
     """
     with run.change() as change:
-        row = change.session.get(EvaluationRow, (run.id, round_, worker))
         _check_redone(run, round_, redone)
+        row = change.session.get(EvaluationRow, (run.id, round_, worker))
         if row is None:
             raise Problem("not-asked", f"{worker} has not evaluated state {round_} of the run {run.name}")
         if row.without is None:

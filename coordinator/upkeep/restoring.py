@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def restore_owners(run: LiveRun) -> None:
-    """Restore what the retention rule depends on."""
+    """Restore whose token each worker joined with. The retention rule depends on it, so this comes first."""
     with run.context.database.read() as session:
         owners = session.execute(select(WorkerRow.name, WorkerRow.token).where(WorkerRow.run_id == run.id)).all()
     for name, token in owners:
@@ -42,7 +42,7 @@ def restore_owners(run: LiveRun) -> None:
 
 def restore(run: LiveRun, needed: frozenset[str] = frozenset()) -> None:
     """Rebuild the run in memory, then let it settle. The rows that the retention rule does not keep are deleted
-    already, and its owners restored. `needed`: the names of blobs that backups need; they stay."""
+    already, and `restore_owners` was called before that. `needed`: the names of blobs that backups need; they stay."""
     with run.lock:
         rolling_back.set_aside_newer(run)
         rolling_back.note_set_aside(run)

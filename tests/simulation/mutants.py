@@ -395,8 +395,10 @@ def _deletes_before_the_checkpoint_is_complete() -> list[Replacement]:
         row = real(run, fragment, state, blob)
         if state.round > 0:
             deleting.now = True
-            retention.clean(run)
-            deleting.now = False
+            try:
+                retention.clean(run)
+            finally:
+                deleting.now = False
         return row
 
     return [(checkpointing, "record_fragment", record_fragment), (retention, "complete_checkpoints", begun)]
@@ -561,7 +563,7 @@ MUTANTS = [
     Mutant(
         "deletes before the checkpoint is complete",
         ("I2", "I4", "unexpected"),
-        1,
+        55,
         _deletes_before_the_checkpoint_is_complete,
     ),
 ]
