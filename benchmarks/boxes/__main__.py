@@ -168,8 +168,8 @@ def _trouble(given: argparse.Namespace, size: Size, results: Results) -> tuple[T
         line = NEAR
         healthy = bench.run("1", size.rounds, 0, sync, line, "none")
         usual = statistics.mean(healthy["rounds_s"][half:])
-        for name in given.troubles or TROUBLES:
-            found = bench.run("1,1", size.rounds, 0, sync, line, name)
+        for name in ("one box", *(given.troubles or TROUBLES)):
+            found = healthy if name == "one box" else bench.run("1,1", size.rounds, 0, sync, line, name)
             after = found["rounds_s"][half:]
             rows.append({"trouble": name, "sync": sync, "share": statistics.mean(after) / usual, **found})
             table.add_row(

@@ -63,6 +63,17 @@ class Cut(Client):
         super().contribute(member_token, header, frames, **options)
 
 
+class CutLater(Cut):
+    """Cut off from the coordinator, as soon as it has sent everything, until `back` is set."""
+
+    def contribute(self, member_token, header, frames, **options):
+        Client.contribute(self, member_token, header, frames, **options)
+
+    def delta(self, *arguments, **options):
+        assert self._back.wait(PATIENCE_S)
+        return super().delta(*arguments, **options)
+
+
 def ones(
     run: Toy,
     on_step: Callable[[DiLoCo, torch.Tensor], None],
@@ -282,6 +293,48 @@ def test_a_worker_that_is_cut_off_for_longer_contributes_all_of_it_at_once(
         assert info.tokens == told.consumed * info.spec.unit_tokens
         assert not set(units) & set(own)
         assert run.told("a").tokens == len(units) * info.spec.unit_tokens, "all that it trained on is in the model"
+        assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
+
+
+def test_what_a_worker_trained_while_rounds_closed_without_it_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has contributed to round 0, and gets its deltas once rounds 1 and 2 have closed. So it starts round 3 from the
+    others' state, and the units are trained on again."""
+    without_room(monkeypatch, lambda name: name == "b")
+    back, own, clock, starts = threading.Event(), list[int](), SettableClock(), list[float]()
+
+    def on_step(diloco: DiLoCo, values: torch.Tensor) -> None:
+        if (diloco.round, diloco.inner_step) == (0, 1):
+            other.start()
+        if (diloco.round, diloco.inner_step) == (0, 2 * H):
+            try:
+                for round_ in (1, 2):
+                    wait_until(lambda: run.info().round == round_ and "b" in contributors(run, round_))  # noqa: B023
+                    clock.advance(10)
+                wait_until(lambda: run.info().round == 3)
+            finally:
+                back.set()
+        if (diloco.round, diloco.inner_step) == (3, 0):
+            starts.append(float(values[0]))
+
+    def after_it(diloco: DiLoCo, values: torch.Tensor) -> None:
+        if diloco.round == 0 and diloco.inner_step == H - 1:
+            wait_until(lambda: "a" in contributors(run, 0))
+        if diloco.round >= 3 and diloco.inner_step == H - 1:
+            wait_until(lambda: "a" in contributors(run, diloco.round))
+
+    with coordinator_thread(tmp_path / "coordinator", clock=clock) as coordinator:
+        run = Toy(coordinator, spec(rounds=5, min_workers=1, members="round_max_s = 10"), tmp_path)
+        other = threading.Thread(target=lambda: own.extend(ones(run, after_it, name="b")), name="b")
+        ones(run, on_step, partial(CutLater, back=back))
+        other.join(PATIENCE_S)
+        info, told = run.final(), epoch(run)
+        assert starts == [3 * H]
+        assert "2 rounds closed before this worker had the deltas of round 0" in caplog.text
+        assert [weight(run, round_) for round_ in range(1, 4)] == [H, H, 2 * H]
+        assert told.assigned == {}
+        assert info.tokens == told.consumed * info.spec.unit_tokens
         assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
 
 

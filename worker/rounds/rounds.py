@@ -324,9 +324,19 @@ class Rounds:
 
     def _carry_model(self, to_round: int) -> None:
         """Carry all progress in the model before the state of round `to_round` is loaded; drop it if the run was
-        restored from a backup, so that rounds are repeated."""
+        restored from a backup, so that rounds are repeated. Steps since everything was sent are dropped, too, if rounds
+        closed meanwhile: the line was cut, and they went another way than the others (measured: docs/log.md)."""
         if to_round <= self.assignment.round:
             self._restart_optimizers(to_round)
+        closed, alone = to_round - self.assignment.round - 1, max(self.carry.fresh.values(), default=0)
+        if closed > 0 and alone and self._sync.wait == "never" and self._behind_since is None:
+            log.warning(
+                "%d rounds closed before this worker had the deltas of round %d: its %d inner steps since are dropped, "
+                "as they would set the others back",
+                *(closed, self.assignment.round, alone),
+            )
+            self.carry, self._start_loaded = replace(self.carry, units=[], ahead={}, fresh={}, waited=0), False
+            return
         if not all(self._ranks.all(self.carry.is_of_rounds_before(to_round))):
             log.warning("the run was rolled back to round %d: the work of later rounds is dropped", to_round)
             self._forget()
