@@ -31,6 +31,8 @@ start these steps near the new θ_global, the model first takes the outer step o
     sent      θ_local = alone = θ_global − η·(μ²·u + (1 + μ)·Δ_w)
     merged    θ_local = θ_global(new) − carry,   where ahead = alone − θ_local
 
+If other rounds have closed meanwhile, `ahead` is dropped: it would set the others back.
+
 A round on a worker
 ===================
 
