@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from coordinator.backup.directory import BackupDirectory
-from coordinator.backup.restore import restore
+from coordinator.backup.restore import Target, restore
 from coordinator.store.database import url_of
 from coordinator.store.sqlite import FILE
 from harness.coordinator import coordinator_thread
@@ -104,7 +104,7 @@ def test_a_backup_killed_at_each_point_leaves_a_whole_one_and_the_next_goes_on(
         assert found, point
         assert set(found.values()) == {""}, point
         new = tmp_path / f"new-{index}"
-        check_restored(new, restore(BackupDirectory(root), None, new))
+        check_restored(new, restore(BackupDirectory(root), None, Target(new)))
         made = back_up(prepared.data, root, keep=1)
         assert damages(root) == {made.manifest.number: ""}, point
         assert blobs_in(root) == wanted, point
@@ -127,6 +127,6 @@ def test_a_restore_killed_at_each_point_is_done_again(prepared: Prepared, tmp_pa
             if (new / "restored").exists():
                 with pytest.raises(ValueError, match="is incomplete"):
                     url_of(None, new)
-            assert restore(BackupDirectory(prepared.backups), None, new) == manifest, point
+            assert restore(BackupDirectory(prepared.backups), None, Target(new)) == manifest, point
         check_restored(new, manifest)
         shutil.rmtree(new)

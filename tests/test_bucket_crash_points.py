@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.backup.restore import BackupChecker, restore
+from coordinator.backup.restore import BackupChecker, Target, restore
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from harness.coordinator import coordinator_thread
@@ -162,7 +162,7 @@ def test_a_restore_killed_at_each_request_can_be_repeated(
             new = tmp_path / f"new-{name}"
             at = killed(s3, run_bucket_restore, tmp_path / f"{name}-log", new, url, nth, when)
             whole(url)
-            restore(backups(url), None, new)
+            restore(backups(url), None, Target(new))
             service = Coordinator(Settings(data_dir=new, blobs=url))
             assert service.run("r").round == 2, at
             service.close()

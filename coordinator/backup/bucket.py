@@ -136,6 +136,8 @@ class StoredBackups:
         Raises OuterstepError if the bucket has got another owner in the meantime.
         """
         new = StoredBackups(self.objects, owner)
+        if new._folder == self._folder:  # by an earlier attempt
+            return
         self.objects.copy(self._database(manifest), new._database(manifest))
         self.objects.create(new._manifest(manifest.number), encode(manifest))
         assert self._version is not None

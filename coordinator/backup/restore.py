@@ -1,7 +1,7 @@
-"""Checking backups, and restoring one into a new data directory.
+"""Checking backups, and restoring one: into a new data directory, a bucket, or a PostgreSQL database.
 
 A restore writes the database last, because a coordinator does not start without one: after the blobs, or after the
-bucket that has them was given to the new data directory. The file `restored` is written at the beginning. Without a
+bucket that has them was given to the new one. The file `restored` is written at the beginning. Without a
 database it marks a restore that did not finish: no coordinator starts there, and the next restore begins again. With a
 database it makes the coordinator end all leases (`upkeep/rolling_back.py`), because workers may be ahead of the backup.
 """
@@ -11,21 +11,36 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from sqlalchemy import URL, create_engine, select, update
+
+from coordinator import lease
 from coordinator.backup.bucket import StoredBackups
 from coordinator.backup.contents import DamagedBackup, copy_whole, is_whole
 from coordinator.backup.create import os_errors_explained
 from coordinator.backup.directory import BackupDirectory
 from coordinator.backup.manifest import Blob, Content, Frozen, Manifest, RunSummary
-from coordinator.store import sqlite
-from coordinator.store.blobs import Reader
+from coordinator.store import postgresql, sqlite
+from coordinator.store.blobs import Blobs, OwnedBucket, Reader
 from coordinator.store.data_directory import RESTORED, DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.opening import FileMark
+from coordinator.store.opening import FileMark, objects_at, usable
+from coordinator.store.tables import (
+    AggregatorRow,
+    Base,
+    CoordinatorRow,
+    DeploymentRow,
+    LeaderRow,
+    RunRow,
+    TaskRow,
+    TokenRow,
+)
 from coordinator.store.tokens import Tokens
 from outerstep.common.connections import error_text
 from outerstep.common.files import fsync, write_new
@@ -121,18 +136,39 @@ def _and_more(blobs: list[Blob]) -> str:
 # --- restoring --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Target:
+    """Where a backup is restored to: a new data directory.
+
+    bucket      the URL of an unused bucket, which gets the blobs of a backup in a directory. None: the data directory
+                gets them. A backup in a bucket leaves them there
+    database    an unused PostgreSQL database, which gets the rows; the blobs are in a bucket then. None: the data
+                directory gets a SQLite database
+    """
+
+    data_dir: Path
+    bucket: str | None = None
+    database: URL | None = None
+
+    @property
+    def database_url(self) -> URL:
+        return self.database or sqlite.url_in(self.data_dir)
+
+
 def restore(
     backups: BackupDirectory | StoredBackups,
     number: int | None,
-    data_dir: Path,
+    target: Target,
     warn: Callable[[str], object] = lambda _: None,
 ) -> Manifest:
-    """Restore a backup (None: the newest whole one) into `data_dir`. Return its manifest, once every byte is durable
-    and has been compared with its digest. Blobs in a bucket stay there: of them the sizes are compared, and the bucket
-    then belongs to `data_dir`. `warn` is called with a message for each newer backup that is damaged.
+    """Restore a backup (None: the newest whole one). Return its manifest, once every byte is durable and has been
+    compared with its digest. Of blobs that stay in their bucket the sizes are compared, and the bucket then belongs to
+    the target. A restore that was killed can be repeated. `warn` is called with a message for each newer backup that is
+    damaged.
 
-    Raises OuterstepError if there is no such backup, none is whole, or `data_dir` is not empty.
+    Raises OuterstepError if there is no such backup, none is whole, or the target is in use.
     """
+    data_dir = target.data_dir
     _check_new(data_dir)
     found = backups.numbers()
     if number is not None and number not in found:
@@ -141,9 +177,8 @@ def restore(
     with os_errors_explained(data_dir, data_dir):
         for each in found if number is None else [number]:
             try:
-                if isinstance(backups, StoredBackups):
-                    return _restore_beside(backups, each, data_dir)
-                return _restore(backups, each, data_dir)
+                with closing(DataDirectory(data_dir)) as data:
+                    return _restore(backups, each, data, target)
             except DamagedBackup as damage:
                 if number is not None:
                     raise
@@ -151,10 +186,10 @@ def restore(
     raise OuterstepError(f"every backup in {backups} is damaged: `outerstep coordinator backups` shows how")
 
 
-def new_admin_token(data_dir: Path, now: Callable[[], float] = time.time) -> Path:
-    """Create an admin token in a restored data directory, and return the path of the file with the token. Needed if the
+def new_admin_token(target: Target, now: Callable[[], float] = time.time) -> Path:
+    """Create an admin token in a restored database, and return the path of the file with the token. Needed if the
     earlier tokens were lost with the disk. Migrates the database to the newest schema."""
-    database, file = Database(sqlite.url_in(data_dir)), data_dir / "admin.token"
+    database, file = Database(target.database_url), target.data_dir / "admin.token"
     try:
         Tokens(database, now).write_admin(file, "made at a restore")
     finally:
@@ -171,45 +206,60 @@ def _check_new(data_dir: Path) -> None:
         raise OuterstepError(f"{data_dir} is not empty, it has {min(others)}: restore into a new directory")
 
 
-def _restore(backups: BackupDirectory, number: int, data_dir: Path) -> Manifest:
+def _restore(backups: BackupDirectory | StoredBackups, number: int, data: DataDirectory, target: Target) -> Manifest:
     manifest = backups.manifest(number)
-    data = DataDirectory(data_dir)
-    try:
-        _mark(data, manifest)
-        shutil.rmtree(data.root / "runs", ignore_errors=True)  # left by a killed restore, or one of a damaged backup
-        blobs = DirectoryBlobs(data)
+    _mark(data, manifest)
+    shutil.rmtree(data.root / "runs", ignore_errors=True)  # left by a killed restore, or one of a damaged backup
+    file = data.scratch()
+    if isinstance(backups, StoredBackups):
+        if lacking := _lacking(backups, manifest):
+            raise DamagedBackup(lacking)
+        backups.fetch_database(manifest, file, data.scratch())
+        bucket: tuple[str, str] | None = (_owner_in(data, str(backups)), str(backups))
+    else:
+        bucket, blobs = _blobs_at(target.bucket, data)
         for blob in manifest.blobs:
-            file = _copied(partial(backups.open_blob, blob.digest), backups.blob_name(blob.digest), blob, data)
-            blobs.put(blob.name, file)
-            file.unlink()
-        database = partial(backups.open_database, manifest)
-        file = _copied(database, backups.database_name(manifest), manifest.database, data)
+            _copy(
+                partial(backups.open_blob, blob.digest), backups.blob_name(blob.digest), blob, copied := data.scratch()
+            )
+            blobs.put(blob.name, copied)
+            copied.unlink()
+        _copy(partial(backups.open_database, manifest), backups.database_name(manifest), manifest.database, file)
+    if target.database is not None and bucket is not None:
+        _fill(file, target.database, *bucket)
+    if isinstance(backups, StoredBackups) and bucket is not None:
+        backups.pass_on(manifest, bucket[0])
+    if target.database is None:
         file.replace(data.root / sqlite.FILE)
         fsync(data.root)
-    finally:
-        data.close()
+    else:
+        FileMark(data.root).clear()  # the database names the bucket
     return manifest
 
 
-def _restore_beside(backups: StoredBackups, number: int, data_dir: Path) -> Manifest:
-    """Restore a backup whose blobs are in a bucket. It may be repeated after a kill at any point: until the database is
-    there, only the bucket's owner changes, and the new one has the backup."""
-    manifest = backups.manifest(number)
-    if lacking := _lacking(backups, manifest):
-        raise DamagedBackup(lacking)
-    data = DataDirectory(data_dir)
-    try:
-        _mark(data, manifest)
-        shutil.rmtree(data.root / "runs", ignore_errors=True)
-        backups.fetch_database(manifest, file := data.scratch(), data.scratch())
-        owner = secrets.token_hex(16)
-        FileMark(data.root).write(owner, str(backups))
-        backups.pass_on(manifest, owner)
-        file.replace(data.root / sqlite.FILE)
-        fsync(data.root)
-    finally:
-        data.close()
-    return manifest
+def _blobs_at(url: str | None, data: DataDirectory) -> tuple[tuple[str, str] | None, Blobs]:
+    """Return the owner and the URL of the bucket, and the store of blobs; (None, the store in the data directory) if
+    `url` is None. Raises OuterstepError if the bucket cannot be used or belongs to another coordinator."""
+    if url is None:
+        if FileMark(data.root).read() is not None:  # of an earlier attempt
+            FileMark(data.root).clear()
+        return None, DirectoryBlobs(data)
+    objects = objects_at(url)
+    usable(objects)
+    owner = _owner_in(data, str(objects))
+    if (owned := OwnedBucket.taken(objects, owner)) is None:
+        raise OuterstepError(f"the bucket {objects} belongs to another coordinator: give another prefix")
+    from coordinator.store.object_blobs import ObjectBlobs
+
+    return (owner, str(objects)), ObjectBlobs(owned, data, cache_bytes=0)
+
+
+def _owner_in(data: DataDirectory, url: str) -> str:
+    """Return the id of the bucket's new owner, which is the same in each attempt to restore."""
+    marked = FileMark(data.root).read()
+    owner = secrets.token_hex(16) if marked is None else marked[0]
+    FileMark(data.root).write(owner, url)
+    return owner
 
 
 def _mark(data: DataDirectory, manifest: Manifest) -> None:
@@ -221,9 +271,8 @@ def _mark(data: DataDirectory, manifest: Manifest) -> None:
     fsync(data.root)
 
 
-def _copied(opened: Callable[[], Reader], name: str, content: Content, data: DataDirectory) -> Path:
-    """Return a durable file with this content. Raises DamagedBackup if the backup does not have the content."""
-    file = data.scratch()
+def _copy(opened: Callable[[], Reader], name: str, content: Content, file: Path) -> None:
+    """Write the new file, durably. Raises DamagedBackup if the backup does not have the content."""
     try:
         reader = opened()
     except OSError as error:
@@ -231,4 +280,40 @@ def _copied(opened: Callable[[], Reader], name: str, content: Content, data: Dat
     with reader:
         if not copy_whole(reader, file, content.digest):
             raise DamagedBackup(f"{name} is damaged")
-    return file
+
+
+# --- into PostgreSQL --------------------------------------------------------------------------------------------------
+
+# The rows of a single database, which are not copied: who shares it, who leads, and which bucket it has.
+_OWN = {row.__tablename__ for row in (CoordinatorRow, AggregatorRow, TaskRow, LeaderRow, DeploymentRow)}
+
+
+def _fill(copied: Path, url: URL, owner: str, bucket: str) -> None:
+    """Copy the rows of a SQLite database into the PostgreSQL database at `url`, in one transaction, and let it have the
+    bucket. If an earlier attempt has done so, do it again, unless a coordinator has led there since.
+
+    Raises OuterstepError if the database is in use or cannot be written.
+    """
+    source = URL.create("sqlite", database=str(copied))
+    for each in (source, url):
+        Database(each).close()  # migrated
+    engine = create_engine(source)
+    try:
+        with engine.connect() as read, postgresql.writing_unhurriedly(url) as written:
+            written.execute(select(LeaderRow.id).with_for_update())
+            leader = lease.read(written)
+            if written.execute(select(DeploymentRow.bucket_owner)).scalar_one() == owner:
+                if leader.taken_at:
+                    return
+                for table in reversed(Base.metadata.sorted_tables):
+                    if table.name not in _OWN:
+                        written.execute(table.delete())
+            for row in (RunRow, TokenRow):
+                if not leader.is_vacant or written.execute(select(row).limit(1)).first() is not None:
+                    raise OuterstepError(f"the database {url!r} is in use already: give another one")
+            postgresql.copy_rows(read, written, _OWN)
+            postgresql.advance_sequences(written)
+            secret = read.execute(select(DeploymentRow.secret)).scalar_one()
+            written.execute(update(DeploymentRow).values(secret=secret, bucket_owner=owner, bucket_url=bucket))
+    finally:
+        engine.dispose()

@@ -88,8 +88,6 @@ def url_of(text: str | None, data_dir: Path) -> URL:
     """Return the URL in `text`, or the URL of the database in `data_dir` if `text` is None. Raises ValueError if it
     cannot be used."""
     url = sqlite.url_in(data_dir) if text is None else _elsewhere(text, data_dir)
-    if text is None and not exists(url) and (data_dir / sqlite.MOVED).exists():
-        raise ValueError(f"the database of {data_dir} was moved to PostgreSQL: give its URL")
     restored = (data_dir / RESTORED).exists()
     if not (restored or any((data_dir / "runs").glob("*"))) or exists(url):
         return url

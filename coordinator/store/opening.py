@@ -183,8 +183,8 @@ def _bucket(
     moved = marked is not None and marked[1] != str(objects)
     if marked is not None and moved and objects.get(OWNER) is None:
         raise OuterstepError(
-            f"the blobs of {data.root} are in {marked[1]}, and {objects} has none: give --blobs {marked[1]}, or move "
-            f"them first (outerstep coordinator move {objects})"
+            f"the blobs of {data.root} are in {marked[1]}, and {objects} has none: give --blobs {marked[1]}, or make a "
+            "backup and restore it there (outerstep coordinator restore --blobs)"
         )
     usable(objects, now)
     own = secrets.token_hex(16) if marked is None else marked[0]
@@ -193,7 +193,7 @@ def _bucket(
     if (bucket := OwnedBucket.taken(objects, own, leads)) is None:
         if marked is None:
             mark.clear()
-            remedy = "give another prefix, or restore it from there (outerstep coordinator restore --blobs)"
+            remedy = f"give another prefix, or restore it from there (outerstep coordinator restore {objects})"
         else:
             remedy = "it was restored there since, so do not start this one"
         whose = "database" if isinstance(mark, RowMark) else "data directory"

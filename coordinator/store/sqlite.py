@@ -21,7 +21,6 @@ from protocol.errors import OuterstepError
 from protocol.messages import Cause
 
 FILE = "outerstep.db"  # in the data directory, unless a URL says otherwise
-MOVED = f"{FILE}.moved"  # what is left of it after a move to PostgreSQL
 BUSY_S = 10  # how long a transaction waits for others; those of a coordinator take milliseconds
 
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

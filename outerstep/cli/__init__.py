@@ -102,7 +102,6 @@ def _coordinator() -> typer.Typer:
         "backup": backup.backup,
         "backups": backup.backups,
         "restore": backup.restore,
-        "move": backup.move,
         "status": coordinator.status,
         "notify-test": coordinator.notify_test,
         "rotate-secret": coordinator.rotate_secret,

@@ -1,7 +1,6 @@
-"""The commands `outerstep coordinator backup|backups|restore|move`."""
+"""The commands `outerstep coordinator backup|backups|restore`."""
 
 import os
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -15,17 +14,12 @@ from outerstep.common.quantities import bytes_text
 from outerstep.display import table
 from protocol.errors import OuterstepError
 
-SHOWN_EVERY_S = 5.0
-
-DirectoryArgument = Annotated[
-    Path | None, typer.Argument(metavar="DIR", help="The directory of backups.", show_default=False)
-]
-BlobsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--blobs",
-        metavar="URL",
-        help="Or the bucket that has the coordinator's blobs: s3://BUCKET/PREFIX, gs://, az://, s3+https://.",
+PlaceArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR|URL",
+        help="The directory of backups, or the bucket that has the coordinator's files: s3://BUCKET/PREFIX, gs://, "
+        "az://, s3+https://.",
         show_default=False,
     ),
 ]
@@ -85,7 +79,7 @@ def backup(
         say(f"without {len(manifest.lost)} blobs that are lost or corrupt in {settings.data_dir}: {shown}", err=True)
 
 
-def backups(place: DirectoryArgument = None, blobs: BlobsOption = None, output: FormatOption = Format.TABLE) -> None:
+def backups(place: PlaceArgument, output: FormatOption = Format.TABLE) -> None:
     """List backups, newest first, and verify them.
 
     In a directory every byte is read. In a bucket every database is read, and the blobs that it needs must be there in
@@ -94,9 +88,9 @@ def backups(place: DirectoryArgument = None, blobs: BlobsOption = None, output: 
     \b
     Example:
       outerstep coordinator backups /mnt/backups
-      outerstep coordinator backups --blobs s3://bucket/outerstep
+      outerstep coordinator backups s3://bucket/outerstep
     """
-    infos = _module("restore", "backups").BackupChecker(_existing(place, blobs, "backups")).infos()
+    infos = _module("restore", "backups").BackupChecker(_existing(place, "backups")).infos()
     if output is Format.JSON:
         print_json(infos)
     else:
@@ -109,14 +103,29 @@ def backups(place: DirectoryArgument = None, blobs: BlobsOption = None, output: 
 
 
 def restore(
+    place: PlaceArgument,
     data: Annotated[
         Path,
         typer.Option(
             "--data", metavar="NEW", help="The new data directory: empty, or not existing yet.", show_default=False
         ),
     ],
-    place: DirectoryArgument = None,
-    blobs: BlobsOption = None,
+    blobs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="An unused bucket for the files of a backup in a directory. Default: in NEW. Those of a backup in a "
+            "bucket stay there.",
+        ),
+    ] = None,
+    database_url: Annotated[
+        str | None,
+        typer.Option(
+            "--database",
+            metavar="URL",
+            help="An unused PostgreSQL database for the rows; the files must be in a bucket then. Default: in NEW.",
+        ),
+    ] = None,
     number: Annotated[
         int | None, typer.Option("--backup", metavar="N", help="Which backup. Default: the newest intact one.")
     ] = None,
@@ -125,29 +134,43 @@ def restore(
     ] = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Restore a backup into a new data directory.
+    """Restore a backup: into a new data directory, a bucket, or a PostgreSQL database.
 
-    Every byte is verified against its digest. Blobs in a bucket stay there and are only looked for. From then on that
-    bucket belongs to NEW: the coordinator that had it before can delete nothing there and make no more backups.
+    So it also moves a coordinator, to another machine or another kind of store: stop it, make a backup, restore that.
+    Every byte is verified against its digest. Files in a bucket stay there and are only looked for. From then on that
+    bucket belongs to the restored coordinator: the one that had it before can delete nothing there and make no more
+    backups. If the command is interrupted, repeat it.
 
-    Then start the coordinator with NEW, preferably at its old address, where the workers wait for it: they rejoin by
-    themselves, and those that are ahead fetch the run's state. The tokens of that time are valid again. admin.token is
-    not in a backup; if you lost it, use --new-admin-token.
+    Then start the coordinator with NEW and the same --blobs and --database, preferably at its old address, where the
+    workers wait for it: they rejoin by themselves, and those that are ahead fetch the run's state. The tokens of that
+    time are valid again. admin.token is not in a backup; if you lost it, use --new-admin-token.
 
     \b
     Example:
       outerstep coordinator restore /mnt/backups --data ./data-2 --new-admin-token
       outerstep coordinator --data ./data-2
-      outerstep coordinator restore --blobs s3://bucket/outerstep --data ./data-3
+      outerstep coordinator restore s3://bucket/outerstep --data ./data-3
       outerstep coordinator --data ./data-3 --blobs s3://bucket/outerstep
+      outerstep coordinator restore /mnt/backups --data ./data-4 --blobs s3://bucket/new \\
+        --database postgresql+psycopg://me:secret@host/runs
     """
     restoring = _module("restore", "restore")
     os.umask(0o077)
-    found = _existing(place, blobs, "restore")
-    if place is not None:
-        _module("directory", "restore").check_apart(place, data)
-    manifest = restoring.restore(found, number, data, lambda text: say(text, err=True))
-    token_file = restoring.new_admin_token(data) if new_admin_token else None
+    in_bucket = "://" in place
+    if in_bucket and blobs is not None:
+        raise UsageError(
+            f"--blobs: the files stay in {place}. To take them elsewhere, make a backup in a directory (outerstep "
+            "coordinator backup DIR), and restore that"
+        )
+    database = None if database_url is None else _postgresql(database_url, data)
+    if database is not None and not (in_bucket or blobs):
+        raise UsageError("--database: with PostgreSQL, the files are in a bucket: give --blobs URL")
+    found = _existing(place, "restore")
+    if not in_bucket:
+        _module("directory", "restore").check_apart(Path(place), data)
+    target = restoring.Target(data, blobs, database)
+    manifest = restoring.restore(found, number, target, lambda text: say(text, err=True))
+    token_file = restoring.new_admin_token(target) if new_admin_token else None
     if output is Format.JSON:
         print_json({**_summary(manifest), "admin_token_file": None if token_file is None else str(token_file)})
     else:
@@ -159,81 +182,12 @@ def restore(
         say(f"without {len(manifest.lost)} blobs that were lost before the backup was made", err=True)
 
 
-def move(
-    to: Annotated[
-        str,
-        typer.Argument(
-            metavar="URL|directory|sqlite",
-            help="Of the files: a bucket's URL as for --blobs, or the word directory. Of the database: a PostgreSQL "
-            "URL as for --database, or the word sqlite.",
-            show_default=False,
-        ),
-    ],
-    data: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
-    database_url: DatabaseOption = None,
-    output: FormatOption = Format.TABLE,
-) -> None:
-    """Move the files of a stopped coordinator to a bucket or back, or its database to PostgreSQL or back.
-
-    Files are contributions, deltas and checkpoints. They are copied, read back and compared by digest. Then the data
-    directory names the new place, and the old files are deleted. If the command is interrupted, repeat it: it continues
-    with the files that were not verified yet.
-
-    A database can be moved once the files are in a bucket. Its rows are copied, read back and compared. Then the bucket
-    belongs to the new database, and a coordinator on the old one does not start any more. From PostgreSQL, give
-    --database with its URL.
-
-    \b
-    Example:
-      outerstep coordinator move s3://bucket/outerstep --data ./data
-      outerstep coordinator --data ./data --blobs s3://bucket/outerstep
-      outerstep coordinator move directory --data ./data
-      outerstep coordinator move postgresql+psycopg://me:secret@host/runs --data ./data
-      outerstep coordinator move sqlite --data ./data --database postgresql+psycopg://me:secret@host/runs
-    """
-    os.umask(0o077)
-    settings = settings_of({"data_dir": data, "database": database_url})
-    if to == "sqlite" or to.startswith("postgresql"):
-        _move_database(to, settings, output)
-        return
-    if settings.database is not None and settings.database.startswith("postgresql"):
-        raise UsageError("the files of a PostgreSQL database are in a bucket and stay there; copy them with rclone")
-    moving = _module("moving", "move")
-    shown_at = time.monotonic()
-
-    def progress(now: Any) -> None:
-        nonlocal shown_at
-        if time.monotonic() - shown_at >= SHOWN_EVERY_S:
-            shown_at = time.monotonic()
-            done = f"{bytes_text(now.bytes)} of {bytes_text(now.of_bytes)}"
-            say(f"{now.blobs} of {now.of_blobs} files, {done}", err=True)
-
-    moved = moving.move(settings.data_dir, to, progress)
-    if output is Format.JSON:
-        print_json({"blobs": moved.blobs, "bytes": moved.bytes, "place": to})
-        return
-    start = f"outerstep coordinator --data {settings.data_dir}" + ("" if to == "directory" else f" --blobs {to}")
-    say(f"moved {moved.blobs} files, {bytes_text(moved.bytes)}, to {to}. Start the coordinator with: {start}")
-
-
-def _move_database(to: str, settings: Any, output: Format) -> None:
-    moving = _module("moving_database", "move")
-    if to == "sqlite":
-        if settings.database is None:
-            raise UsageError("--database: give the URL of the PostgreSQL database that is to be moved")
-        rows, option = moving.to_sqlite(settings.data_dir, database_url_of(settings)), ""
-    else:
-        if settings.database is not None:
-            raise UsageError("--database: only the database in the data directory can be moved to PostgreSQL")
-        url = database_url_of(settings.model_copy(update={"database": to, "data_dir": settings.data_dir / "none"}))
-        rows, option = moving.to_postgresql(settings.data_dir, url), " --database with the new URL"
-    if output is Format.JSON:
-        print_json({"rows": rows, "place": to.partition(":")[0]})
-        return
-    say(
-        f"moved the database, {rows} rows. Start the coordinator with --data {settings.data_dir}, the same --blobs"
-        f"{option}"
-    )
+def _postgresql(text: str, data: Path) -> Any:
+    """Return the URL of a PostgreSQL database. Raises UsageError if it is none."""
+    url = database_url_of(settings_of({"database": text}).model_copy(update={"data_dir": data / "none"}))
+    if url.get_backend_name() != "postgresql":
+        raise UsageError("--database: only a PostgreSQL database; one in the data directory needs no option")
+    return url
 
 
 def _summary(manifest: Any) -> dict[str, Any]:
@@ -257,12 +211,9 @@ def _module(name: str, command: str) -> ModuleType:
     return import_extra(f"coordinator.backup.{name}", extra="coordinator", command=f"outerstep coordinator {command}")
 
 
-def _existing(place: Path | None, blobs: str | None, command: str) -> Any:
-    """Return the backups in a directory or a bucket. Raises UsageError unless one of them is given, and OuterstepError
-    if there are none."""
-    if (place is None) == (blobs is None):
-        raise UsageError(f"outerstep coordinator {command}: give the directory of backups, or --blobs URL")
-    if place is not None:
-        return _module("directory", command).existing(place)
+def _existing(place: str, command: str) -> Any:
+    """Return the backups in a directory or a bucket. Raises OuterstepError if there are none."""
+    if "://" not in place:
+        return _module("directory", command).existing(Path(place))
     opening = import_extra("coordinator.store.opening", extra="coordinator", command=f"outerstep coordinator {command}")
-    return _module("bucket", command).StoredBackups.of(opening.objects_at(blobs))
+    return _module("bucket", command).StoredBackups.of(opening.objects_at(place))

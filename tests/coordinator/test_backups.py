@@ -12,7 +12,7 @@ from coordinator.backup.contents import copy_whole
 from coordinator.backup.create import superseded
 from coordinator.backup.directory import BackupDirectory, existing
 from coordinator.backup.manifest import Blob, Content, Manifest, decode, encode
-from coordinator.backup.restore import restore
+from coordinator.backup.restore import Target, restore
 from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import READ_BYTES
 from harness.coordinator import InThread, coordinator_thread
@@ -56,7 +56,7 @@ def test_a_backup_has_what_the_rows_of_one_moment_need_and_the_run_is_as_it_was(
             member.step(2)
         play_round([a, b], 3)
         settled(running, 4)
-    check_restored(tmp_path / "new", restore(BackupDirectory(tmp_path / "backups"), None, tmp_path / "new"))
+    check_restored(tmp_path / "new", restore(BackupDirectory(tmp_path / "backups"), None, Target(tmp_path / "new")))
     assert not (tmp_path / "new" / "admin.token").exists()
 
 
@@ -67,7 +67,8 @@ def test_a_coordinator_need_not_run(tmp_path: Path) -> None:
         settled(running, 1)
     made = back_up(tmp_path / "data", tmp_path / "backups")
     check_restored(
-        tmp_path / "new", restored_manifest := restore(BackupDirectory(tmp_path / "backups"), 1, tmp_path / "new")
+        tmp_path / "new",
+        restored_manifest := restore(BackupDirectory(tmp_path / "backups"), 1, Target(tmp_path / "new")),
     )
     assert restored_manifest == made.manifest
 
@@ -111,7 +112,7 @@ def test_what_retention_deletes_in_the_middle_is_not_needed_by_a_newer_copy(tmp_
         assert manifest.lost == []
         assert manifest.runs[0].round == 4
         assert len(opened) > len(manifest.blobs)
-    check_restored(tmp_path / "new", restore(BackupDirectory(tmp_path / "backups"), None, tmp_path / "new"))
+    check_restored(tmp_path / "new", restore(BackupDirectory(tmp_path / "backups"), None, Target(tmp_path / "new")))
     assert round_in(tmp_path / "new" / "outerstep.db", "r") == 4
 
 
@@ -141,7 +142,7 @@ def test_backups_one_after_the_other_while_a_crew_trains_are_all_whole(tmp_path:
     found = damages(tmp_path / "backups")
     assert (set(found.values()), lost) == ({""}, [])
     for number in found:
-        manifest = restore(BackupDirectory(tmp_path / "backups"), number, tmp_path / f"new-{number}")
+        manifest = restore(BackupDirectory(tmp_path / "backups"), number, Target(tmp_path / f"new-{number}"))
         check_restored(tmp_path / f"new-{number}", manifest)
 
 
@@ -254,10 +255,10 @@ def test_a_flipped_byte_of_a_blob_is_found_and_an_older_backup_restored(two: Pat
     assert str(spoilt) in told[2]
     assert told[1] == ""
     with pytest.raises(OuterstepError, match=f"{spoilt} is damaged"):
-        restore(BackupDirectory(two), 2, tmp_path / "new")
+        restore(BackupDirectory(two), 2, Target(tmp_path / "new"))
     assert not (tmp_path / "new" / "outerstep.db").exists()
     said: list[str] = []
-    manifest = restore(BackupDirectory(two), None, tmp_path / "new", said.append)
+    manifest = restore(BackupDirectory(two), None, Target(tmp_path / "new"), said.append)
     assert manifest.number == 1
     assert said == [f"backup 2 is damaged, trying an older one: {spoilt} is damaged"]
     check_restored(tmp_path / "new", manifest)
@@ -272,7 +273,7 @@ def test_a_flipped_byte_of_the_database_or_the_manifest_is_found(two: Path, tmp_
         1: "its manifest is not what was written",
     }
     with pytest.raises(OuterstepError, match="every backup in"):
-        restore(BackupDirectory(two), None, tmp_path / "new")
+        restore(BackupDirectory(two), None, Target(tmp_path / "new"))
     assert not (tmp_path / "new" / "outerstep.db").exists()
 
 
@@ -308,11 +309,11 @@ def test_no_manifest_leads_out_of_the_data_directory(name: str) -> None:
 def test_a_restore_needs_an_empty_directory(two: Path, tmp_path: Path) -> None:
     restored(two, tmp_path / "new")
     with pytest.raises(OuterstepError, match="new has a database already"):
-        restore(BackupDirectory(two), None, tmp_path / "new")
+        restore(BackupDirectory(two), None, Target(tmp_path / "new"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes").touch()
     with pytest.raises(OuterstepError, match="other is not empty, it has notes"):
-        restore(BackupDirectory(two), None, tmp_path / "other")
+        restore(BackupDirectory(two), None, Target(tmp_path / "other"))
 
 
 def test_where_no_backup_is_it_says_so(two: Path, tmp_path: Path) -> None:
@@ -322,7 +323,7 @@ def test_where_no_backup_is_it_says_so(two: Path, tmp_path: Path) -> None:
     with pytest.raises(OuterstepError, match="there is no backup in .*empty"):
         existing(tmp_path / "empty")
     with pytest.raises(OuterstepError, match="no backup 7 in .* has 2, 1"):
-        restore(BackupDirectory(two), 7, tmp_path / "new")
+        restore(BackupDirectory(two), 7, Target(tmp_path / "new"))
 
 
 def test_a_directory_of_other_files_is_left_alone(two: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.backup.bucket import KEPT, StoredBackups
 from coordinator.backup.contents import DamagedBackup
-from coordinator.backup.restore import BackupChecker, restore
+from coordinator.backup.restore import BackupChecker, Target, restore
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
@@ -216,7 +216,7 @@ def test_a_rollback_whose_backup_fails_is_one_all_the_same(
 
 def restored(url: str, data_dir: Path, number: int | None = None, warn: Callable[[str], object] = print) -> int:
     """Restore a backup; return its number. The operator still has the admin token."""
-    manifest = restore(backups(url), number, data_dir, warn)
+    manifest = restore(backups(url), number, Target(data_dir), warn)
     shutil.copy(data_dir.parent / "data" / "admin.token", data_dir)
     return manifest.number
 
@@ -307,7 +307,7 @@ def test_a_damaged_one_is_named_and_an_older_one_restored(
     damage(url, newest)
     assert [number for number, text in damages(url).items() if "missing" in text] == [newest]
     with pytest.raises(DamagedBackup, match="missing"):
-        restore(backups(url), newest, tmp_path / "new")
+        restore(backups(url), newest, Target(tmp_path / "new"))
     said: list[str] = []
     assert restored(url, tmp_path / "new", None, said.append) == older[0]
     assert len(said) == 1
@@ -335,9 +335,9 @@ def test_a_database_that_unpacks_to_more_than_the_manifest_says_fills_no_disk(ur
 def test_two_restores_at_once_leave_one_owner(url: str, tmp_path: Path) -> None:
     play(url, tmp_path / "data", 1)
     first, second = backups(url), backups(url)
-    restore(first, None, tmp_path / "a")
+    restore(first, None, Target(tmp_path / "a"))
     with pytest.raises(OuterstepError, match="another restore has taken"):
-        restore(second, None, tmp_path / "b")
+        restore(second, None, Target(tmp_path / "b"))
     restored(url, tmp_path / "b")  # whoever repeats it does so knowingly
     with pytest.raises(OuterstepError, match="belongs to the coordinator of another data directory"):
         Coordinator(Settings(data_dir=tmp_path / "a", blobs=url))

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from coordinator.backup.directory import BackupDirectory
-from coordinator.backup.restore import restore
+from coordinator.backup.restore import Target, restore
 from coordinator.backup.scheduled import RETRY_S, DirectoryBackups
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
@@ -82,7 +82,7 @@ def test_one_is_made_at_the_first_start_and_again_after_a_while(
     clock.advance(EVERY_S)
     assert await_backup(running, first) == first + EVERY_S + 1
     assert damages(tmp_path / "backups") == {2: "", 1: ""}
-    check_restored(tmp_path / "new", restore(BackupDirectory(tmp_path / "backups"), 2, tmp_path / "new"))
+    check_restored(tmp_path / "new", restore(BackupDirectory(tmp_path / "backups"), 2, Target(tmp_path / "new")))
 
 
 @pytest.mark.covers("security:clock-set")

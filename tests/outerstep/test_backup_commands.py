@@ -89,9 +89,9 @@ def test_those_beside_the_blobs_of_a_bucket(tmp_path: Path, store: SeaweedFS):
         assert outerstep("coordinator", "backup", tmp_path / "b", "--data", tmp_path / "data")[0] == 0
     with coordinator_thread(tmp_path / "data", blobs=url):
         pass
-    code, out, _ = outerstep("coordinator", "backups", "--blobs", url)
+    code, out, _ = outerstep("coordinator", "backups", url)
     assert (code, re.findall(r"^(\d) .* intact$", out, re.MULTILINE)) == (0, ["2", "1"])
-    given = ("coordinator", "restore", "--blobs", url, "--data", tmp_path / "new")
+    given = ("coordinator", "restore", url, "--data", tmp_path / "new")
     code, out, err = outerstep(*given, "--new-admin-token")
     assert (code, err) == (0, "")
     assert re.search(rf"restored backup 2 of 20.* into {tmp_path}/new: kept at state 0", out)
@@ -99,22 +99,21 @@ def test_those_beside_the_blobs_of_a_bucket(tmp_path: Path, store: SeaweedFS):
         assert [each["name"] for each in admin.get("/v1/runs").json()["items"]] == ["kept"]
     code, out, err = outerstep(*given)
     assert (code, "has a database already: restore into a new directory" in err) == (3, True)
-    code, _, err = outerstep("coordinator", "backups", "--blobs", store.url("nothing-there"))
+    code, _, err = outerstep("coordinator", "backups", store.url("nothing-there"))
     assert (code, "there is no backup in" in err) == (3, True)
 
 
-def test_moving_to_a_bucket_and_back(tmp_path: Path, store: SeaweedFS):
-    url, data = store.url("move-command"), tmp_path / "data"
-    with coordinator_thread(data):
-        pass
-    code, out, err = outerstep("coordinator", "move", url, "--data", data)
-    assert (code, err) == (0, "")
-    start = f"outerstep coordinator --data {data} --blobs {url}"
-    assert out == f"moved 0 files, 0 B, to {url}. Start the coordinator with: {start}\n"
-    code, out, _ = outerstep("coordinator", "move", "directory", "--data", data, "--format", "json")
-    assert (code, json.loads(out)) == (0, {"blobs": 0, "bytes": 0, "place": "directory"})
-    code, _, err = outerstep("coordinator", "move", "directory", "--data", data)
-    assert (code, "are in directory already" in err) == (3, True)
+def test_into_a_bucket(tmp_path: Path, store: SeaweedFS):
+    url = store.url("restore-command")
+    with coordinator_thread(tmp_path / "data") as running:
+        running.create_run(SPEC.replace("demo", "kept"))
+        assert outerstep("coordinator", "backup", tmp_path / "b", "--data", tmp_path / "data")[0] == 0
+    given = ("coordinator", "restore", tmp_path / "b", "--blobs", url)
+    assert outerstep(*given, "--data", tmp_path / "new", "--new-admin-token")[::2] == (0, "")
+    with coordinator_thread(tmp_path / "new", blobs=url) as running, running.client() as admin:
+        assert [each["name"] for each in admin.get("/v1/runs").json()["items"]] == ["kept"]
+    code, _, err = outerstep(*given, "--data", tmp_path / "other")
+    assert (code, f"the bucket {url} belongs to another coordinator: give another prefix" in err) == (3, True)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +131,18 @@ def test_moving_to_a_bucket_and_back(tmp_path: Path, store: SeaweedFS):
             2,
             "ftp://host/b is no directory: back up to a directory and copy that with rclone, or",
         ),
-        (["restore", "--data", "{tmp}/new"], 2, "restore: give the directory of backups, or --blobs URL"),
-        (["backups", "{tmp}/empty", "--blobs", "s3://b"], 2, "backups: give the directory of backups, or --blobs URL"),
+        (["restore", "--data", "{tmp}/new"], 2, "Missing argument 'DIR|URL'"),
+        (["restore", "s3://b", "--data", "{tmp}/new", "--blobs", "s3://c"], 2, "--blobs: the files stay in s3://b. To"),
+        (
+            ["restore", "{tmp}/b", "--data", "{tmp}/new", "--database", "postgresql+psycopg://me@host/runs"],
+            2,
+            "--database: with PostgreSQL, the files are in a bucket: give --blobs URL",
+        ),
+        (
+            ["restore", "{tmp}/b", "--data", "{tmp}/new", "--database", "sqlite:////x.db"],
+            2,
+            "--database: only a PostgreSQL database; one in the data directory needs no option",
+        ),
         (["backup", "{tmp}/b", "--keep", "0"], 2, "--keep"),
         (["backups", "{tmp}/none"], 3, "there is no directory {tmp}/none"),
         (["backups", "{tmp}/empty"], 3, "there is no backup in {tmp}/empty: `outerstep coordinator backup"),

@@ -9,7 +9,7 @@ from coordinator.backup.contents import is_whole
 from coordinator.backup.create import BackupSource, CreatedBackup, create
 from coordinator.backup.directory import BackupDirectory
 from coordinator.backup.manifest import Content, Manifest
-from coordinator.backup.restore import BackupChecker, new_admin_token, restore
+from coordinator.backup.restore import BackupChecker, Target, new_admin_token, restore
 from coordinator.store import sqlite
 from coordinator.store.blobs import FileReader, Reader
 from coordinator.store.opening import reader_of
@@ -30,8 +30,8 @@ def back_up(
 
 def restored(place: Path, data_dir: Path, number: int | None = None) -> Manifest:
     """Restore a backup, with a new admin token."""
-    manifest = restore(BackupDirectory(place), number, data_dir)
-    new_admin_token(data_dir)
+    manifest = restore(BackupDirectory(place), number, Target(data_dir))
+    new_admin_token(Target(data_dir))
     return manifest
 
 

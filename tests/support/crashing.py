@@ -90,9 +90,9 @@ def run_bucket_start(folder: Path, environment: dict[str, str], data_dir: Path, 
 
 
 def run_bucket_restore(folder: Path, environment: dict[str, str], data_dir: Path, url: str) -> None:
-    """`outerstep coordinator restore --blobs`."""
+    """`outerstep coordinator restore`, from a bucket."""
     os.environ.update(environment)
-    _become(folder, ["coordinator", "restore", "--blobs", url, "--data", str(data_dir)])
+    _become(folder, ["coordinator", "restore", url, "--data", str(data_dir)])
 
 
 def run_restore(folder: Path, root: Path, data_dir: Path) -> None:

@@ -1,0 +1,221 @@
+"""A backup is restored into another kind of store than it was made of: this is how a coordinator moves."""
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import URL, make_url
+
+from coordinator.backup import restore as restoring
+from coordinator.backup.bucket import StoredBackups
+from coordinator.backup.create import BackupSource, create
+from coordinator.backup.directory import BackupDirectory
+from coordinator.backup.restore import Target, restore
+from coordinator.service import Coordinator
+from coordinator.settings import Settings
+from coordinator.store import sqlite
+from coordinator.store.opening import FileMark, reader_of
+from harness.coordinator import InThread, coordinator_thread
+from harness.postgres import PostgreSQL
+from harness.seaweedfs import SeaweedFS
+from harness.stores import names, read
+from protocol.errors import OuterstepError
+from tests.coordinator.crew import crew, enlist, info, play_round
+from tests.coordinator.test_backup import caught_up
+from tests.coordinator.test_bucket_backups import at_rest
+from tests.coordinator.test_removing import leave
+
+pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
+
+from outerstep.common.objects import Objects
+
+pytestmark = [pytest.mark.in_directory, pytest.mark.in_sqlite]
+
+CHECKPOINTS = "every_rounds = 1\nkeep = 20"
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def url(store: SeaweedFS) -> str:
+    return store.url(f"restored-elsewhere/{next(_numbers)}")
+
+
+@pytest.fixture
+def database(postgres: PostgreSQL) -> str:
+    return postgres.create(f"restored{next(_numbers)}")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A data directory in which a run of two workers has played two rounds and begun a third."""
+    with coordinator_thread(tmp_path / "data") as running:
+        members = crew(running, "r", ["a", "b"], rounds=20, min_workers=2, checkpoints=CHECKPOINTS)
+        for round_ in range(2):
+            play_round(members, round_)
+            at_rest(running, "r", round_ + 1)
+        for member in members:
+            member.assignment(2)
+        members[0].take_part(2)
+        for member in members:
+            leave(member)
+    return tmp_path / "data"
+
+
+def contents(running: InThread) -> dict[str, bytes]:
+    """What a backup has of the run's blobs."""
+    live = running.live("r")
+    found = (name for kind in ("contributions", "deltas", "checkpoints") for name in names(live, kind))
+    return {name: read(live.blobs, name) for name in found if "contributions/0/" not in name and "/1/" not in name}
+
+
+def backed_up(data: Path, place: Path, database: URL | None = None) -> BackupDirectory:
+    url = database or sqlite.url_in(data)
+    create(BackupSource(url, reader_of(data, url)), backups := BackupDirectory(place), 7)
+    return backups
+
+
+def go_on(running: InThread, round_: int) -> None:
+    members = [caught_up(enlist(running, "r", name)) for name in ("a", "b")]
+    assert info(running, "r")["round"] == round_
+    play_round(members, round_)
+    at_rest(running, "r", round_ + 1)
+    for member in members:
+        leave(member)
+
+
+@pytest.mark.covers("reliability:restored-elsewhere")
+def test_into_a_bucket_and_back_and_the_run_goes_on_in_each(tmp_path: Path, url: str, data: Path) -> None:
+    with coordinator_thread(data) as running:
+        before = contents(running)
+    assert sum("/contributions/" in name for name in before) == 2, "those that are in no delta yet"
+    restore(backed_up(data, tmp_path / "backups"), None, Target(tmp_path / "b", url))
+    assert not list((tmp_path / "b").glob("runs/*/deltas"))
+    with coordinator_thread(tmp_path / "b", token_in=tmp_path / "data", blobs=url) as running:
+        assert before.items() <= contents(running).items()
+        go_on(running, 2)
+        before = contents(running)
+    with pytest.raises(OuterstepError, match=re.escape(f"are in {url}, and {url}-empty has none: give --blobs {url}")):
+        Coordinator(Settings(data_dir=tmp_path / "b", blobs=f"{url}-empty"))
+    restore(backed_up(tmp_path / "b", tmp_path / "more"), None, Target(tmp_path / "c"))
+    with coordinator_thread(tmp_path / "c", token_in=tmp_path / "data") as running:
+        assert {name: before[name] for name in before if "/contributions/" not in name}.items() <= contents(
+            running
+        ).items()
+        go_on(running, 3)
+
+
+@pytest.mark.covers("reliability:restored-elsewhere")
+def test_into_postgresql_and_back(tmp_path: Path, url: str, database: str, data: Path) -> None:
+    target = Target(tmp_path / "b", url, make_url(database))
+    restore(backed_up(data, tmp_path / "backups"), None, target)
+    with coordinator_thread(tmp_path / "b", token_in=tmp_path / "data", blobs=url, database=database) as running:
+        go_on(running, 2)
+        with pytest.raises(OuterstepError, match="is in use already"):
+            restore(backed_up(data, tmp_path / "backups"), None, Target(tmp_path / "x", f"{url}-x", make_url(database)))
+    back = backed_up(tmp_path / "b", tmp_path / "more", make_url(database))
+    restore(back, None, Target(tmp_path / "c"))
+    with coordinator_thread(tmp_path / "c", token_in=tmp_path / "data") as running:
+        go_on(running, 3)
+
+
+@pytest.mark.covers("reliability:restored-elsewhere")
+@pytest.mark.parametrize("shared", [False, True], ids=["sqlite", "postgresql"])
+def test_a_backup_in_a_bucket_leaves_its_files_there(tmp_path: Path, url: str, database: str, shared: bool) -> None:
+    with coordinator_thread(tmp_path / "a", blobs=url) as running:
+        members = crew(running, "r", ["a", "b"], rounds=20, min_workers=2, checkpoints=CHECKPOINTS)
+        for round_ in range(2):
+            play_round(members, round_)
+            at_rest(running, "r", round_ + 1)
+    restore(
+        StoredBackups.of(Objects(url)), None, Target(tmp_path / "b", database=make_url(database) if shared else None)
+    )
+    with pytest.raises(OuterstepError, match="it was restored there since, so do not start this one"):
+        Coordinator(Settings(data_dir=tmp_path / "a", blobs=url))
+    with coordinator_thread(
+        tmp_path / "b", token_in=tmp_path / "a", blobs=url, database=database if shared else None
+    ) as running:
+        go_on(running, 2)
+
+
+STEPS = [
+    pytest.param(False, restoring, "_fill", "before", marks=pytest.mark.nightly),
+    pytest.param(False, restoring, "_fill", "after"),
+    pytest.param(False, FileMark, "clear", "before", marks=pytest.mark.nightly),
+    pytest.param(True, restoring, "_fill", "before", marks=pytest.mark.nightly),
+    pytest.param(True, restoring, "_fill", "after", marks=pytest.mark.nightly),
+    pytest.param(True, StoredBackups, "pass_on", "before", marks=pytest.mark.nightly),
+    pytest.param(True, StoredBackups, "pass_on", "after"),
+    pytest.param(True, FileMark, "clear", "before", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.covers("reliability:restored-elsewhere")
+@pytest.mark.parametrize(("from_bucket", "owner", "step", "when"), STEPS)
+def test_a_restore_that_is_killed_can_be_repeated(
+    tmp_path: Path,
+    url: str,
+    database: str,
+    data: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    from_bucket: bool,
+    owner: object,
+    step: str,
+    when: str,
+) -> None:
+    backups: BackupDirectory | StoredBackups = backed_up(data, tmp_path / "backups")
+    target = Target(tmp_path / "c", None if from_bucket else url, make_url(database))
+    if from_bucket:
+        restore(backups, None, Target(tmp_path / "b", url))
+        with coordinator_thread(tmp_path / "b", token_in=tmp_path / "data", blobs=url):
+            pass
+        backups = StoredBackups.of(Objects(url))
+    real: Callable[..., object] = getattr(owner, step)
+
+    def killed(*arguments: object) -> object:
+        if when == "after":
+            real(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, step, killed)
+        with pytest.raises(KeyboardInterrupt):
+            restore(backups, None, target)
+    restore(StoredBackups.of(Objects(url)) if from_bucket else backups, None, target)
+    assert FileMark(tmp_path / "c").read() is None
+    with coordinator_thread(tmp_path / "c", token_in=tmp_path / "data", blobs=url, database=database) as running:
+        go_on(running, 2)
+
+
+def test_a_repeated_restore_undoes_nothing_that_was_done_since(
+    tmp_path: Path, url: str, database: str, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed at its end, and somebody started a coordinator all the same, from another data directory."""
+    backups, target = backed_up(data, tmp_path / "backups"), Target(tmp_path / "b", url, make_url(database))
+
+    def killed(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FileMark, "clear", killed)
+        with pytest.raises(KeyboardInterrupt):
+            restore(backups, None, target)
+    with coordinator_thread(tmp_path / "other", token_in=data, blobs=url, database=database) as running:
+        go_on(running, 2)
+    restore(backups, None, target)
+    with coordinator_thread(tmp_path / "b", token_in=tmp_path / "data", blobs=url, database=database) as running:
+        assert info(running, "r")["round"] == 3
+
+
+def test_what_is_refused(tmp_path: Path, url: str, database: str, data: Path) -> None:
+    backups = backed_up(data, tmp_path / "backups")
+    with coordinator_thread(tmp_path / "other", blobs=url, database=database) as running:
+        crew(running, "r", ["a"], rounds=2, min_workers=1)
+        with pytest.raises(OuterstepError, match=re.escape(f"the bucket {url} belongs to another coordinator")):
+            restore(backups, None, Target(tmp_path / "b", url))
+    with pytest.raises(OuterstepError, match="is in use already: give another one"):
+        restore(backups, None, Target(tmp_path / "c", f"{url}-new", make_url(database)))
+    restore(backups, None, Target(tmp_path / "c"))
+    with coordinator_thread(tmp_path / "c", token_in=tmp_path / "data") as running:
+        go_on(running, 2)
