@@ -14,19 +14,16 @@ from coordinator.dashboard import serving as dashboard
 from coordinator.http import openapi
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.http.middleware import (
-    TELEMETRY,
     AssignRequestId,
     Authenticate,
     CheckProtocol,
     HeadAsGet,
     ResponseHeaders,
-    TraceAttributes,
 )
 from coordinator.http.problems import answer_problems
 from coordinator.http.response_cache import Caches
 from coordinator.metrics.server import RequestMetrics, ServerMetrics
 from coordinator.service import Coordinator
-from outerstep.common import tracing
 from protocol import __version__
 
 TICK_S = 0.2
@@ -56,7 +53,6 @@ def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = N
         description="DiLoCo training over ordinary internet connections. docs/rest.md explains it. "
         "HEAD is answered wherever GET is.",
         lifespan=lifespan,
-        telemetry=TELEMETRY,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,  # redirects would use the Host header, which the client controls
@@ -68,8 +64,6 @@ def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = N
     openapi.extend_schema(app)
     app.router.routes += [*_api().routes, *openapi.page_routes(app), *dashboard.routes()]
     # A request passes the last one added first.
-    if tracing.is_on():
-        app.add_middleware(TraceAttributes)
     app.add_middleware(Authenticate)
     app.add_middleware(CheckProtocol)
     app.add_middleware(ResponseHeaders)

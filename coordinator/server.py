@@ -27,7 +27,6 @@ from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import OpenStore
 from coordinator.store.database import at_start, is_shared, url_of
-from outerstep.common import tracing
 from outerstep.common.connections import KEPT_OPEN_S, congestion_text, probe_when_idle, set_congestion_control
 from protocol import __version__
 from protocol.compiled import COMPILED, KERNELS
@@ -220,7 +219,6 @@ def serve(settings: Settings) -> None:
     start_logging(settings.log_level, settings.log_format, settings.log_file)
     logger.log(logging.INFO if COMPILED else logging.WARNING, "kernels %s", KERNELS)
     allow_open_files()
-    tracing.start("outerstep-coordinator")
     server, listening = make_server(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         # uvicorn raises the signal again after shutdown; a requested stop must not look like a failure.
@@ -228,6 +226,5 @@ def serve(settings: Settings) -> None:
     shorten_pauses()
     keep_freed_memory()
     server.run(sockets=[listening])
-    tracing.stop()
     if server.failure is not None:
         raise server.failure

@@ -77,8 +77,8 @@ not, or if the server is not a coordinator.
 MACHINE = """
 ### What a spec may do on your machine
 
-A run's spec comes from the coordinator. So `outerstep worker`, `outerstep doctor` and `--no-sync` with a URL use only
-what you allow. They check this before they load anything:
+A run's spec comes from the coordinator. So `outerstep worker` and `outerstep doctor` use only what you allow. They
+check this before they load anything:
 
 - `model.factory`, and an `inner.optimizer` that is not built in, name code that your machine would import and run.
   Allow each by its exact name with `--allow-factory`.
@@ -89,8 +89,8 @@ what you allow. They check this before they load anything:
   `--data-root hub:ORG/NAME` allows a repository, `hub:ORG` an organisation, `hub:` all of it. Downloads use this
   machine's credentials, such as HF_TOKEN, and follow redirects. So allow only what those credentials may read, and what
   everyone who sees the trained model may learn.
-- Presets, configurations, `python-stdlib`, whatever `--data` names, and everything in your own file with `--spec` need
-  no permission. Code that comes with weights, data or a configuration (`trust_remote_code`, `auto_map`) is never run.
+- Presets, configurations, `python-stdlib` and whatever `--data` names need no permission. Code that comes with weights,
+  data or a configuration (`trust_remote_code`, `auto_map`) is never run.
 
 At a terminal, with one process, the worker asks once for everything that is missing. Otherwise it ends with exit code 3
 and prints the options to add. `outerstep run export`, `run chat`, `run evaluate` and `compare` need the same permission

@@ -129,10 +129,10 @@ def check_tokenizer(name: str, theirs: DataSummary, source: str, ours: DataSumma
 
 def load_export(
     directory: Path,
-    run: RunDetail | None = None,
-    allowed: Allowed = NOTHING,
-    max_parameters: int = MAX_PARAMETERS,
-    ask: Callable[[str], bool] | None = None,
+    run: RunDetail | None,
+    allowed: Allowed,
+    max_parameters: int,
+    ask: Callable[[str], bool] | None,
 ) -> nn.Module:
     """Return the model in a directory written by `outerstep run export`, on the CPU; adapters are merged into the model
     that they belong to. Code and places that its spec names must be `allowed`, or the owner says yes to `ask`. Raises

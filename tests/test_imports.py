@@ -56,7 +56,7 @@ LAYERS: dict[str, list[str]] = {
     "worker": [
         *("errors", "ranks", "settings", "process", "memory", "accounts", "codecs", "models"),
         *("tuning", "state", "privacy", "line", "link", "joining", "data", "rounds", "script", "allowing"),
-        *("diloco", "diloco_optimizer", "export", "inner", "fit", "box", "starting", "train", "alone", "agent"),
+        *("diloco", "diloco_optimizer", "export", "inner", "fit", "box", "starting", "train", "agent"),
     ],
 }
 
@@ -117,7 +117,7 @@ def test_the_list_of_commands_is_quick() -> None:
     """`outerstep --help` took a second: it imported every command, and all that these need."""
     code = "from outerstep.cli import app; app(['--help'], standalone_mode=False)"
     modules = imported_by(code)
-    slow = ["pydantic", "httpx", "numpy", "rich", "msgpack", "asyncio", "ssl", "opentelemetry", *TORCH, *WEB, *DATABASE]
+    slow = ["pydantic", "httpx", "numpy", "rich", "msgpack", "asyncio", "ssl", *TORCH, *WEB, *DATABASE]
     assert sorted(modules.intersection([*slow, "protocol.messages", "protocol.spec", "coordinator", "worker"])) == []
     assert [each for each in modules if each.startswith("outerstep.cli.")] == []
 

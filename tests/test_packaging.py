@@ -257,7 +257,7 @@ def test_hints_name_extras_that_can_be_installed() -> None:
                 for several, one in hint.findall(path.read_text(encoding="utf-8")):
                     named |= set(several.split(",")) if several else {one}
     named -= {"extra", "allow", "forbid", "ignore"}  # a placeholder, and pydantic's own
-    assert {"worker", "coordinator", "data", "peft", "remote", "lm-eval"} <= named
+    assert {"worker", "coordinator", "data", "peft", "remote"} <= named
     assert named <= set(EXTRAS)
 
 

@@ -122,7 +122,7 @@ def test_a_connection_that_has_closed_takes_no_bytes_back() -> None:
 def test_a_timeline_has_a_bar_for_each_fragment_in_each_stage() -> None:
     recorder = timeline.StageRecorder()
     recorder.of(3)
-    with recorder.stage(Stage.UPLOAD):
+    with recorder(Stage.UPLOAD):
         pass
     ((fragment, stage, began, ended),) = recorder.spans
     assert (fragment, stage) == (3, "upload")

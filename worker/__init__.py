@@ -22,7 +22,6 @@ In reading order:
     allowing.py     what a run spec may do on this machine
     ranks.py        several processes as one worker
     agent.py        the `outerstep worker` process; starting.py its device, process.py its log and signals
-    alone.py        training without a coordinator
     export.py       a checkpoint as a Hugging Face directory
     errors.py       the tree of exceptions
 """

@@ -16,11 +16,9 @@ from outerstep.common.exit_codes import Exit
 from protocol.compiled import KERNELS
 from protocol.errors import CodecError, NoCoordinator, NotUnderstood, OuterstepError, Problem, Remedy
 from protocol.messages import HostValue, RunDetail, RunState
-from protocol.spec.run import RunSpec
 from worker.accounts.machine import host_facts
 from worker.accounts.step_log import StepLog
-from worker.allowing import Allowed, allowed_by, permit
-from worker.alone import train_alone
+from worker.allowing import allowed_by, permit
 from worker.box import Box, check_suited, set_up
 from worker.diloco import DiLoCo
 from worker.errors import BoxError, DataError, ModelError, NotAllowed, StateDirBusy, Stopped
@@ -29,8 +27,8 @@ from worker.joining.checkpoints import initial_parameters
 from worker.link.client import Client, open_http
 from worker.link.worker_token import with_worker_token
 from worker.process import log_to_stderr, logged_to, stop_on_signals
-from worker.ranks import ALONE, Ranks
-from worker.settings import BoxSettings, WorkerSettings, state_directory
+from worker.ranks import Ranks
+from worker.settings import WorkerSettings
 from worker.starting import group_of, start
 from worker.state.state_dir import StateDir, rank_directory
 from worker.train import train
@@ -49,40 +47,16 @@ def run_worker(
     `ask` asks the machine's owner a yes-or-no question; None if nobody can be asked. `end_process` is called if leaving
     after a signal takes longer than LEAVE_WITHIN_S.
     """
-    return _run(settings, partial(_work, settings, ask), end_process)
-
-
-def run_alone(
-    settings: BoxSettings,
-    spec: RunSpec,
-    *,
-    own_spec: bool,
-    ask: Callable[[str], bool] | None = None,
-    end_process: Callable[[int], object] = os._exit,
-) -> Exit:
-    """Train the run `spec` alone, without a coordinator, and return the exit code. `own_spec`: the machine's owner has
-    supplied the spec, and so allowed what it asks for."""
-    allowed = None if own_spec else allowed_by(settings)
-    return _run(settings, partial(_work_alone, settings, spec, allowed, ask), end_process)
-
-
-def _run(
-    settings: BoxSettings,
-    work: Callable[[torch.device, threading.Event], None],
-    end_process: Callable[[int], object],
-) -> Exit:
     log_to_stderr()
     try:
         with logged_to(settings.log_file):
-            return _ended(settings, work, end_process)
+            return _ended(settings, ask, end_process)
     except OSError as error:
         log.error("--log-file: %s", error_text(error))
         return Exit.USAGE
 
 
-def _ended(
-    settings: BoxSettings, work: Callable[[torch.device, threading.Event], None], end_process: Callable[[int], object]
-) -> Exit:
+def _ended(settings: WorkerSettings, ask: Callable[[str], bool] | None, end_process: Callable[[int], object]) -> Exit:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         device, why = start(settings, size)
@@ -94,7 +68,7 @@ def _ended(
         stop = threading.Event()
         with group_of(device, size), stop_on_signals(stop, partial(end_process, Exit.DONE)):
             try:
-                work(device, stop)
+                _work(settings, ask, device, stop)
             finally:
                 stop.set()  # whatever is still being fetched is no longer needed
     except Stopped:
@@ -193,37 +167,8 @@ def _train(
             train(diloco, box, step_log)
 
 
-def _work_alone(
-    settings: BoxSettings,
-    spec: RunSpec,
-    allowed: Allowed | None,
-    ask: Callable[[str], bool] | None,
-    device: torch.device,
-    stop: threading.Event,
-) -> None:
-    if allowed is not None:
-        permit(spec, allowed, ask)
-    if Ranks.here().size > 1:
-        raise BoxError("--no-sync trains in one process: start it without torchrun and --gpus")
-    directory = settings.state_dir or state_directory(spec.name, f"{settings.name}.no-sync")
-    _check_state_directory(directory)
-
-    def pause(seconds: float) -> None:
-        if stop.wait(seconds):
-            raise Stopped("asked to stop")
-
-    with _step_log(settings, ALONE) as step_log, StateDir(directory, pause=pause) as files:
-        box = set_up(spec, settings, device, stop=stop, state_dir=directory)
-        _log_setup(spec.name, settings, box)
-        load_initial = initial_parameters(box.model, spec.model)
-        if load_initial is not None:
-            load_initial()
-        with closing(box.data):
-            train_alone(box, settings.name, files, stop, step_log)
-
-
 @contextmanager
-def _step_log(settings: BoxSettings, ranks: Ranks) -> Iterator[StepLog | None]:
+def _step_log(settings: WorkerSettings, ranks: Ranks) -> Iterator[StepLog | None]:
     """Yield the step log, which rank 0 writes; None if there is none. Raises BoxError if it cannot be written."""
     if settings.log is None or not ranks.is_first:
         yield None
@@ -242,7 +187,7 @@ def _facts_of(box: Box) -> dict[str, HostValue]:
     return {"precision": box.precision} | ({"base": box.base} if adapted else {})
 
 
-def _log_setup(run: str, settings: BoxSettings, box: Box) -> None:
+def _log_setup(run: str, settings: WorkerSettings, box: Box) -> None:
     parameters = sum(each.numel() for each in box.model.parameters() if each.requires_grad or box.frozen is None)
     parameters += box.frozen.elements if box.frozen is not None else 0
     log.info(

@@ -30,7 +30,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from outerstep.common import tracing
 from outerstep.common.quantities import bytes_text
 from protocol.digest import model_digest
 from protocol.errors import OuterstepError
@@ -47,7 +46,6 @@ from protocol.messages import (
 from protocol.spec.run import RunSpec
 from worker.accounts.machine import DeviceUse, host_facts, host_free_bytes, shared_facts, shared_metrics
 from worker.accounts.progress import Progress
-from worker.accounts.stages import RoundTrace
 from worker.allowing import permit_data
 from worker.data.open_training_set import open_training_set
 from worker.data.training_set import TrainingSet
@@ -197,10 +195,6 @@ class DiLoCo:
         self._writes = ForeignWrites(model, self._optimizers)
         use = use or DeviceUse(device)
         self._resources = ExitStack()
-        if tracing.start("outerstep-worker"):
-            trace = RoundTrace(run.name, run.created_at, name, ranks.rank if ranks.size > 1 else None)
-            client.trace(trace)
-            self._resources.callback(trace.end)
         self._progress = Progress(client.traffic, client.stages, clock, use, ranks, rounds=run.spec.sync.rounds)
         self._files = (
             None

@@ -213,12 +213,7 @@ class WorkerSettings(BoxSettings, _Membership):
     @property
     def directory(self) -> Path:
         """The directory of this worker's state."""
-        return self.state_dir or state_directory(self.run, self.name)
-
-
-def state_directory(run: str, name: str) -> Path:
-    """Return the default directory of a worker's state."""
-    return Path.home() / ".local/state/outerstep" / run / name
+        return self.state_dir or Path.home() / ".local/state/outerstep" / self.run / self.name
 
 
 def script_settings(

@@ -18,7 +18,7 @@ from typing import Any
 from harness.lines import Line, Shape
 from outerstep.common.drawing import Drawing
 from protocol.messages import RoundDetail, Stage
-from worker.accounts.stages import RoundTrace
+from worker.accounts.stages import Stages
 
 EVERY_S = 0.05  # between looks at the windows; a look takes some milliseconds of a core
 WIDTH, LEFT, LANE, GAP, PLOT = 1100, 150, 9, 12, 120  # of the picture, in its units
@@ -60,11 +60,12 @@ class Window:
         return sum(total - earlier.acknowledged.get(name, 0) for name, total in self.acknowledged.items())
 
 
-class StageRecorder(RoundTrace):
-    """Records the stages of one worker's threads instead of exporting spans. A thread says which fragment it is about
-    with `of`."""
+class StageRecorder(Stages):
+    """A stopwatch that also records when each stage of one worker's threads began and ended. A thread says which
+    fragment it is about with `of`."""
 
     def __init__(self) -> None:
+        super().__init__(time.monotonic)
         self.spans: list[tuple[int, str, float, float]] = []
         self._local = threading.local()
 
@@ -72,10 +73,11 @@ class StageRecorder(RoundTrace):
         self._local.fragment = fragment
 
     @contextmanager
-    def stage(self, stage: Stage) -> Iterator[None]:
+    def __call__(self, stage: Stage) -> Iterator[None]:
         started = time.monotonic()
         try:
-            yield
+            with super().__call__(stage):
+                yield
         finally:
             fragment = getattr(self._local, "fragment", None)
             if fragment is not None:

@@ -9,6 +9,7 @@ train   rounds of a script with `outerstep.DiLoCo`, whose inner steps take a fix
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,13 @@ from worker.state.parameters import tensor_specs
 from worker.state.work import Contribution
 
 TIMEOUT = timedelta(minutes=30)
+
+
+class FollowedClient(Client):
+    """A client whose stages are recorded, after `record`."""
+
+    def record(self, recorder: StageRecorder) -> None:
+        self.stages, self._channel = recorder, replace(self._channel, stages=recorder)
 
 
 class FollowedExchange(Exchange):
@@ -106,7 +114,9 @@ def synchronise(
     if it can be used. `record`: answer with what each fragment was in, too (timeline.py)."""
     delta, model = noise(elements, rank), Flat(elements)
     with open_http(url, None if ca is None else Path(ca)) as http:
-        client = Client(http, run, token)
+        client, recorder = FollowedClient(http, run, token), StageRecorder()
+        if record:
+            client.record(recorder)
         detail = client.run_detail()
         client.store.offer(detail.direct and direct)
         spec = detail.spec
@@ -123,9 +133,8 @@ def synchronise(
         for p in range(len(state)):  # state 0 is known to everybody here
             state.set(p, torch.zeros(layout.elements[p]), None)
         exchange = FollowedExchange(membership, spec, state, torch.device("cpu"))
-        recorder = StageRecorder()
         if record:
-            exchange.recorder = client.stages.trace = recorder
+            exchange.recorder = recorder
 
         def sync(work: list[Contribution]) -> dict[str, Any]:
             recorder.spans.clear()

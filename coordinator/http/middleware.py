@@ -6,17 +6,14 @@ RequestMetrics     counts and times the request (`metrics/server.py`)
 ResponseHeaders    adds headers to every response, and answers unexpected exceptions
 CheckProtocol      rejects clients that speak another protocol version
 Authenticate       finds the token's holder, and limits its requests per second
-TraceAttributes    adds run, worker, round and fragment to the request's span; only while tracing is on
 """
 
 import asyncio
 import re
 import uuid
-from typing import Any
 
 from fastapi import Request
 from fastapi.security.utils import get_authorization_scheme_param
-from opentelemetry import trace
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,16 +26,7 @@ from protocol.versions import OURS, client_version, incompatibility
 
 REJECT_DELAY_S = 1.0  # before a 429: if clients retried at once, rejecting would cost as much as serving
 
-# FastAPI's tracing settings. Outerstep has its own metrics and logs, and a span per operation would be too many.
-TELEMETRY: Any = {
-    "metrics": False,
-    "logs": False,
-    "operation_spans": False,
-    "exclude": lambda scope: not needs_a_token(scope["path"]),
-}
-
 _VALID_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_TRACED = {"run": "run", "worker": "worker", "number": "round", "fragment": "fragment"}  # path parameter: attribute
 
 # Keys of the request's state.
 _HEAD_ONLY, _ID, _HEADERS = "head_only", "request_id", "response_headers"
@@ -209,28 +197,3 @@ class Authenticate:
                 return
         scope.setdefault("state", {}).update(identity=identity, caller=caller)
         await self._app(scope, receive, send)
-
-
-class TraceAttributes:
-    """Adds run, worker, round and fragment to the request's span, where its path names them."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_and_trace(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                trace.get_current_span().set_attributes(_attributes(scope.get("path_params", {})))
-            await send(message)
-
-        await self._app(scope, receive, send_and_trace)
-
-
-def _attributes(path_params: dict[str, Any]) -> dict[str, str | int]:
-    """Return the span's attributes. If the path has a word such as "current" for the round, the attribute is that
-    word."""
-    texts = {name: str(path_params[key]) for key, name in _TRACED.items() if key in path_params}
-    return {
-        f"outerstep.{name}": int(text) if name in ("round", "fragment") and text.isdecimal() else text
-        for name, text in texts.items()
-    }

@@ -36,7 +36,6 @@ from coordinator.store.database import Database, Fault
 from coordinator.store.identity import Actor
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
-from outerstep.common import tracing
 from protocol.digest import model_digest
 from protocol.errors import Problem
 from protocol.fragments import Layout
@@ -257,10 +256,6 @@ class LiveRun:
     def note_vanished(self, *names: str) -> None:
         """Record that blobs are deleted or moved: uploads of them must not be accepted. Call it under the lock."""
         self.vanished.update(name for name in names if name in self.uploading)
-
-    def traced(self, name: str, number: int, fragment: int) -> AbstractContextManager[None]:
-        """Trace the block as a part of round `number`, if tracing is on."""
-        return tracing.round_span(name, self.name, self.created_at, number, fragment=fragment)
 
     @contextmanager
     def briefly_locked(self) -> Iterator[None]:

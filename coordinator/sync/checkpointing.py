@@ -40,8 +40,7 @@ def is_due_at_rest(run: LiveRun, fragment: int) -> bool:
 
 def write_blob(run: LiveRun, round_: int, fragment: int, state: Path) -> Blob:
     """Put one fragment of a checkpoint into the store, durably. `state`: the path of its state file."""
-    with run.traced("checkpoint", max(round_ - 1, 0), fragment):  # traced with the round that led to the state
-        return store_state(run.blobs, run.name, round_, fragment, state)
+    return store_state(run.blobs, run.name, round_, fragment, state)
 
 
 def record_fragment(run: LiveRun, fragment: int, state: State, blob: Blob) -> CheckpointFragmentRow:

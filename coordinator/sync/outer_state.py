@@ -41,8 +41,7 @@ def catch_up(run: LiveRun, fragment: int) -> None:
     while (before := run.outer.states[fragment].round) < run.round:
         if not alone:
             checkpointed = checkpointing.is_due(run, before + 1)
-            with run.traced("outer-step", before, fragment):
-                advanced = delegating.advance(run, fragment, before + 1, checkpoint=checkpointed)
+            advanced = delegating.advance(run, fragment, before + 1, checkpoint=checkpointed)
             if advanced is not None:
                 after = State(before + 1, advanced.digest)
                 _record_step(run, fragment, after, advanced.largest, advanced.checkpoint, here=False)
@@ -70,8 +69,7 @@ def _step_here(run: LiveRun, fragment: int) -> None:
     if _recent_delta(run, before, fragment) is None and not rebuild_delta_if_damaged(run, before, fragment):
         go_back_to_checkpoint(run, fragment, after=before)
         return
-    with run.traced("outer-step", before, fragment):
-        _step(run, fragment)
+    _step(run, fragment)
 
 
 def _is_here(run: LiveRun, fragment: int) -> bool:

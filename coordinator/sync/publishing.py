@@ -75,8 +75,7 @@ def _work(run: LiveRun, index: int, job: Job) -> None:
                     job.running, job.retry_at, job.fault = False, -math.inf, None
                     return
             if opening is not None:
-                with run.traced("publish", opening.number, index):
-                    _publish(run, opening, index)
+                _publish(run, opening, index)
     except Exception as error:  # nothing awaits the job: the log and the events report it
         with run.lock:
             job.running, job.retry_at = False, run.context.clock() + RETRY_S
@@ -96,13 +95,12 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     again instead."""
     fragment = opening.fragments[index]
     task = _task(run, opening, index)
-    with run.traced("aggregate", opening.number, index):
-        found = delegating.aggregate(run, task)
+    found = delegating.aggregate(run, task)
     try:
         if found is None:
             if task.bounded:
                 outer_state.bring_here(run, index)  # for the norm of θ
-            with run.context.working, run.traced("aggregate", opening.number, index):
+            with run.context.working:
                 found = _aggregate_here(run, fragment, task)
     except (ContributionsLost, NoneValid) as lost:
         if isinstance(lost, NoneValid):

@@ -19,7 +19,7 @@ from outerstep.cli.options import (
     with_connection,
 )
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say
-from outerstep.cli.run.models import AverageOption, box_settings, lm_eval_results
+from outerstep.cli.run.models import AverageOption, box_settings
 from outerstep.cli.worker import DataCacheGbOption, DataCacheOption
 from outerstep.common.connections import error_text
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text
@@ -49,12 +49,6 @@ def compare(
     ] = None,
     data_cache: DataCacheOption = None,
     data_cache_gb: DataCacheGbOption = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            "--tasks", metavar="TASK,…", help="Also run these lm-eval tasks on the directories, by name or YAML file."
-        ),
-    ] = None,
     average: AverageOption = 1,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the differences into this file.")
@@ -76,7 +70,7 @@ def compare(
     \b
     Example:
       outerstep compare my-run-baseline my-run my-run@50 --plot difference.svg
-      outerstep compare ./one ./other --tasks hellaswag
+      outerstep compare ./one ./other --data ./text
     """
     if len(models) < 2:
         raise UsageError("give two or more models: what one of them costs shows only beside another")
@@ -92,8 +86,6 @@ def compare(
         if any(not _is_directory(each) for each in models):
             client = stack.enter_context(connection.open())
         contenders = [_contender(each, client, comparing) for each in models]
-        if tasks is not None and all(each.directory is None for each in contenders):
-            raise UsageError("--tasks needs a directory: lm-eval runs on what `outerstep run export` writes")
         costs = [None if each.run is None or client is None else _cost(each, client) for each in contenders]
         http, token = (None, "") if client is None else (client.http, connection.token())
         try:
@@ -109,10 +101,6 @@ def compare(
         except ValueError as error:
             raise UsageError(f"--device: {error}") from error
     differences = [comparing.difference(each, measured.losses[0]) for each in measured.losses[1:]]
-    scores = [
-        None if tasks is None or each.directory is None else lm_eval_results(each.directory, tasks, box)
-        for each in contenders
-    ]
     if plot is not None:
         try:
             plot.write_text(comparing.plot(models, differences))
@@ -131,11 +119,11 @@ def compare(
             {
                 "tokens": tokens,
                 "drawn": {"unit": measured.unit, "count": units},
-                "models": [row | {"tasks": found} for row, found in zip(rows, scores, strict=True)],
+                "models": rows,
             }
         )
         return
-    _print(rows, scores, measured)
+    _print(rows, measured)
 
 
 def _is_directory(text: str) -> bool:
@@ -190,7 +178,7 @@ def _row(
     return row
 
 
-def _print(rows: list[dict[str, Any]], scores: list[Any], measured: Any) -> None:
+def _print(rows: list[dict[str, Any]], measured: Any) -> None:
     columns = [
         "model",
         ">rounds",
@@ -223,7 +211,3 @@ def _print(rows: list[dict[str, Any]], scores: list[Any], measured: Any) -> None
     console().print(table(columns, cells))
     count = len(measured.losses[0].targets)
     say(f"over {count_text(int(measured.losses[0].targets.sum()))} tokens in {count} held-out {measured.unit}")
-    for row, found in zip(rows, scores, strict=True):
-        for task, metrics in (found or {}).items():
-            figures = ((key.removesuffix(",none"), value) for key, value in metrics.items() if isinstance(value, float))
-            say(f"{row['model']}, {task}: {', '.join(f'{key} {value:.4f}' for key, value in figures)}")

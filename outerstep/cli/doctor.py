@@ -23,15 +23,14 @@ BlobsOption = Annotated[
 
 # Worker settings whose options have another name.
 _OPTIONS = {"state_dir": "state", "compile": "compile_model"}
-_OF_NO_SYNC = {"no_sync", "spec"}  # options for training alone, which needs no doctor
 
 
 def with_options_of_worker(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command the options of `outerstep worker` for joining a run, besides its own."""
+    """Give the command the options of `outerstep worker`, none of them required, besides its own."""
     given = inspect.signature(worker, eval_str=True).parameters.values()
     own = [each for each in inspect.signature(command).parameters.values() if each.kind is not each.VAR_KEYWORD]
-    parameters = [each for each in given if each.name not in _OF_NO_SYNC] + own
-    positional = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    optional = [each.replace(default=None) if each.default is each.empty else each for each in given]
+    positional = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in [*optional, *own]]
     command.__signature__ = inspect.Signature(positional)  # type: ignore[attr-defined]
     return command
 
@@ -120,7 +119,7 @@ def worker_command(options: dict[str, Any]) -> str:
     words, defaults = ["outerstep", "worker", options["url"]], inspect.signature(worker).parameters
     for parameter in inspect.signature(worker, eval_str=True).parameters.values():
         value = options.get(parameter.name)
-        if parameter.name in {"url", "token"} | _OF_NO_SYNC or value == defaults[parameter.name].default:
+        if parameter.name in {"url", "token"} or value == defaults[parameter.name].default:
             continue
         flag = _flag(parameter)
         for each in value if isinstance(value, list) else [value]:

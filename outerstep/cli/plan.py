@@ -17,7 +17,6 @@ from outerstep.common.quantities import (
     UNKNOWN,
     bytes_text,
     count_text,
-    counted,
     duration_text,
     parse_bytes,
     parse_count,
@@ -28,15 +27,6 @@ from outerstep.common.quantities import (
 from outerstep.display import table
 from outerstep.epochs import EPOCHS, schedule_of
 from outerstep.plan import Setting, Workload
-from outerstep.plan_blobs import (
-    AGGREGATOR_CORES,
-    AVERAGING_SHARE,
-    Prices,
-    averaging,
-    read_prices,
-    store_cost,
-    store_use,
-)
 from outerstep.plan_boxes import Together, parse_box, together
 from protocol.errors import SpecError
 from protocol.spec.sections import MOST_ROUNDS
@@ -110,17 +100,6 @@ def plan(
         float | None,
         typer.Option(min=0.0, max=1.0, help=f"Target share of the time in inner steps. Default: {UTILISATION}."),
     ] = None,
-    blobs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STORE",
-            help="Add the cost of keeping the run's files in a bucket, s3, r2 or gcs, and the work of averaging them.",
-        ),
-    ] = None,
-    prices: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="A price table for --blobs. Default: outerstep/prices.toml."),
-    ] = None,
     output: FormatOption = Format.TABLE,
 ) -> None:
     """Estimate what a run costs on given network connections, and recommend codecs and H. Nothing is started.
@@ -132,13 +111,12 @@ def plan(
     \b
     Example:
       outerstep plan --params 1.2e9 --up 10mbit --down 100mbit --step-time 1.0
-      outerstep plan --params 1.2e9 --up 10mbit --down 100mbit --step-time 1.0 --blobs r2
       outerstep plan --params 1.2e9 --step-time 1.0 --box 1.0,100/10 --box 0.5,50/5
       outerstep plan --data run.toml --workers 4 --epochs 3
       outerstep plan --params 1.2e9 --memory 24gb --host-memory 64gb
     """
     lines: dict[str, object] = {"--latency": latency, "--loss": loss}
-    run: dict[str, object] = {"--steps": steps, "--utilisation": utilisation, "--blobs": blobs, "--prices": prices}
+    run: dict[str, object] = {"--steps": steps, "--utilisation": utilisation}
     network: dict[str, object] = {"--up": up, "--down": down, "--step-time": step_time, **lines, **run}
     if host_memory is not None and memory is None:
         raise UsageError("--host-memory needs --memory, which the GPU has")
@@ -178,11 +156,6 @@ def plan(
         return
     if params is None or up is None or down is None or step_time is None:
         raise UsageError("give --params, --up, --down and --step-time; or --box; or --params and --memory; or --data")
-    if prices is not None and blobs is None:
-        raise UsageError("--prices has prices of stores: name one with --blobs")
-    table_of_prices = None if blobs is None else read_prices(prices)
-    if table_of_prices is not None and blobs not in table_of_prices.stores:
-        raise UsageError(f"--blobs: {blobs} has no prices, only {', '.join(table_of_prices.stores)}; see --prices")
     workload = Workload(
         parameters=_parsed("--params", parse_count, params),
         up=_parsed("--up", parse_rate, up),
@@ -195,22 +168,11 @@ def plan(
     )
     found = planning.settings(workload)
     best, reason = planning.recommend(found, UTILISATION if utilisation is None else utilisation)
-    store = None if table_of_prices is None or blobs is None else table_of_prices.stores[blobs]
     if output is Format.JSON:
-        document = _document(workload, found, best, reason)
-        if store is not None and table_of_prices is not None:
-            document["blobs"] = {
-                "prices": {"date": table_of_prices.date, **store.model_dump()},
-                "use": asdict(store_use(workload, best)),
-                "month": asdict(store_cost(workload, best, store)),
-                "averaging": asdict(averaging(workload, best)),
-            }
-        print_json(document)
+        print_json(_document(workload, found, best, reason))
         return
     console(width=UNBOUNDED_WIDTH).print(_table(found))  # a narrow terminal wraps it instead of cutting it
     say_lines("\n" + "\n".join(_lines(workload, best, reason)))
-    if store is not None and table_of_prices is not None:
-        say_lines("\n" + "\n".join(_store_lines(workload, best, store, table_of_prices.date)))
 
 
 def _refuse(why: str, given: Mapping[str, object]) -> None:
@@ -384,21 +346,6 @@ def _lines(workload: Workload, best: Setting, reason: str) -> list[str]:
         f"{duration_text(best.inner_steps * workload.step_s)} of inner steps, {best.utilisation:.1%}.",
         reason,
         _overlap_line(workload, best),
-    ]
-
-
-def _store_lines(workload: Workload, best: Setting, prices: Prices, date: str) -> list[str]:
-    use, cost, work = store_use(workload, best), store_cost(workload, best, prices), averaging(workload, best)
-    return [
-        f"With this setting and its files at {prices.name} (list prices of {date}):",
-        f"${cost.per_round:.4f} per round: {count_text(use.writes)} writes, {count_text(use.reads)} reads and "
-        f"{bytes_text(use.egress_bytes)} of egress.",
-        f"${cost.month:,.2f} per month of {count_text(cost.rounds)} rounds: requests ${cost.requests:,.2f}, egress "
-        f"${cost.egress:,.2f}, storage of {bytes_text(use.stored_bytes)} ${cost.storage:,.2f}.",
-        "The coordinator is taken to be outside of the store's network; near it, its reading is no egress.",
-        f"Averaging takes {duration_text(work.core_s)} of CPU time per round, and requests take the coordinator "
-        f"{duration_text(work.leader_core_s)}. To have the deltas within {AVERAGING_SHARE:.0%} of the time of the "
-        f"inner steps, run {counted(work.aggregators, 'aggregator')} of {AGGREGATOR_CORES} cores.",
     ]
 
 

@@ -13,7 +13,6 @@ from outerstep.cli.errors import UsageError, import_extra, validated
 from outerstep.cli.options import (
     AllowFactoryOption,
     CaOption,
-    Connection,
     DataRootOption,
     LogFileOption,
     MaxParametersOption,
@@ -24,7 +23,6 @@ from outerstep.cli.options import (
     find_token,
     owner_at_terminal,
 )
-from outerstep.cli.run.runs import read_spec
 from protocol import __version__
 
 log = logging.getLogger(__name__)
@@ -75,8 +73,8 @@ DataCacheGbOption = Annotated[
 
 
 def worker(
-    url: Annotated[str | None, typer.Argument(metavar="URL", help="The coordinator's address.")] = None,
-    run: Annotated[str | None, typer.Option("--run", help="The run to join.")] = None,
+    url: Annotated[str, typer.Argument(metavar="URL", help="The coordinator's address.", show_default=False)],
+    run: Annotated[str, typer.Option("--run", help="The run to join.", show_default=False)],
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     ca: CaOption = None,
@@ -175,13 +173,6 @@ def worker(
         Path | None, typer.Option("--log", help="File to append every inner step's loss to, as JSON lines.")
     ] = None,
     log_file: LogFileOption = None,
-    no_sync: Annotated[
-        bool, typer.Option("--no-sync", help="Train the run alone without joining it, as a baseline.")
-    ] = False,
-    spec: Annotated[
-        Path | None,
-        typer.Option("--spec", help="With --no-sync: the run's spec, instead of URL, --run and a token."),
-    ] = None,
 ) -> None:
     """Join a run as a worker and train until it ends.
 
@@ -193,17 +184,17 @@ def worker(
     names. If something is not allowed, or the model has more than --max-parameters, it asks at a terminal; elsewhere it
     exits with code 3 and says which option to add.
 
-    With --no-sync it joins nothing: it trains for as many steps as one worker of the run, on this machine's data, and
-    logs the held-out loss.
-
     \b
     Example:
       OUTERSTEP_TOKEN=… outerstep worker https://coordinator.example.org --run my-run
       outerstep worker https://coordinator.example.org --run my-run --gpus 8
-      outerstep worker --no-sync --spec run.toml --log steps.jsonl
     """
     settings = import_extra("worker.settings", extra="worker", command="outerstep worker")
-    box: dict[str, Any] = {
+    given: dict[str, Any] = {
+        "url": checked_url(url),
+        "run": run,
+        "token": find_token(token, token_file, os.environ),
+        "ca": None if ca is None else str(ca),
         "name": name,
         "state_dir": state,
         "device": device,
@@ -231,44 +222,12 @@ def worker(
         "log": log,
         "log_file": log_file,
     }
-    if gpus is not None and no_sync:
-        raise UsageError("--gpus is for workers that join a run: --no-sync trains in one process")
-    if spec is not None:
-        if not no_sync:
-            raise UsageError("--spec is for --no-sync: a worker that joins a run gets its spec from the coordinator")
-        if url is not None or run is not None:
-            raise UsageError("give --spec, or URL and --run, not both")
-        _, parsed = read_spec(spec)
-        alone = _checked(settings.BoxSettings, box)
-        raise typer.Exit(_agent(alone).run_alone(alone, parsed, own_spec=True))
-    if url is None:
-        raise UsageError("Missing argument 'URL': the coordinator's address; --no-sync with --spec needs none")
-    if run is None:
-        raise UsageError("Missing option '--run': the run to join")
-    member = {
-        "url": checked_url(url),
-        "run": run,
-        "token": find_token(token, token_file, os.environ),
-        "ca": None if ca is None else str(ca),
-    }
-    if no_sync:
-        alone = _checked(settings.BoxSettings, box)
-        with Connection(url, token, token_file, ca).open() as client:
-            detail = client.run(run)
-        raise typer.Exit(_agent(alone).run_alone(alone, detail.spec, own_spec=False, ask=owner_at_terminal()))
-    joining = _checked(settings.WorkerSettings, member | box)
+    joining = validated(settings.WorkerSettings, given, FLAGS)
+    for flag, path in (("--log", joining.log), ("--log-file", joining.log_file)):
+        check_log(flag, path)
     if gpus is not None and gpus > 1 and "LOCAL_RANK" not in os.environ:
         _start_on(gpus, joining.device)
     raise typer.Exit(_agent(joining).run_worker(joining, ask=owner_at_terminal()))
-
-
-def _checked(model: Any, given: dict[str, Any]) -> Any:
-    """Return the settings, checked as far as possible without importing torch, which takes many seconds. Raises
-    UsageError."""
-    found = validated(model, given, FLAGS)
-    for flag, path in (("--log", found.log), ("--log-file", found.log_file)):
-        check_log(flag, path)
-    return found
 
 
 def _agent(settings: Any) -> ModuleType:

@@ -70,7 +70,6 @@ NEEDED = {
     "sqlalchemy": "sqlalchemy",
     "alembic": "alembic",
     "prometheus_client": "prometheus-client",
-    "opentelemetry": "opentelemetry-api",
 }
 
 

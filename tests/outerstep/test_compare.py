@@ -76,9 +76,7 @@ def test_checkpoints_differ_by_what_each_of_them_is_evaluated_at(served: Served)
     found = compared(served, RUN, f"{RUN}@0")
     last, first = found["models"]
     for row, arguments in ((last, []), (first, ["--round", "0"])):
-        evaluated = json.loads(served.outerstep("run", "evaluate", RUN, "--format", "json", *ANYWHERE, *arguments)[1])[
-            "held_out"
-        ]
+        evaluated = json.loads(served.outerstep("run", "evaluate", RUN, "--format", "json", *ANYWHERE, *arguments)[1])
         assert row["loss"] == pytest.approx(evaluated["loss"], abs=1e-5)
         assert row["bits_per_byte"] == pytest.approx(evaluated["bits_per_byte"], abs=1e-5)
     assert found["drawn"]["unit"] == "documents"
@@ -138,7 +136,6 @@ def test_a_table_and_a_plot(served: Served, exported: Path, tmp_path: Path) -> N
         pytest.param([RUN, f"{RUN}@last"], 2, "is neither RUN nor RUN@ROUND", id="no number"),
         pytest.param([RUN, "./nowhere"], 2, "./nowhere is not a directory", id="no such directory"),
         pytest.param(["./", "./", "--average", "2"], 2, "--average is for runs", id="average of directories"),
-        pytest.param([RUN, f"{RUN}@0", "--tasks", "arc"], 2, "--tasks needs a directory", id="tasks of runs"),
         pytest.param([RUN, f"{RUN}@0", "--device", "abacus"], 2, "device 'abacus' cannot be used", id="no such device"),
     ],
 )

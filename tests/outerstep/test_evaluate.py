@@ -1,9 +1,7 @@
 """`outerstep run evaluate`: the loss of checkpoints and exports on this machine, on what the run holds out."""
 
-import importlib.util
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness.coordinator import InThread, coordinator_thread
 from outerstep import models
@@ -81,18 +76,17 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def test_a_checkpoint_has_the_loss_that_the_worker_has_measured(trained: Trained) -> None:
     last, first = trained.evaluate(), trained.evaluate("--round", "0", "--device", "cpu")
-    assert last["held_out"]["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-6)
-    assert first["held_out"]["loss"] == pytest.approx(trained.rounds[-1]["held_out_loss"], abs=1e-6)
-    assert last["held_out"]["bits_per_byte"] == pytest.approx(trained.run["held_out_bits_per_byte"], abs=1e-6)
-    assert last["held_out"]["bits_per_byte"] == pytest.approx(last["held_out"]["loss"] / math.log(2))
-    assert last["tasks"] == {}
+    assert last["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-6)
+    assert first["loss"] == pytest.approx(trained.rounds[-1]["held_out_loss"], abs=1e-6)
+    assert last["bits_per_byte"] == pytest.approx(trained.run["held_out_bits_per_byte"], abs=1e-6)
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2))
     code, out, _ = trained.served.outerstep("run", "evaluate", RUN, *trained.anywhere)
-    assert (code, out.split(" (")[0]) == (0, f"held-out loss {last['held_out']['loss']:.4f}")
+    assert (code, out.split(" (")[0]) == (0, f"held-out loss {last['loss']:.4f}")
 
 
 def test_an_export_has_the_loss_of_what_was_exported(trained: Trained, exported: Path) -> None:
     found = trained.evaluate("--export", str(exported))
-    assert found["held_out"]["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
+    assert found["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
 
 
 def test_what_is_exported_is_the_point_that_the_outer_optimizer_has_reached(trained: Trained, exported: Path) -> None:
@@ -115,7 +109,7 @@ def test_what_is_exported_is_the_point_that_the_outer_optimizer_has_reached(trai
 def test_other_text_is_evaluated_on_only_if_it_is_asked_for(trained: Trained, tmp_path: Path) -> None:
     """What lies at the run's data.source on this machine may be something else: its loss would be taken for the run's."""
     other = write_chapters(tmp_path / "other", words="the quick brown fox jumps over the lazy dog")
-    assert trained.evaluate("--data", str(other))["held_out"]["loss"] > trained.run["held_out_loss"] + 0.01
+    assert trained.evaluate("--data", str(other))["loss"] > trained.run["held_out_loss"] + 0.01
     chapter = trained.text / "0.txt"
     before = chapter.read_text()
     chapter.write_text(before + "!")
@@ -133,7 +127,6 @@ def test_other_text_is_evaluated_on_only_if_it_is_asked_for(trained: Trained, tm
     [
         pytest.param(["--round", "7"], 3, "no checkpoint 7", id="no such checkpoint"),
         pytest.param(["--round", "0", "--export", "x"], 2, "not both", id="two models"),
-        pytest.param(["--tasks", "hellaswag"], 2, "--tasks needs --export", id="tasks of a checkpoint"),
         pytest.param(["--export", "/nowhere"], 3, "/nowhere was not written by `outerstep run export`", id="nothing there"),
         pytest.param(["--data", "/nowhere"], 3, "'/nowhere' matches no files", id="no text"),
         pytest.param(["--device", "abacus"], 2, "device 'abacus' cannot be used", id="no such device"),
@@ -160,55 +153,6 @@ def test_parameters_that_are_not_finite_are_told(trained: Trained, exported: Pat
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     code, said = trained.refused("--export", str(tmp_path))
     assert (code, f"the tensor {broken} of the model has values that are not finite" in said) == (3, True), said
-
-
-TASK = """
-task: copying
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {questions}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: ["play", "xqzj"]
-doc_to_target: 0
-metric_list:
-  - metric: acc
-"""
-
-
-def test_the_tasks_of_lm_eval_are_measured(trained: Trained, exported: Path, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'outerstep[lm-eval]'")
-    questions = tmp_path / "questions.json"
-    questions.write_text("\n".join(json.dumps({"question": f"all work and {n} no "}) for n in range(8)))
-    (tmp_path / "copying.yaml").write_text(TASK.format(questions=questions))
-    task = str(tmp_path / "copying.yaml")
-    code, said = trained.refused("--export", str(exported), "--tasks", task)
-    assert (code, "has no tokenizer, which lm-eval's tasks need" in said) == (3, True), said
-    with_tokenizer = tmp_path / "model"
-    shutil.copytree(exported, with_tokenizer)
-    byte_tokenizer().save_pretrained(with_tokenizer)
-    code, said = trained.refused("--export", str(with_tokenizer), "--tasks", "no-such-task")
-    assert (code, "lm-eval has no task 'no-such-task'" in said) == (2, True), said
-    found = trained.evaluate("--export", str(with_tokenizer), "--tasks", task)
-    assert 0 <= found["tasks"]["copying"]["acc,none"] <= 1
-    assert found["held_out"]["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the letters of ASCII, numbered as bytes are."""
-    tokenizer = Tokenizer(WordLevel({chr(number): number for number in range(256)}, unk_token="?"))
-    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=chr(0), pad_token=chr(0))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
-def test_without_lm_eval_the_line_to_type_is_told(trained: Trained, exported: Path) -> None:
-    code, out, err = trained.served.outerstep(
-        "run", "evaluate", RUN, *trained.anywhere, "--export", str(exported), "--tasks", "hellaswag"
-    )
-    assert (code, out) == (2, "")
-    assert "needs lm_eval, which is not installed; run: pip install 'outerstep[lm-eval]'" in err
 
 
 # --- what a spec may name -----------------------------------------------------------------------------------------
@@ -275,7 +219,7 @@ def test_a_batch_goes_through_the_model_in_parts(trained: Trained, monkeypatch: 
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
     monkeypatch.setattr(models, "TOKENS_AT_ONCE", 2 * 32)
-    assert trained.evaluate()["held_out"]["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
+    assert trained.evaluate()["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
     assert max(rows) == 2
 
 
@@ -349,7 +293,7 @@ def test_adapters_are_evaluated_with_the_model_that_they_belong_to(trained: Trai
             "run", "evaluate", "adapted", "--format", "json", *trained.anywhere, *arguments
         )
         assert code == 0, err
-        found: float = json.loads(out)["held_out"]["loss"]
+        found: float = json.loads(out)["loss"]
         return found
 
     assert loss("--export", str(directory)) == pytest.approx(loss(), abs=1e-5)

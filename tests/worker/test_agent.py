@@ -251,9 +251,10 @@ def test_what_cannot_be_trained_here_is_one_sentence(
     coordinator.create_run(spec)
     (tmp_path / "file").touch()
 
-    def refusal(run: str = "text", state: Path = tmp_path / "state") -> str:
+    def refusal(run: str = "text", state: Path = tmp_path / "state", **changes: Any) -> str:
         caplog.clear()
-        assert run_worker(worker_settings(coordinator, run, state, allow_factory=OWN_FUNCTIONS)) == Exit.REFUSED
+        settings = worker_settings(coordinator, run, state, allow_factory=OWN_FUNCTIONS, **changes)
+        assert run_worker(settings) == Exit.REFUSED
         line = caplog.records[-1].getMessage()
         assert "Errno" not in line
         assert caplog.records[-1].exc_info is None
@@ -269,6 +270,8 @@ def test_what_cannot_be_trained_here_is_one_sentence(
         line = refusal(state=directory)
         why = f"{tmp_path}/file is not a directory"
         assert line == f"--state {directory} cannot hold this worker's state: {why}; choose another directory"
+    log = tmp_path / "missing/steps.jsonl"
+    assert refusal(log=log) == f"--log {log}: No such file or directory"
 
 
 def test_another_training_set_is_refused(coordinator: InThread, text: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """A run's spec is somebody else's text: what of it a machine does is for the machine's owner to say."""
 
-import logging
 import os
 import select
 import shlex
@@ -18,12 +17,11 @@ from tests.support import at_terminal
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.workers import worker_settings
-from worker.agent import run_alone, run_worker
+from worker.agent import run_worker
 from worker.allowing import Allowed, not_allowed, options_for, permit
 from worker.errors import DataError, NotAllowed
 from worker.export import export, load_checkpoint
 from worker.link.client import Client, open_http
-from worker.settings import BoxSettings
 
 
 def spec(*, model: str = 'preset = "tiny"', data: str = "", inner: str = "") -> RunSpec:
@@ -261,9 +259,6 @@ def test_a_worker_runs_no_code_and_reads_nothing_unless_its_owner_says_so(
     assert work(data_root=(str(text),)) == Exit.REFUSED
     assert work(data_root=(), ask=lambda _: False) == Exit.REFUSED
     assert work(data_root=(), allow_factory=(f"{name}:make",)) == Exit.REFUSED
-    with caplog.at_level(logging.ERROR):
-        box = BoxSettings(name="a", device="cpu", threads=1, state_dir=tmp_path / "alone")
-        assert run_alone(box, parse_spec(whole), own_spec=False) == Exit.REFUSED
     assert not touched.exists()
     assert f"{name}" not in sys.modules
     assert not state.exists(), "nothing was begun"
@@ -315,9 +310,3 @@ def _read(terminal: int) -> bytes:
         return os.read(terminal, 4096)
     except OSError:
         return b""
-
-
-def test_ones_own_spec_needs_no_flags(text: Path, tmp_path: Path) -> None:
-    own = parse_spec(tiny_spec("own", text, seed=1, rounds=1, min_workers=1))
-    box = BoxSettings(name="a", device="cpu", threads=1, state_dir=tmp_path / "alone")
-    assert run_alone(box, own, own_spec=True) == Exit.DONE

@@ -9,19 +9,114 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from tests.worker.test_alone import box_settings, spec
+from protocol.spec.run import RunSpec, parse_spec
+from protocol.spec.sections import InnerSpec
+from tests.support.text import write_chapters
 from worker import box as box_module
-from worker.box import set_up
-from worker.errors import BoxError
+from worker.box import Box, set_up
+from worker.errors import BoxError, ModelError
 from worker.inner import execution as compiling
 from worker.inner import micro_batch
 from worker.inner.execution import checkpoint_activations
-from worker.inner.loss import find_head
+from worker.inner.loss import find_head, mean_loss
+from worker.inner.schedules import learning_rate
 from worker.ranks import Ranks
+from worker.settings import BoxSettings
 from worker.state.parameters import tensor_specs
 
-__all__ = ["spec"]  # the fixture
 CPU = torch.device("cpu")
+STEPS = 6
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> RunSpec:
+    text = write_chapters(tmp_path / "text", chapters=4)
+    return parse_spec(f"""
+name = "text"
+[model]
+preset = "tiny"
+[data]
+source = "{text}"
+sequence_length = 16
+holdout = 0.1
+[inner]
+optimizer = "adamw"
+batch_size = 2
+learning_rate = 3e-3
+warmup_steps = 2
+[sync]
+wait = "always"
+rounds = {STEPS}
+inner_steps = 1
+[evaluation]
+max_tokens = 64
+""")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def box_settings(tmp_path: Path, **changes: Any) -> BoxSettings:
+    return BoxSettings(**{"name": "a", "state_dir": tmp_path / "state", "device": "cpu", **changes})
+
+
+def train(box: Box) -> list[float]:
+    """Take the run's inner steps; the learning rate of each."""
+    box.model.train()
+    rates = []
+    for number in range(STEPS):
+        box.schedule.set(number)
+        rates.append(box.optimizers[-1].param_groups[0]["lr"])
+        batch = box.data.unit(number)
+        box.step.gradient(batch, box.step.targets(batch))
+        box.step.apply()
+    return rates
+
+
+def test_inner_steps_are_those_of_a_plain_training_loop(spec: RunSpec, tmp_path: Path) -> None:
+    """Written out: the same batches, learning rates and clipping."""
+    box = set_up(spec, box_settings(tmp_path), CPU)
+    plain = set_up(spec, box_settings(tmp_path), CPU)
+    optimizer = torch.optim.AdamW(plain.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    for number in range(STEPS):
+        optimizer.param_groups[0]["lr"] = learning_rate(spec, number, spec.inner.learning_rate)
+        mean_loss(plain.model, plain.data.unit(number)).backward()
+        nn.utils.clip_grad_norm_(plain.model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    train(box)
+    assert all(map(torch.equal, box.model.parameters(), plain.model.parameters()))
+
+
+def own_optimizer(model: nn.Module, inner: InnerSpec) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def test_the_schedule_scales_the_learning_rate_of_an_optimizer_of_one_s_own(spec: RunSpec, tmp_path: Path) -> None:
+    inner = spec.inner.model_copy(update={"optimizer": f"{__name__}:own_optimizer"})
+    box = set_up(spec.model_copy(update={"inner": inner}), box_settings(tmp_path), CPU)
+    assert train(box)[0] == 0.25, "half of its own peak, of two warmup steps the first"
+
+
+@pytest.mark.parametrize("changes", [{"precision": "fp16"}, {"precision": "bf16"}, {"parameters": "bf16"}])
+def test_every_precision_learns(spec: RunSpec, tmp_path: Path, changes: dict[str, Any]) -> None:
+    box = set_up(spec, box_settings(tmp_path, **changes), CPU)
+    assert box.evaluate is not None
+    before = box.evaluate().loss
+    train(box)
+    assert box.evaluate().loss < before
+
+
+def test_a_held_out_loss_that_is_not_a_number_is_told(spec: RunSpec, tmp_path: Path) -> None:
+    """It was an unexpected fault, which says that starting again would help."""
+    box = set_up(spec, box_settings(tmp_path), CPU)
+    assert box.evaluate is not None
+    with torch.no_grad():
+        next(box.model.parameters()).fill_(float("nan"))
+    with pytest.raises(ModelError, match="the held-out loss is nan: the model's parameters are not finite"):
+        box.evaluate()
 
 
 def gradient_of(spec: Any, tmp_path: Path, **changes: Any) -> tuple[Tensor, list[Tensor]]:

@@ -1,7 +1,6 @@
 """A run on conversations: weighed by trained tokens, evaluated, exported with its chat template."""
 
 import json
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -179,46 +178,3 @@ def test_a_model_without_a_template_cannot_be_talked_to(exported: Path) -> None:
     done = CliRunner().invoke(app, ["run", "chat", "--export", str(exported)])
     assert done.exit_code == 3
     assert "has no chat template; put its chat_template.jinja into" in done.stderr
-
-
-# --- lm-eval --------------------------------------------------------------------------------------------------------
-
-TASK = """
-task: waiting
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {questions}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: ["the worker", "the delta"]
-doc_to_target: 0
-metric_list:
-  - metric: acc
-"""
-
-
-@pytest.mark.parametrize(("row_format", "renders"), [("chat", True), ("text", False)])
-def test_tasks_are_rendered_by_the_template_of_a_model_trained_on_conversations(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_format: str, renders: bool
-) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'outerstep[lm-eval]'")
-    lm_eval_tasks: Any = import_module("outerstep.lm_eval_tasks")
-    spec = f'name = "r"\nmodel.preset = "tiny"\nsync.rounds = 1\ndata.format = "{row_format}"\n'
-    (exported / "spec.toml").write_text(spec)
-    questions = tmp_path / "questions.json"
-    questions.write_text("\n".join(json.dumps({"question": f"who waits for {n}?"}) for n in range(3)))
-    (tmp_path / "waiting.yaml").write_text(TASK.format(questions=questions))
-    rendered = []
-    apply = lm_eval_tasks.HFLM.apply_chat_template
-
-    def recorded(self: Any, messages: Any, *args: Any, **options: Any) -> str:
-        rendered.append(apply(self, messages, *args, **options))
-        return rendered[-1]
-
-    monkeypatch.setattr(lm_eval_tasks.HFLM, "apply_chat_template", recorded)
-    found = lm_eval_tasks.run_tasks(exported, [str(tmp_path / "waiting.yaml")], "cpu")
-    assert 0 <= found["waiting"]["acc,none"] <= 1
-    assert bool(rendered) is renders
-    if renders:
-        assert "<|im_start|>user\nwho waits for 0?<|im_end|>\n<|im_start|>assistant\n" in rendered

@@ -51,8 +51,6 @@ class Progress:
         self._lock = threading.Lock()
         self._phase = Stage.JOIN
         stages.move(None, self._phase)
-        if stages.trace is not None:
-            stages.trace.phase(self._phase)
         self._shown = Metrics(phase="join")
         self._held_by: str | None = None
         self._inner_step: int | None = None
@@ -70,8 +68,6 @@ class Progress:
         """Enter a phase of the training loop; `values` are shown with it."""
         self._stages.move(self._phase, Stage(name))
         self._phase = Stage(name)
-        if self._stages.trace is not None:
-            self._stages.trace.phase(self._phase)
         with self._lock:
             self._shown = self._shown.model_copy(update={"phase": name, **values})
 
@@ -83,8 +79,6 @@ class Progress:
 
     def begin_round(self, round_number: int) -> None:
         self._losses, self._reports, self._of_step = None, 0, []
-        if self._stages.trace is not None:
-            self._stages.trace.begin_round(round_number)
         self._round, self._started = round_number, self._clock()
         self._inner_step = 0
         if self._began is None:
@@ -150,8 +144,6 @@ class Progress:
 
     def end_round(self, round_number: int, epoch: int) -> None:
         """Make and log the report on the round, and wait for the next one. All processes call it at once."""
-        if self._stages.trace is not None:
-            self._stages.trace.end_round(round_number)
         self.phase("wait")
         self._round = round_number
         moved = self._ranks.all((self._traffic.upload_bytes, self._traffic.download_bytes))

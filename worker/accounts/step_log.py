@@ -66,11 +66,6 @@ class StepLog:
         if len(self._lines) >= GROUP_STEPS or self._last - self._began >= GROUP_S:
             self._write()
 
-    def write(self, **facts: object) -> None:
-        """Write a separate line, after those of the steps so far."""
-        self._write()
-        self._append(_line({"at": round(self._now(), 3), **facts}))
-
     def _write(self) -> None:
         if not self._lines:
             return

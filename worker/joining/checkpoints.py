@@ -133,18 +133,12 @@ def _fetch_into(model: nn.Module, client: Client, checkpoint: CheckpointDetail, 
         fragments.scatter(p, torch.from_numpy(point))
 
 
-def initial_parameters(model: nn.Module, spec: ModelSpec, client: Client | None = None) -> Callable[[], None] | None:
+def initial_parameters(model: nn.Module, spec: ModelSpec, client: Client) -> Callable[[], None] | None:
     """Return the function that loads state 0 into `model` as `build_model` made it; None if the model holds it already.
 
-    Only the worker that seeds the run calls it, so only that one needs the weights. Raises ModelError if they are
-    another run's and there is no coordinator to ask.
+    Only the worker that seeds the run calls it, so only that one needs the weights.
     """
     if spec.run is not None:
-        if client is None:
-            raise ModelError(
-                f"model.run = {spec.run!r}: its checkpoint is only available from the run's coordinator; export "
-                "it, and give that directory as model.pretrained"
-            )
         return partial(_load_run, client.for_run(spec.run), model, spec.round)
     if has_initial_parameters(model, spec):
         return None

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from outerstep.common import tracing
 from outerstep.common.connections import BBR
 from worker.line.connections import UNSENT_FAR_BYTES, Connections, StallWatch
 from worker.line.meter import WINDOW_S, Meter, ParallelConnections
@@ -105,7 +104,7 @@ class Direction:
         if len(parts) == 1:
             parts[0]()
             return
-        calls = [self._pool.submit(tracing.in_current_context(part)) for part in parts]
+        calls = [self._pool.submit(part) for part in parts]
         errors = [call.exception() for call in calls]
         for error in errors:
             if error is not None:

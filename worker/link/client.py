@@ -26,7 +26,7 @@ from protocol.digest import Buffer
 from protocol.errors import BeyondLimits, NotUnderstood, Problem, Transient, UnexpectedAnswer, WireError
 from protocol.spec.run import MAX_SPEC_BYTES
 from protocol.versions import OURS, different_builds, request_headers
-from worker.accounts.stages import RoundTrace, Stages, Traffic
+from worker.accounts.stages import Stages, Traffic
 from worker.line.connections import Pool
 from worker.line.line import DOWN, UP, Direction, Line
 from worker.line.retry import Retry, Signal
@@ -114,12 +114,6 @@ class Client:
         retry = self._retry.until(signal, longest_s=silence_s)
         other._channel = replace(self._channel, until=signal, silence_s=silence_s, retry=retry)
         return other
-
-    def trace(self, trace: RoundTrace) -> None:
-        """Trace the stages of this client and its copies, and send the trace context with their requests."""
-        self.stages.trace = trace
-        for each in {self._channel.http, self._channel.up, self._channel.down}:
-            each.event_hooks["request"].append(trace.mark)
 
     @property
     def has_join_token(self) -> bool:

@@ -191,7 +191,7 @@ def load(
 
 def _rounds_in(files: StateDir, owner: str) -> list[tuple[int, int]]:
     """Return the rounds of the first process's snapshots, newest first, with their number of processes."""
-    documents = (read_document(path, owner, _VERSION) for path in _paths(files.path))
+    documents = (_read_document(path, owner) for path in _paths(files.path))
     return [(_round_of(each), _ranks_of(each)[1]) for each in documents if each is not None]
 
 
@@ -215,7 +215,7 @@ def _read(directory: Path, owner: str, layout: Layout, round_number: int, ranks:
     """Return what process `ranks` saved of that round, with its outer state; None if it saved none. The digests of a
     shared outer state are not checked yet."""
     for path in _paths(directory):
-        document = read_document(path, owner, _VERSION)
+        document = _read_document(path, owner)
         if document is None or _round_of(document) != round_number or _ranks_of(document) != ranks:
             continue
         try:
@@ -231,7 +231,7 @@ def _read(directory: Path, owner: str, layout: Layout, round_number: int, ranks:
 
 def _read_copy(directory: Path, owner: str, snapshot: Snapshot) -> _OuterState | None:
     path = directory / STATE.format(snapshot.slot)
-    document = read_document(path, owner, _VERSION)
+    document = _read_document(path, owner)
     if document is None:
         return None
     if document["digests"] != snapshot.digests:
@@ -327,12 +327,12 @@ def _work_of(parts: list[Snapshot], own: set[int], size: int) -> Work | RoundSta
     return RoundStart(first.round, local, replace(first.carry, late=late, unsent=unsent, ahead=ahead))
 
 
-def read_document(path: Path, owner: str, version: int) -> dict[str, Any] | None:
+def _read_document(path: Path, owner: str) -> dict[str, Any] | None:
     """Return the document in the file; None, with a warning, if it is missing, damaged or belongs to something else."""
     try:
         _check(path)
         document: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        if document["version"] != version or document["identity"] != owner:
+        if document["version"] != _VERSION or document["identity"] != owner:
             log.warning("%s belongs to another run, spec, model or worker: ignored", path)
             return None
     except _DAMAGE as error:

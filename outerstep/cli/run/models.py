@@ -209,12 +209,6 @@ def evaluate(
     ] = None,
     data_cache: DataCacheOption = None,
     data_cache_gb: DataCacheGbOption = None,
-    tasks: Annotated[
-        str | None,
-        typer.Option(
-            "--tasks", metavar="TASK,…", help="With --export: also run these lm-eval tasks, by name or YAML file."
-        ),
-    ] = None,
     allow_factory: AllowFactoryOption = None,
     data_root: DataRootOption = None,
     max_parameters: MaxParametersOption = None,
@@ -231,12 +225,10 @@ def evaluate(
     \b
     Example:
       outerstep run evaluate my-run --round 100
-      outerstep run evaluate my-run --export ./model --tasks hellaswag,arc_easy
+      outerstep run evaluate my-run --export ./model
     """
     if state is not None and export is not None:
         raise UsageError("give --round or --export, not both")
-    if tasks is not None and export is None:
-        raise UsageError("--tasks needs --export: lm-eval runs on the directory that `outerstep run export` writes")
     cache = {"data_cache": data_cache, "data_cache_gb": data_cache_gb}
     code = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
     box = box_settings("outerstep run evaluate", data=data, device=device, **cache, **code)
@@ -249,14 +241,10 @@ def evaluate(
             found = models.evaluate_model(client.http, token, detail, box, state=state, exported=export, ask=ask)
         except ValueError as error:
             raise UsageError(f"--device: {error}") from error
-    measured = {} if tasks is None or export is None else lm_eval_results(export, tasks, box)
     if output is Format.JSON:
-        print_json({"held_out": found, "tasks": measured})
+        print_json(found)
         return
     say(f"held-out loss {held_out_text(found.loss, found.bits_per_byte)}, over {count_text(found.tokens)} tokens")
-    for task, metrics in measured.items():
-        figures = ((name.removesuffix(",none"), value) for name, value in metrics.items() if isinstance(value, float))
-        say(f"{task}: {', '.join(f'{name} {value:.4f}' for name, value in figures)}")
 
 
 def box_settings(command: str, **given: Any) -> Any:
@@ -269,19 +257,6 @@ def box_settings(command: str, **given: Any) -> Any:
 def allowed_by(command: str, box: Any) -> Any:
     """Return `worker.allowing.Allowed` with what the box settings allow."""
     return import_extra("worker.allowing", extra="worker", command=command).allowed_by(box)
-
-
-def lm_eval_results(export: Path, tasks: str, box: Any) -> dict[str, dict[str, Any]]:
-    """Return lm-eval's results by task. `box`: what `box_settings` returns."""
-    module = import_extra("outerstep.lm_eval_tasks", extra="lm-eval", command="outerstep run evaluate --tasks")
-    allowed = allowed_by("outerstep run evaluate --tasks", box)
-    try:
-        results: dict[str, dict[str, Any]] = module.run_tasks(
-            export, tasks.split(","), box.device, allowed, owner_at_terminal()
-        )
-    except ValueError as error:
-        raise UsageError(f"--tasks: {error}") from error
-    return results
 
 
 def pin(
