@@ -73,8 +73,8 @@ class Settings(BaseSettings):
     notify_url: SecretStr | None = Field(
         None,
         repr=False,
-        description="URLs to notify, separated by spaces or lines, or @FILE that contains them: https:// and http:// get "
-        "signed JSON, all others are Apprise's, such as discord://ID/TOKEN; default: none",
+        description="URLs to notify, separated by spaces or lines, or @FILE that contains them: https:// and http:// "
+        "get signed JSON, all others are Apprise's, such as discord://ID/TOKEN; default: none",
     )
     notify_secret: SecretStr | None = Field(
         None,

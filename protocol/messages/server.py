@@ -207,8 +207,8 @@ class NotifiedInfo(ReplyModel):
 
 class ServerStatus(ReplyModel):
     """The state of the coordinator. `findings`: everything that is wrong; `backup`: null if not configured;
-    `notifications`: one for each receiver; `coordinators` and `aggregators`: empty unless several may share the database;
-    `tasks_waiting`: for an aggregator; `errors`: newest first."""
+    `notifications`: one for each receiver; `coordinators` and `aggregators`: empty unless several may share the
+    database; `tasks_waiting`: for an aggregator; `errors`: newest first."""
 
     version: str
     protocol: int
