@@ -25,7 +25,7 @@ Outside the path of a request:
     quotas.py, settings.py, logs.py
     upkeep/             start-up, damaged files, a full disk, rollback
     backup/             scheduled copies of the database and its blobs, and how to restore them
-    notifications/      alerts and events, sent to a webhook
+    alerts.py           what is wrong now; notifications/ sends alerts and events to webhooks and services
     metrics/            for Prometheus
     dashboard/          the web page, a client of the REST interface
 

@@ -1,7 +1,6 @@
-"""The FastAPI application: its routes and middleware, and the periodic tasks (tick, notifications)."""
+"""The FastAPI application: its routes and middleware, and the periodic tick."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
@@ -27,9 +26,6 @@ from coordinator.service import Coordinator
 from protocol import __version__
 
 TICK_S = 0.2
-SEND_S = 1.0  # between deliveries of notifications
-
-logger = logging.getLogger(__name__)
 
 
 def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = None) -> FastAPI:
@@ -40,11 +36,10 @@ def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = N
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         coordinator.waiters.attach(asyncio.get_running_loop())
         with coordinator.errors.collecting():
-            tasks = [asyncio.create_task(_tick(coordinator)), asyncio.create_task(_notify(coordinator))]
+            ticking = asyncio.create_task(_tick(coordinator))
             yield
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            ticking.cancel()
+            await asyncio.gather(ticking, return_exceptions=True)
             await run_in_threadpool(coordinator.close)
 
     app = FastAPI(
@@ -87,12 +82,3 @@ async def _tick(coordinator: Coordinator) -> None:
     while True:
         await run_in_threadpool(coordinator.tick)
         await asyncio.sleep(TICK_S)
-
-
-async def _notify(coordinator: Coordinator) -> None:
-    while coordinator.sender is not None:
-        try:
-            await coordinator.sender.deliver_due()
-        except Exception:  # the task must continue; the notification stays in the outbox
-            logger.exception("the delivery of notifications failed")
-        await asyncio.sleep(SEND_S)

@@ -4,7 +4,6 @@ import itertools
 import logging
 import math
 import os
-import random
 import threading
 import time
 from collections.abc import Callable
@@ -20,15 +19,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.aggregation import queue
 from coordinator.aggregation.delegation import Delegation
+from coordinator.alerts import Alerts
 from coordinator.backup import directory
 from coordinator.backup.bucket import BucketBackups
 from coordinator.backup.create import BackupSource
 from coordinator.backup.scheduled import Backups, DirectoryBackups, ScheduledBackups
 from coordinator.logs import RecentErrors
-from coordinator.notifications.alerts import Alerts
-from coordinator.notifications.formats import new_id
-from coordinator.notifications.outbox import Outbox
-from coordinator.notifications.sending import Sender, webhook_of
+from coordinator.notifications.sending import Notifier, receivers_of
 from coordinator.peers import Peers
 from coordinator.quotas import Quotas
 from coordinator.run.live_run import Change, LiveRun, RunContext
@@ -141,12 +138,9 @@ class Coordinator:
             probe = StoreProbe(partial(blobs.bucket.objects.get, OWNER), time.monotonic)
             probe.start(self._closing)
         self.storage = Storage(self.data, blobs, self.database, self._jobs.submit, clock, probe)
-        webhook = webhook_of(settings.notify_url, settings.notify_format, settings.notify_secret)
-        self.outbox = None if webhook is None else Outbox(self.database, new_id, clock, now)
-        self.sender = None
-        if webhook is not None and self.outbox is not None:
-            self.sender = Sender(webhook, self.outbox, clock, now, random.random)
-        self.alerts = Alerts(clock, self.outbox)
+        self.notifier = Notifier(receivers_of(settings), clock, now)
+        opened.callback(self.notifier.close)
+        self.alerts = Alerts(clock, self.notifier.note_alert)
         self.started_at = now()
         self._in_bucket: BucketBackups | None = None
         self.backups = self._scheduled(url, blobs)
@@ -163,7 +157,7 @@ class Coordinator:
             storage_fault=lambda: self.storage.fault,
             memory=self.memory,
             closing=self._closing,
-            notify=self.outbox.note_event if self.outbox else lambda *_: None,
+            notify=self.notifier.note_event,
             back_up=self._back_up,
             secret=secret or self.database.secret(),
             delegation=self.delegation,

@@ -73,18 +73,14 @@ class Settings(BaseSettings):
     notify_url: SecretStr | None = Field(
         None,
         repr=False,
-        description="URL of the webhook that gets notifications for the operator, or @FILE that contains it; "
-        "default: none",
-    )
-    notify_format: Literal["json", "slack", "discord", "ntfy"] | None = Field(
-        None,
-        description="the webhook's format; default: by its host for Slack, Discord and ntfy.sh, otherwise json",
+        description="URLs to notify, separated by spaces or lines, or @FILE that contains them: https:// and http:// "
+        "get signed JSON, all others are Apprise's, such as discord://ID/TOKEN; default: none",
     )
     notify_secret: SecretStr | None = Field(
         None,
         repr=False,
-        description="the secret that signs notifications, whsec_ and 24 to 64 bytes in base64, or @FILE that "
-        "contains it; default: no signature",
+        description="the secret that signs notifications to https:// and http://, whsec_ and 24 to 64 bytes in base64, "
+        "or @FILE that contains it; default: no signature",
     )
 
     # Limits that apply before a token is checked.
@@ -149,20 +145,16 @@ class Settings(BaseSettings):
 
     @field_validator("notify_url")
     @classmethod
-    def _is_a_webhook(cls, secret: SecretStr | None) -> SecretStr | None:
+    def _are_receivers(cls, secret: SecretStr | None) -> SecretStr | None:
         if secret is None:
             return None
-        text = _read(secret)
-        try:
-            parts = urlsplit(text)
-            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            valid = False
-        if not valid or not text.isascii() or not text.isprintable() or " " in text:
+        urls = _read(secret).split()
+        if not urls or not all(map(_is_receiver, urls)):
             raise ValueError(
-                "a webhook's URL begins with https:// or http:// and a host; @FILE names a file that contains it"
+                "a receiver's URL begins with https:// or http:// and a host, or is one of Apprise's, such as "
+                "discord://ID/TOKEN; @FILE names a file that contains one per line"
             )
-        return SecretStr(text)
+        return SecretStr("\n".join(urls))
 
     @field_validator("notify_secret")
     @classmethod
@@ -234,6 +226,19 @@ class AggregatorSettings(BaseSettings):
     log_file: Path | None = Field(None, description="file to which the log is appended, in addition to stderr")
     log_format: Literal["console", "json"] = Field("console", description="as for the coordinator")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
+
+
+def _is_receiver(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_host = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        has_host = False
+    if not url.isascii() or not url.isprintable():
+        return False
+    if url.startswith(("http:", "https:")):
+        return has_host
+    return re.match(r"[a-z][a-z0-9+.-]*://", url) is not None  # a token instead of a host is usual
 
 
 def _read(secret: SecretStr) -> str:

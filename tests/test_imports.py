@@ -50,7 +50,7 @@ LAYERS: dict[str, list[str]] = {
     "coordinator": [
         *("settings", "logs", "process", "peers", "store", "lease", "quotas", "screening", "aggregation"),
         *("run", "units", "trust", "rounds", "workers", "sync", "settling", "upkeep", "backup"),
-        *("waits", "round_reports", "reports", "notifications", "service"),
+        *("waits", "round_reports", "reports", "alerts", "notifications", "service"),
         *("http", "metrics", "api", "dashboard", "app", "leadership", "server"),
     ],
     "worker": [

@@ -86,7 +86,7 @@ def test_a_coordinator_installs_without_torch_and_a_worker_without_a_web_server(
 
 @pytest.mark.covers("security:container-takeover")
 @pytest.mark.parametrize(
-    ("part", "extras"), [("coordinator", "coordinator,postgresql,remote"), ("worker", "worker,data,remote")]
+    ("part", "extras"), [("coordinator", "coordinator,notify,postgresql,remote"), ("worker", "worker,data,remote")]
 )
 def test_an_image_holds_its_own_extras_only(part: str, extras: str) -> None:
     instructions = dockerfile(part)

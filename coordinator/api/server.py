@@ -4,7 +4,7 @@ A line check sends random bytes up or down, so that a box can measure its connec
 """
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from typing import Annotated
@@ -18,6 +18,7 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
 from coordinator import reports
+from coordinator.alerts import Key
 from coordinator.http.access import Caller, LineChecker, OperatorOfAll, Service, charge
 from coordinator.http.bodies import LimitedRoute, chunks, max_body
 from coordinator.http.openapi import Document, Responses, problem_responses
@@ -26,7 +27,7 @@ from coordinator.http.uploads import CHUNK_BYTES
 from coordinator.logs import scrubbed
 from coordinator.metrics.runs import exported
 from coordinator.metrics.server import ServerMetrics
-from coordinator.notifications.outbox import Key
+from coordinator.notifications.sending import Sender
 from coordinator.quotas import lineage_of
 from coordinator.service import Coordinator
 from coordinator.store.database import Fault
@@ -43,7 +44,7 @@ from protocol.messages import (
     Finding,
     Health,
     LoggedError,
-    NotificationsInfo,
+    NotifiedInfo,
     Readiness,
     Scope,
     ServerStatus,
@@ -157,7 +158,8 @@ REMEDIES = {
     "list after ten minutes; meanwhile the others and the leader do its work",
     "files": "Put the files back, or restore the data directory from a backup (`outerstep coordinator restore`). "
     "`outerstep run rm {run}` removes a run that has ended and that nobody needs",
-    "notifications": "Test the webhook with `outerstep coordinator notify-test`; to change it, restart the coordinator",
+    "notifications": "Test the receivers with `outerstep coordinator notify-test`; to change them, restart the "
+    "coordinator",
 }
 
 
@@ -169,14 +171,14 @@ def get_status(http: Request, service: Service, _: OperatorOfAll) -> ServerStatu
 
 
 def _status(service: Coordinator, connections: int) -> ServerStatus:
-    database, notifications = _database(service), _notifications(service)
+    database = _database(service)
     return ServerStatus(
         version=__version__,
         protocol=PROTOCOL_VERSION,
         started_at=service.started_at,
         now=service.now(),
         findings=[
-            *_findings(service.alerts.conditions, service.storage.fault, database, notifications),
+            *_findings(service.alerts.conditions, service.storage.fault, database, service.notifier.senders),
             *(
                 _finding("files", run.name, lost)
                 for run in service.runs()
@@ -197,7 +199,7 @@ def _status(service: Coordinator, connections: int) -> ServerStatus:
         ],
         database=database,
         backup=_backup(service),
-        notifications=notifications,
+        notifications=[_notified(each) for each in service.notifier.senders],
         clients=ClientsInfo(
             workers=sum(len(run.members) for run in service.runs()),
             streams=service.quotas.streams,
@@ -217,7 +219,7 @@ def _findings(
     conditions: Mapping[Key, str],
     storage: Fault | None,
     database: DatabaseInfo,
-    notifications: NotificationsInfo | None,
+    senders: Sequence[Sender],
 ) -> Iterator[Finding]:
     """Yield each problem with its remedy: first those of the server, then those of runs."""
     if database.fault:
@@ -227,8 +229,9 @@ def _findings(
     for (about, run), message in conditions.items():
         if run is None:
             yield _finding(about, None, message)
-    if notifications is not None and notifications.fault:
-        yield _finding("notifications", None, f"the last notification was not delivered: {notifications.fault}")
+    for sender in senders:
+        if sender.fault:
+            yield _finding("notifications", None, f"the last notification was not sent: {sender.fault}")
     for (about, run), message in conditions.items():
         if run is not None:
             yield _finding(about, run, message)
@@ -280,15 +283,12 @@ def _backup(service: Coordinator) -> BackupInfo | None:
     )
 
 
-def _notifications(service: Coordinator) -> NotificationsInfo | None:
-    if (sender := service.sender) is None:
-        return None
-    return NotificationsInfo(
-        host=sender.webhook.host,
-        format=sender.webhook.format,
-        signed=sender.webhook.secret is not None,
-        pending=len(sender.outbox.pending),
-        dropped=sender.outbox.dropped,
+def _notified(sender: Sender) -> NotifiedInfo:
+    return NotifiedInfo(
+        name=sender.receiver.name,
+        signed=sender.receiver.secret is not None,
+        sent=sender.sent,
+        failed=sender.failed,
         sent_at=sender.sent_at,
         failed_at=sender.failed_at,
         fault=sender.fault,

@@ -101,11 +101,6 @@ class ScheduledBackups:
                 self._failure_recorded.discard(run.id)
 
     @property
-    def has_made(self) -> bool:
-        """True if this process made the last good backup."""
-        return self._made is not None
-
-    @property
     def last_age_s(self) -> float | None:
         """Age of the last good backup; None if there is none. If this process made it, changes of the wall clock do not
         affect the age."""

@@ -49,7 +49,7 @@ A new leader builds its runs with `upkeep/restoring.py`, as after a crash. What 
     rate limits, quotas            begin again
     incomplete payloads            dropped; the worker sends the payload again
     grants of direct uploads       dropped; the worker asks again
-    notifications, open alerts     rows
+    queued notifications           dropped; alerts that are still open are sent again
     tokens                         rows; the times of their last use lose up to a minute
     similarity of contributions    begins again
 """

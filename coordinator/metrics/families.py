@@ -140,11 +140,10 @@ OF_THE_SERVER = (
         "because the aggregator `failed`, the task was `withdrawn`, or the result was `refused` after it was done",
         "outcome",
     ),
-    _of_the_server("notifications_pending", "notifications", "notifications that the webhook has not accepted yet"),
     _of_the_server(
-        "notification_attempts_total",
-        "attempts",
-        "attempts to send a notification to the webhook, by outcome: `sent`, `failed`",
+        "notifications_total",
+        "notifications",
+        "notifications, one for each receiver, by outcome: `sent`, `failed`",
         "outcome",
     ),
 )

@@ -113,10 +113,9 @@ class _ServerCollector(Collector):
             yield f"{PREFIX}aggregation_tasks_waiting", (), delegation.waiting
             for outcome in ("done", "failed", "withdrawn", "refused"):
                 yield f"{PREFIX}aggregation_tasks_total", (outcome,), delegation.outcomes[outcome]
-        sender = self._service.sender
-        yield f"{PREFIX}notifications_pending", (), 0 if sender is None else len(sender.outbox.pending)
-        yield f"{PREFIX}notification_attempts_total", ("sent",), 0 if sender is None else sender.sent
-        yield f"{PREFIX}notification_attempts_total", ("failed",), 0 if sender is None else sender.failed
+        senders = self._service.notifier.senders
+        yield f"{PREFIX}notifications_total", ("sent",), sum(each.sent for each in senders)
+        yield f"{PREFIX}notifications_total", ("failed",), sum(each.failed for each in senders)
 
 
 def of_peers(peers: Peers) -> Iterator[Value]:

@@ -1,2 +1,2 @@
-"""Notifications to a webhook. alerts.py finds conditions that begin and end, outbox.py keeps the notifications to send,
-formats.py builds each receiver's request body, sending.py delivers it."""
+"""Notifications of events and alerts. notification.py says what becomes one, webhook.py sends it as signed JSON,
+services.py by Apprise; sending.py has the threads that do so."""

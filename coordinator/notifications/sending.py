@@ -1,182 +1,146 @@
-"""Delivery of notifications to the webhook, by a separate task that no round waits for.
+"""The threads that send notifications, one for each URL, so that no round and no other receiver waits for them.
 
-A failed notification is retried for three days, with exponential backoff and jitter. If the webhook itself fails (no
-answer, 5xx, 429), all notifications wait; if it rejects one notification, the next one is sent.
+A notification is sent once: a failure is logged and counted, and a restart drops what is queued.
 """
 
-import asyncio
 import logging
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from http import HTTPStatus
+import threading
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
-from pydantic import SecretStr
-
-from coordinator.logs import scrubbed
-from coordinator.notifications.formats import Notification, Request, format_of, new_id, request_of
-from coordinator.notifications.outbox import Outbox, Pending
-from outerstep.common.connections import WrongVariable, error_text, keep_urls_out_of_logs, ssl_context
-from protocol.errors import OuterstepError
-from protocol.text import printable
+from coordinator.notifications import services, webhook
+from coordinator.notifications.notification import EVENT_KINDS, DeliveryError, Notification
+from coordinator.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 3600.0
-GIVE_UP_S = 3 * 86_400.0
-TIMEOUT_S = 15.0  # of one attempt
-LOG_EVERY_S = 600.0  # for an error that persists
-SHOWN_CHARACTERS = 200  # of the webhook's answer
-_RETRYABLE = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS)
-
-Open = Callable[[], httpx.AsyncClient]
+MAX_QUEUED = 100
+CLOSE_S = 2.0  # to send what is queued when the coordinator stops
+# A worker that flaps, or a thousand that disconnect at once, must not send a thousand messages.
+WINDOW_S = 900.0
+PER_WINDOW = 5  # per kind and run
 
 
 @dataclass(frozen=True)
-class Webhook:
-    """A webhook: its URL, the format that it expects, and the secret that notifications are signed with."""
+class Receiver:
+    """A URL that gets notifications. `name`: the part of it that is not secret, which is the host of a webhook or the
+    name of a service. `secret`: signs notifications to a webhook."""
 
-    url: SecretStr
-    format: str
-    secret: SecretStr | None = None
+    url: str = field(repr=False)
+    name: str
+    secret: str | None = field(repr=False)
+    is_webhook: bool
 
-    @property
-    def host(self) -> str:
-        """Its host name. The rest of the URL may be secret."""
-        return urlsplit(self.url.get_secret_value()).hostname or ""
+    def send(self, each: Notification, now: float) -> None:
+        """Send a notification. Raises DeliveryError."""
+        if self.is_webhook:
+            webhook.send(self.url, self.secret, each, now)
+        else:
+            services.send(self.url, each)
 
-    @property
-    def secrets(self) -> Iterable[str]:
-        """Texts that must never be shown."""
-        url = self.url.get_secret_value()
+
+def receivers_of(settings: Settings) -> list[Receiver]:
+    """Return the receivers in the settings. Raises OuterstepError if Apprise is needed and not installed."""
+    secret = settings.notify_secret.get_secret_value() if settings.notify_secret else None
+    receivers = []
+    for url in settings.notify_url.get_secret_value().split() if settings.notify_url else ():
         parts = urlsplit(url)
-        path = parts.path.strip("/")
-        return [url, path, path.rpartition("/")[2], parts.query, parts.password or ""]
-
-
-class DeliveryError(OuterstepError):
-    """The webhook did not accept a notification. `retry_after_s`: from its Retry-After header. `for_all`: it would not
-    accept any other notification either."""
-
-    def __init__(self, why: str, *, retry_after_s: float = 0.0, for_all: bool = True) -> None:
-        super().__init__(why)
-        self.retry_after_s, self.for_all = retry_after_s, for_all
-
-
-def webhook_of(url: SecretStr | None, format_: str | None, secret: SecretStr | None) -> Webhook | None:
-    """Return the webhook described by the settings; None if they have none."""
-    return None if url is None else Webhook(url, format_ or format_of(url.get_secret_value()), secret)
-
-
-def new_client() -> httpx.AsyncClient:
-    """Return an HTTP client for one attempt. It follows no redirects. Raises WrongVariable."""
-    keep_urls_out_of_logs()
-    return httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, verify=ssl_context())
-
-
-async def send(webhook: Webhook, each: Notification, now: float, open_: Open = new_client) -> int:
-    """Send a notification once; return the response's status. Raises DeliveryError."""
-    secret = None if webhook.secret is None else webhook.secret.get_secret_value()
-    request = request_of(each, webhook.url.get_secret_value(), webhook.format, secret, now)
-    try:
-        async with asyncio.timeout(TIMEOUT_S), open_() as http:
-            return await _post(http, request, webhook)
-    except TimeoutError as error:
-        raise DeliveryError(f"{webhook.host}: no answer within {TIMEOUT_S:.0f} s") from error
-    except (httpx.HTTPError, httpx.InvalidURL, OSError, WrongVariable) as error:
-        raise DeliveryError(f"{webhook.host}: {scrubbed(error_text(error), webhook.secrets)}") from error
-
-
-def send_test(webhook: Webhook) -> int:
-    """Send a test notification once; return the response's status. Raises DeliveryError."""
-    now = time.time()
-    message = "This is a test: this coordinator's notifications arrive here."
-    return asyncio.run(send(webhook, Notification(new_id(), now, "test", message), now))
-
-
-async def _post(http: httpx.AsyncClient, request: Request, webhook: Webhook) -> int:
-    async with http.stream("POST", request.url, content=request.body, headers=request.headers) as answer:
-        if answer.is_success:  # its body is not needed
-            return answer.status_code
-        content = b""
-        async for chunk in answer.aiter_raw():
-            content = chunk[: 4 * SHOWN_CHARACTERS]  # the first chunk is enough
-            break
-    text = printable(" ".join(content.decode(errors="replace").split()))
-    status = answer.status_code
-    why = f"{webhook.host} answered {status} {answer.reason_phrase}".rstrip()
-    if answer.is_redirect:
-        why += ": redirects are not followed; configure the URL that it redirects to"
-    elif text:
-        why += f": {scrubbed(text, webhook.secrets)[:SHOWN_CHARACTERS]}"
-    retry_after = answer.headers.get("retry-after", "")
-    retry_after_s = min(float(retry_after), LONGEST_PAUSE_S) if retry_after.isdigit() else 0.0
-    for_all = not answer.is_client_error or status in _RETRYABLE
-    raise DeliveryError(why, retry_after_s=retry_after_s, for_all=for_all)
+        if parts.scheme in ("http", "https"):
+            receivers.append(Receiver(url, parts.hostname or "", secret, is_webhook=True))
+        else:
+            services.check_installed()
+            receivers.append(Receiver(url, parts.scheme, None, is_webhook=False))
+    return receivers
 
 
 class Sender:
-    """Sends the notifications in the outbox. One task calls `deliver_due` about once a second.
+    """Sends notifications to one receiver, in a thread. Methods may be called from any thread."""
 
-    `draw` returns random numbers in [0, 1); `open_` returns an HTTP client.
+    def __init__(self, receiver: Receiver, now: Callable[[], float]) -> None:
+        self.receiver, self._now = receiver, now
+        self.sent = self.failed = 0
+        self.sent_at: float | None = None  # of the last one; this and `failed_at` in seconds since 1970
+        self.failed_at: float | None = None
+        self.fault = ""  # why the last one failed; empty if it was sent
+        self._queue = SimpleQueue[Notification | None]()
+        self._closed = False
+        self._noting = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name="notify", daemon=True)
+        self._thread.start()
+
+    def post(self, each: Notification) -> None:
+        """Queue a notification. Returns at once."""
+        if self._queue.qsize() < MAX_QUEUED:
+            self._queue.put(each)
+        else:
+            self._note_failure(f"{self.receiver.name}: {MAX_QUEUED} notifications are waiting already")
+
+    def close(self) -> None:
+        """Stop the thread, once it has sent what is queued or after CLOSE_S."""
+        self._queue.put(None)
+        self._thread.join(CLOSE_S)
+        self._closed = True
+
+    def _work(self) -> None:
+        while (each := self._queue.get()) is not None and not self._closed:
+            try:
+                self.receiver.send(each, self._now())
+            except DeliveryError as error:
+                self._note_failure(str(error))
+            except Exception as error:  # noqa: BLE001 - its text may contain the URL
+                self._note_failure(f"{self.receiver.name}: {type(error).__name__}")
+            else:
+                with self._noting:
+                    self.sent, self.sent_at, self.fault = self.sent + 1, self._now(), ""
+
+    def _note_failure(self, fault: str) -> None:
+        with self._noting:
+            if fault != self.fault:
+                logger.warning("a notification was not sent: %s", fault)
+            self.failed, self.failed_at, self.fault = self.failed + 1, self._now(), fault
+
+
+class Notifier:
+    """Sends notifications to all receivers. Methods may be called from any thread, and return at once.
+
+    `clock` is monotonic, `now` returns seconds since 1970.
     """
 
-    def __init__(
-        self,
-        webhook: Webhook,
-        outbox: Outbox,
-        clock: Callable[[], float],
-        now: Callable[[], float],
-        draw: Callable[[], float],
-        open_: Open = new_client,
-    ) -> None:
-        self.webhook, self.outbox = webhook, outbox
-        self._clock, self._now, self._draw, self._open = clock, now, draw, open_
-        self.sent = 0
-        self.failed = 0  # number of failed attempts
-        self.sent_at: float | None = None  # when the last one was sent; this and `failed_at` in seconds since 1970
-        self.failed_at: float | None = None
-        self.fault = ""  # why the last attempt failed; empty if it succeeded
-        self._held_until = -float("inf")
-        self._logged_at = -float("inf")
+    def __init__(self, receivers: Sequence[Receiver], clock: Callable[[], float], now: Callable[[], float]) -> None:
+        self._clock, self._now = clock, now
+        self.senders = [Sender(each, now) for each in receivers]
+        self._recent: defaultdict[tuple[str, str], deque[float]] = defaultdict(deque)  # by kind and run
+        self._suppressed: Counter[tuple[str, str]] = Counter()
 
-    async def deliver_due(self) -> None:
-        """Send the notifications that are due, oldest first. Stops if the webhook itself fails."""
-        if self._clock() < self._held_until:
+    def note_event(self, run: str, event: str, message: str, data: Mapping[str, Any]) -> None:
+        """Notify of a run's event, if events of this kind are notified and there were not too many. Called with the
+        run's lock."""
+        if (kind := EVENT_KINDS.get(event)) is None:
             return
-        for each in self.outbox.pending:
-            if each.due <= self._clock() and not await self._attempt(each):
-                return
+        key, recent = (kind, run), self._recent[kind, run]
+        while recent and recent[0] <= self._clock() - WINDOW_S:
+            recent.popleft()
+        if len(recent) >= PER_WINDOW:
+            self._suppressed[key] += 1
+            return
+        recent.append(self._clock())
+        if suppressed := self._suppressed.pop(key, 0):
+            message = f"{message} ({suppressed} similar ones were not sent; see the run's events)"
+        self._post(Notification(kind, self._now(), message, None, run, data.get("worker"), data.get("round")))
 
-    async def _attempt(self, each: Pending) -> bool:
-        """Try to send one notification. Return False if the others must wait."""
-        try:
-            await send(self.webhook, each.notification, self._now(), self._open)
-        except DeliveryError as error:
-            await self._note_failure(each, error)
-            return not error.for_all
-        if self.fault:
-            logger.info("notifications are delivered to %s again", self.webhook.host)
-        self.sent, self.sent_at, self.fault = self.sent + 1, self._now(), ""
-        self._logged_at = -float("inf")
-        await asyncio.to_thread(self.outbox.done, each.notification.id)
-        return True
+    def note_alert(self, kind: str, message: str, state: str, run: str | None, round_: int | None) -> None:
+        """Notify of an alert that begins ("firing") or ends ("resolved")."""
+        self._post(Notification(kind, self._now(), message, state, run, None, round_))
 
-    async def _note_failure(self, each: Pending, error: DeliveryError) -> None:
-        each.attempts += 1
-        each.due = self._clock() + max(error.retry_after_s, pause_s(each.attempts, self._draw()))
-        if error.for_all:
-            self._held_until = each.due
-        self.failed, self.failed_at, self.fault = self.failed + 1, self._now(), str(error)
-        if self._clock() - self._logged_at >= LOG_EVERY_S:
-            self._logged_at = self._clock()
-            logger.warning("a notification was not delivered: %s; retrying", error)
-        if self._clock() - each.since > GIVE_UP_S:
-            await asyncio.to_thread(self.outbox.give_up, each.notification.id)
+    def _post(self, each: Notification) -> None:
+        for sender in self.senders:
+            sender.post(each)
 
-
-def pause_s(attempts: int, drawn: float) -> float:
-    """Return the seconds to wait after `attempts` failed attempts. `drawn`: a random number in [0, 1)."""
-    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(attempts - 1, 20)) * (0.5 + drawn / 2))
+    def close(self) -> None:
+        """Stop the threads."""
+        for sender in self.senders:
+            sender.close()

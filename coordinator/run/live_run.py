@@ -84,8 +84,7 @@ class RunContext:
     storage_fault: Callable[[], Fault | None]  # what is wrong with disk or database now
     memory: MemoryBudget  # for payloads
     closing: threading.Event  # set when the coordinator stops: long work on other threads ends early
-    # Queue the notification of an event (session, run, kind, message, data). Returns a function to call after commit.
-    notify: Callable[[Session, str, str, str, dict[str, Any]], Callable[[], None] | None]
+    notify: Callable[[str, str, str, dict[str, Any]], None]  # run, kind, message, data of an event; returns at once
     # Make a backup if they are beside the blobs, `alone`: in place of all others. Return the names of the blobs that
     # backups need. Call it after rows are deleted and before their blobs are.
     back_up: Callable[..., frozenset[str]]
@@ -458,8 +457,7 @@ class Change:
         # Logged after the commit: on a full disk the same change is attempted many times.
         self.after_commit(partial(logger.log, level, "%s: %s", run.name, message, extra=about))
         self.after_commit(partial(_count_event, run, kind))
-        if (committed := run.context.notify(self.session, run.name, kind, message, data)) is not None:
-            self.after_commit(committed)
+        self.after_commit(partial(run.context.notify, run.name, kind, message, data))
         self.wake(EVENTS)
 
     def audit(self, by: Actor, act: str, message: str) -> None:

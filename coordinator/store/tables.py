@@ -383,26 +383,6 @@ class EventRow(Base):
     data: Mapped[dict[str, Any]]
 
 
-class NotificationRow(Base):
-    """A notification to the webhook (`notifications/outbox.py`). `run` is a name, because the notification outlives the
-    run; null if it is about the server. `open`: it announced an alert that has not ended. `done_at`: when it was sent
-    or abandoned; null before."""
-
-    __tablename__ = "notifications"
-
-    number: Mapped[int] = mapped_column(primary_key=True)
-    id: Mapped[str] = mapped_column(name_type(64), unique=True)
-    at: Mapped[float]
-    kind: Mapped[str] = mapped_column(name_type(32))
-    message: Mapped[str]
-    state: Mapped[str | None] = mapped_column(name_type(16))
-    run: Mapped[str | None] = mapped_column(name_type(64))
-    worker: Mapped[str | None] = mapped_column(name_type(64))
-    round: Mapped[int | None]
-    open: Mapped[bool]
-    done_at: Mapped[float | None]
-
-
 class DeploymentRow(Base):
     """What all coordinators of this database have in common, in a single row. `secret`: the keys of sketches
     (`screening/measuring.py`) and of requests between coordinators are derived from it. `bucket_owner` and

@@ -32,22 +32,6 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_audit")),
     )
     op.create_table(
-        "notifications",
-        sa.Column("number", INTEGER, nullable=False),
-        sa.Column("id", name(64), nullable=False),
-        sa.Column("at", sa.Double(), nullable=False),
-        sa.Column("kind", name(32), nullable=False),
-        sa.Column("message", sa.String(), nullable=False),
-        sa.Column("state", name(16), nullable=True),
-        sa.Column("run", name(64), nullable=True),
-        sa.Column("worker", name(64), nullable=True),
-        sa.Column("round", INTEGER, nullable=True),
-        sa.Column("open", sa.Boolean(), nullable=False),
-        sa.Column("done_at", sa.Double(), nullable=True),
-        sa.PrimaryKeyConstraint("number", name=op.f("pk_notifications")),
-        sa.UniqueConstraint("id", name=op.f("uq_notifications_id")),
-    )
-    op.create_table(
         "runs",
         sa.Column("id", INTEGER, nullable=False),
         sa.Column("name", name(64), nullable=False),
@@ -308,5 +292,4 @@ def downgrade() -> None:
     op.drop_table("assignments")
     op.drop_table("tokens")
     op.drop_table("runs")
-    op.drop_table("notifications")
     op.drop_table("audit")

@@ -19,7 +19,7 @@ from outerstep.common.connections import error_text, ssl_context
 from outerstep.common.exit_codes import Exit
 from outerstep.common.quantities import bytes_text, counted, duration_text, parse_seconds, share_text
 from outerstep.display import table
-from protocol.messages import Finding, LoggedError, ServerStatus
+from protocol.messages import Finding, LoggedError, NotifiedInfo, ServerStatus
 
 FLAGS = {
     "data_dir": "--data",
@@ -38,7 +38,6 @@ FLAGS = {
     "backup_every_s": "--backup-every",
     "backup_keep": "--backup-keep",
     "notify_url": "--notify",
-    "notify_format": "--notify-format",
 }
 
 app = typer.Typer()
@@ -65,12 +64,8 @@ NotifyOption = Annotated[
     typer.Option(
         "--notify",
         metavar="URL|@FILE",
-        help="The webhook to notify, or a file that contains its URL. See docs/operating.md.",
+        help="What to notify: an https:// URL or one of Apprise's, or a file with one per line. See docs/operating.md.",
     ),
-]
-NotifyFormatOption = Annotated[
-    str | None,
-    typer.Option(metavar="FORMAT", help="The webhook's format: json, slack, discord or ntfy. Default: by its host."),
 ]
 
 
@@ -127,7 +122,6 @@ def coordinator(
     ] = None,
     backup_keep: Annotated[int | None, typer.Option(help="Number of backups in DIR to keep. Default: 7.")] = None,
     notify: NotifyOption = None,
-    notify_format: NotifyFormatOption = None,
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C, or one of its commands.
 
@@ -135,7 +129,7 @@ def coordinator(
     ready. Its first start creates an admin token in admin.token in the data directory. Each option can also
     be set by an environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE, _ADVERTISE_URL, _BLOBS,
     _BLOBS_PUBLIC_URL, _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR,
-    _BACKUP_EVERY_S, _BACKUP_KEEP, _NOTIFY_URL, _NOTIFY_FORMAT.
+    _BACKUP_EVERY_S, _BACKUP_KEEP, _NOTIFY_URL.
 
     \b
     Example:
@@ -159,7 +153,6 @@ def coordinator(
         "backup_every_s": _seconds(backup_every),
         "backup_keep": backup_keep,
         "notify_url": notify,
-        "notify_format": notify_format,
     }
     if ctx.invoked_subcommand is not None:
         misplaced = [FLAGS[key] for key, value in given.items() if value is not None]
@@ -173,8 +166,9 @@ def coordinator(
         raise UsageError("--backup-keep needs --backup DIR")
     if settings.backup_dir is None and settings.blobs is None and backup_every is not None:
         raise UsageError("--backup-every needs --backup DIR or --blobs URL")
-    if settings.notify_url is None and not (settings.notify_format is None and settings.notify_secret is None):
-        raise UsageError("--notify-format and OUTERSTEP_COORDINATOR_NOTIFY_SECRET need --notify URL|@FILE")
+    if settings.notify_url is None and settings.notify_secret is not None:
+        raise UsageError("OUTERSTEP_COORDINATOR_NOTIFY_SECRET needs --notify URL|@FILE")
+    _receivers(settings)
     if settings.tls_key is not None and settings.tls_certificate is None:
         raise UsageError("--tls-key needs --tls-certificate")
     _check_certificate(settings.tls_certificate, settings.tls_key)
@@ -188,23 +182,39 @@ def coordinator(
         raise UsageError(f"cannot serve at {address} from {settings.data_dir}: {error_text(error)}{remedy}") from error
 
 
-def notify_test(notify: NotifyOption = None, notify_format: NotifyFormatOption = None) -> None:
-    """Send one test notification to the webhook, and show the response.
+def notify_test(notify: NotifyOption = None) -> None:
+    """Send a test notification to each receiver, and show which ones accept it.
 
     Uses the coordinator's settings, also from the environment; the coordinator need not run.
 
     \b
     Example:
-      outerstep coordinator notify-test --notify @/etc/outerstep/webhook
+      outerstep coordinator notify-test --notify @/etc/outerstep/notify
     """
-    sending = import_extra("coordinator.notifications.sending", extra="coordinator", command="outerstep coordinator")
-    settings = settings_of({"notify_url": notify, "notify_format": notify_format})
-    receiver = sending.webhook_of(settings.notify_url, settings.notify_format, settings.notify_secret)
-    if receiver is None:
+    notification = import_extra(
+        "coordinator.notifications.notification", extra="coordinator", command="outerstep coordinator"
+    )
+    receivers = _receivers(settings_of({"notify_url": notify}))
+    if not receivers:
         raise UsageError("give --notify URL|@FILE, or OUTERSTEP_COORDINATOR_NOTIFY_URL in the environment")
-    status = sending.send_test(receiver)
-    signed = "signed" if receiver.secret else "not signed"
-    say(f"{receiver.host} accepted it ({status}; {receiver.format}, {signed})")
+    now, faults = time.time(), []
+    test = notification.Notification("test", now, "This is a test: this coordinator's notifications arrive here.")
+    for each in receivers:
+        try:
+            each.send(test, now)
+        except notification.DeliveryError as error:
+            faults.append(error)
+            say(f"✗ {error}")
+        else:
+            say(f"✓ {each.name} accepted it, {'signed' if each.secret else 'not signed'}")
+    if faults:
+        raise notification.DeliveryError(f"{len(faults)} of {counted(len(receivers), 'receiver')} did not accept it")
+
+
+def _receivers(settings: Any) -> Any:
+    """Return what the settings notify. Raises OuterstepError if Apprise is needed and not installed."""
+    sending = import_extra("coordinator.notifications.sending", extra="coordinator", command="outerstep coordinator")
+    return sending.receivers_of(settings)
 
 
 def rotate_secret(data: DataOption = None, database_url: DatabaseOption = None) -> None:
@@ -371,7 +381,10 @@ def status_rows(found: ServerStatus) -> Iterator[tuple[str, str]]:
     if found.aggregators:
         yield "waiting for aggregators", counted(found.tasks_waiting, "task")
     yield "backup", _backup(found)
-    yield "notifications", _notifications(found)
+    for receiver in found.notifications:
+        yield f"notifications: {receiver.name}", _notified(found, receiver)
+    if not found.notifications:
+        yield "notifications", "none; start the coordinator with --notify URL|@FILE"
     clients = found.clients
     yield "clients", f"{clients.workers} workers, {clients.connections} connections, {clients.streams} event streams"
 
@@ -395,14 +408,10 @@ def _backup(found: ServerStatus) -> str:
     return f"{every}, {last}{failed}"
 
 
-def _notifications(found: ServerStatus) -> str:
-    each = found.notifications
-    if each is None:
-        return "none; start the coordinator with --notify URL|@FILE"
+def _notified(found: ServerStatus, each: NotifiedInfo) -> str:
     sent = "none sent yet" if each.sent_at is None else f"last one sent {_ago(found, each.sent_at)}"
-    waiting = f", {each.pending} waiting" if each.pending else ""
-    dropped = f", {each.dropped} given up" if each.dropped else ""
-    return f"{each.format} at {each.host}, {'signed' if each.signed else 'not signed'}, {sent}{waiting}{dropped}"
+    failed = f", {each.failed} failed" if each.failed else ""
+    return f"{'signed' if each.signed else 'not signed'}, {sent}{failed}"
 
 
 def _error(each: LoggedError) -> tuple[str, str, str, str]:

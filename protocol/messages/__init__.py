@@ -80,7 +80,7 @@ from protocol.messages.server import (
     Health,
     LoggedError,
     NewToken,
-    NotificationsInfo,
+    NotifiedInfo,
     Readiness,
     Scope,
     Secret,

@@ -192,24 +192,23 @@ class AggregatorInfo(ReplyModel):
     silent_s: float
 
 
-class NotificationsInfo(ReplyModel):
-    """The webhook. `pending`: notifications waiting to be sent; `dropped`: notifications given up since the start;
-    `fault`: why the last attempt failed, empty if it succeeded."""
+class NotifiedInfo(ReplyModel):
+    """A receiver of notifications. `name`: the part of its URL that is not secret; `sent` and `failed`: notifications
+    since the start; `fault`: why the last one failed, empty if it was sent."""
 
-    host: str
-    format: str
+    name: str
     signed: bool
-    pending: int
-    dropped: int
+    sent: int
+    failed: int
     sent_at: float | None
     failed_at: float | None
     fault: str
 
 
 class ServerStatus(ReplyModel):
-    """The state of the coordinator. `findings`: everything that is wrong; `backup` and `notifications`: null if not
-    configured; `coordinators` and `aggregators`: empty unless several may share the database; `tasks_waiting`:
-    for an aggregator; `errors`: newest first."""
+    """The state of the coordinator. `findings`: everything that is wrong; `backup`: null if not configured;
+    `notifications`: one for each receiver; `coordinators` and `aggregators`: empty unless several may share the
+    database; `tasks_waiting`: for an aggregator; `errors`: newest first."""
 
     version: str
     protocol: int
@@ -219,7 +218,7 @@ class ServerStatus(ReplyModel):
     disks: list[DiskInfo]
     database: DatabaseInfo
     backup: BackupInfo | None
-    notifications: NotificationsInfo | None
+    notifications: list[NotifiedInfo]
     clients: ClientsInfo
     coordinators: list[CoordinatorInfo]
     aggregators: list[AggregatorInfo]

@@ -1,219 +1,246 @@
-"""Notifications: what is sent to a real webhook, when it is sent again, and what a restart makes of it."""
+"""Notifications: what a real webhook and a real service get, and that nothing waits for one that does not answer."""
 
-import asyncio
 import base64
 import errno
 import hashlib
 import hmac
+import importlib.util
 import json
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.message import Message
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import SecretStr, ValidationError
-from sqlalchemy import select
 from typer.testing import CliRunner
 
-from coordinator.notifications import outbox as outboxes
-from coordinator.notifications.alerts import CHECK_S, NO_ROUND_S, ROUND_S, Disk
-from coordinator.notifications.formats import EVENT_KINDS, KINDS, Notification, format_of, request_of
-from coordinator.notifications.outbox import Outbox
-from coordinator.notifications.sending import (
-    FIRST_PAUSE_S,
-    GIVE_UP_S,
-    LONGEST_PAUSE_S,
-    DeliveryError,
-    Sender,
-    Webhook,
-    new_client,
-    pause_s,
-    send,
-)
+from coordinator.alerts import CHECK_S, NO_ROUND_S, ROUND_S, Disk
+from coordinator.notifications import sending, services, webhook
+from coordinator.notifications.notification import EVENT_KINDS, DeliveryError, Notification, shown
+from coordinator.notifications.sending import MAX_QUEUED, PER_WINDOW, WINDOW_S, Notifier, Sender, receivers_of
+from coordinator.notifications.webhook import request_of
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
-from coordinator.store import sqlite
-from coordinator.store.database import Database
-from coordinator.store.tables import NotificationRow
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import spec_toml
 from outerstep.cli import app
 from outerstep.common.exit_codes import Exit
-from protocol.messages import RunState
+from protocol.errors import OuterstepError
+from protocol.messages import RunState, ServerStatus
 from tests.coordinator.crew import crew, play_round
 from tests.support.http_server import Handler, serving
 from tests.support.waiting import PATIENCE_S, wait_until
 
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 NOW = 1_700_000_000.25
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
 class Sink:
-    """A webhook: what came, and what it answers; without more answers 200."""
+    """A receiver: what came, and what it answers; without more answers 200. `hold`: it answers once this is set."""
 
     url: str = ""
     came: list[tuple[str, Message, bytes]] = field(default_factory=list)
     answers: list[tuple[int, dict[str, str], bytes]] = field(default_factory=list)
+    hold: threading.Event = field(default_factory=threading.Event)
 
     @property
     def bodies(self) -> list[Any]:
         return [json.loads(body) for _, _, body in self.came]
 
+    @property
+    def service(self) -> str:
+        """The URL by which Apprise sends JSON here."""
+        return self.url.replace("http:", "json:") + "/very-secret"
+
 
 @contextmanager
 def receiving() -> Iterator[Sink]:
     sink = Sink()
+    sink.hold.set()
 
     class Receiving(Handler):
         def do_POST(self) -> None:  # noqa: N802, http.server's name
             sink.came.append((self.path, self.headers, self.rfile.read(int(self.headers["content-length"]))))
+            sink.hold.wait()
             status, headers, body = sink.answers.pop(0) if sink.answers else (200, {}, b"ok")
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            with suppress(OSError):  # it no longer waits
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
     with serving(Receiving) as url:
         sink.url = url
         yield sink
+        sink.hold.set()
 
 
 @pytest.fixture
-def sink() -> Iterator[Sink]:
+def sink(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sink]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for module in (services, webhook):
+        monkeypatch.setattr(module, "TIMEOUT_S", PATIENCE_S)
     with receiving() as sink:
         yield sink
-
-
-def unproxied() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False, verify=False)
 
 
 def a_notification(**values: Any) -> Notification:
     return Notification(**{"id": "msg_1", "at": NOW, "kind": "worker-lost", "message": "box-3 is gone", **values})
 
 
-@dataclass
-class Box:
-    """An outbox with its sender to a real webhook; everything else is set by the test."""
-
-    outbox: Outbox
-    sender: Sender
-    clock: SettableClock
-
-    def deliver(self) -> None:
-        asyncio.run(self.sender.deliver_due())
+def settings_for(*urls: str, **others: Any) -> Settings:
+    return Settings(notify_url=SecretStr("\n".join(urls)), **others)
 
 
-@pytest.fixture
-def database(tmp_path: Path) -> Iterator[Database]:
-    database = Database(sqlite.url_in(tmp_path))
-    yield database
-    database.close()
+@contextmanager
+def notifying(*urls: str, clock: SettableClock | None = None, secret: str | None = None) -> Iterator[Notifier]:
+    settings = settings_for(*urls, notify_secret=None if secret is None else SecretStr(secret))
+    notifier = Notifier(receivers_of(settings), clock or SettableClock(), lambda: NOW)
+    yield notifier
+    notifier.close()
 
 
-@pytest.fixture
-def box(sink: Sink, database: Database) -> Callable[[], Box]:
-    numbers = iter(range(1_000_000))
-    clock = SettableClock()
-
-    def make() -> Box:
-        outbox = Outbox(database, lambda: f"msg_{next(numbers)}", clock, lambda: NOW)
-        webhook = Webhook(SecretStr(f"{sink.url}/hook"), "json", SecretStr(SECRET))
-        return Box(outbox, Sender(webhook, outbox, clock, lambda: NOW, lambda: 0.0, unproxied), clock)
-
-    return make
+def done(sender: Sender, count: int) -> None:
+    wait_until(lambda: sender.sent + sender.failed == count)
 
 
-def note(box: Box, database: Database, kind: str, run: str = "r", **data: Any) -> None:
-    with database.write() as session:
-        committed = box.outbox.note_event(session, run, kind, f"{kind} {data}", data)
-    if committed is not None:
-        committed()
+# --- signed JSON ------------------------------------------------------------------------------------------------------
 
 
-# --- formats ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_signature_is_the_one_of_standard_webhooks() -> None:
-    request = request_of(a_notification(run="r", worker="box-3"), "https://h.example/x", "json", SECRET, NOW + 60)
-    assert request.url == "https://h.example/x"
-    assert json.loads(request.body) == {
+def test_the_signature_is_the_one_of_standard_webhooks(sink: Sink) -> None:
+    with notifying(f"{sink.url}/hook", secret=SECRET) as notifier:
+        notifier.note_event("r", "lost", "box-3 is gone", {"worker": "box-3"})
+        done(notifier.senders[0], 1)
+    ((path, headers, body),) = sink.came
+    assert path == "/hook"
+    assert json.loads(body) == {
         "type": "worker-lost",
         "timestamp": "2023-11-14T22:13:20.250Z",
         "data": {"state": None, "run": "r", "worker": "box-3", "round": None, "message": "box-3 is gone"},
     }
-    assert request.headers["webhook-timestamp"] == "1700000060"
-    signed = b"msg_1.1700000060." + request.body
+    assert headers["webhook-timestamp"] == "1700000000"
+    signed = f"{headers['webhook-id']}.1700000000.".encode() + body
     expected = base64.b64encode(hmac.new(bytes(range(32)), signed, hashlib.sha256).digest()).decode()
-    assert request.headers["webhook-signature"] == f"v1,{expected}"
-    unsigned = request_of(a_notification(), "https://h.example/x", "json", None, NOW)
-    assert "webhook-signature" not in unsigned.headers
+    assert headers["webhook-signature"] == f"v1,{expected}"
+    assert "webhook-signature" not in request_of(a_notification(), None, NOW)[0]
 
 
 @pytest.mark.covers("security:forged-notification")
 def test_the_example_of_the_page_verifies_the_signature() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
     names: dict[str, Any] = {}
     exec(page.partition("```python\n")[2].partition("```")[0], names)
-    request = request_of(a_notification(), "https://h.example/x", "json", SECRET, time.time())
-    assert names["is_genuine"](SECRET, request.headers, request.body)
-    assert not names["is_genuine"](SECRET, request.headers, request.body + b" ")
-    assert not names["is_genuine"](SECRET, request.headers | {"webhook-id": "msg_2"}, request.body)
-    late = request_of(a_notification(), "https://h.example/x", "json", SECRET, time.time() - 1000)
-    assert not names["is_genuine"](SECRET, late.headers, late.body)
+    headers, body = request_of(a_notification(), SECRET, time.time())
+    assert names["is_genuine"](SECRET, headers, body)
+    assert not names["is_genuine"](SECRET, headers, body + b" ")
+    assert not names["is_genuine"](SECRET, headers | {"webhook-id": "msg_2"}, body)
+    late, body = request_of(a_notification(), SECRET, time.time() - 1000)
+    assert not names["is_genuine"](SECRET, late, body)
 
 
-def test_each_preset_has_the_body_that_its_receiver_takes() -> None:
-    each = a_notification(run="r", message="<!channel> & @everyone " + "x" * 9000)
-    slack = json.loads(request_of(each, "https://hooks.slack.com/services/T/B/x", "slack", None, NOW).body)
-    assert set(slack) == {"text"}
-    assert slack["text"].startswith("*r: worker lost*\n&lt;!channel&gt; &amp; @everyone")
-    discord = json.loads(request_of(each, "https://discord.com/api/webhooks/1/x", "discord", None, NOW).body)
-    assert set(discord) == {"content", "allowed_mentions"}
-    assert len(discord["content"]) <= 2000
-    assert discord["allowed_mentions"] == {"parse": []}
-    ntfy = request_of(each, "https://:tk_1@ntfy.example.org/base/topic", "ntfy", None, NOW)
-    assert ntfy.url == "https://:tk_1@ntfy.example.org/base/"
-    document = json.loads(ntfy.body)
-    assert (document["topic"], document["title"], document["priority"]) == ("topic", "r: worker lost", 3)
-    assert len(document["message"].encode()) <= 4096
-    for format_ in ("json", "slack", "discord", "ntfy"):
-        for kind in KINDS:
-            json.loads(request_of(a_notification(kind=kind, state="resolved"), "http://h/t", format_, None, NOW).body)
+@pytest.mark.covers("security:hostile-webhook")
+def test_redirects_are_not_followed_and_answers_are_cut(sink: Sink) -> None:
+    url = f"{sink.url}/hook-of-9999"
+    sink.answers.append((302, {"Location": f"{sink.url}/elsewhere"}, b""))
+    with pytest.raises(DeliveryError, match="redirects"):
+        webhook.send(url, None, a_notification(), NOW)
+    assert [path for path, _, _ in sink.came] == ["/hook-of-9999"]
+    sink.answers.append((400, {}, b"no such hook-of-9999 ost_" + b"a" * 43 + b"\x1b[2J" + b"x" * 5_000_000))
+    with pytest.raises(DeliveryError) as refused:
+        webhook.send(url, None, a_notification(), NOW)
+    assert "answered 400" in str(refused.value)
+    assert len(str(refused.value)) < 400
+    for hidden in ("hook-of-9999", "aaaa", "\x1b"):
+        assert hidden not in str(refused.value)
 
 
-def test_the_host_says_the_format() -> None:
-    hosts = {"https://hooks.slack.com/services/x": "slack", "https://discord.com/api/webhooks/1/x": "discord"}
-    others = {"https://ntfy.sh/topic": "ntfy", "https://example.org/hooks.slack.com": "json"}
-    for url, expected in (hosts | others).items():
-        assert format_of(url) == expected
+@pytest.mark.covers("security:hostile-webhook")
+def test_a_webhook_that_never_answers_gets_its_time_and_no_more(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "TIMEOUT_S", 0.3)
+    sink.hold.clear()
+    with pytest.raises(DeliveryError, match="no answer"):
+        webhook.send(f"{sink.url}/hook", None, a_notification(), NOW)
+
+
+def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
+    with receiving() as gone:
+        pass
+    with notifying(f"{gone.url}/secret-path") as notifier:
+        (sender,) = notifier.senders
+        for count in (1, 2):
+            notifier.note_event("r", "finished", "", {})
+            done(sender, count)
+    assert "127.0.0.1: " in sender.fault
+    assert "secret-path" not in caplog.text + sender.fault + repr(sender.receiver)
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1, "the same reason is logged once"
+
+
+# --- services ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_service_gets_a_message_by_apprise(sink: Sink) -> None:
+    with notifying(sink.service, f"{sink.url}/hook", secret=SECRET) as notifier:
+        notifier.note_alert("run-stalled", "no round", "resolved", "r", 3)
+        for sender in notifier.senders:
+            done(sender, 1)
+        assert [(each.receiver.name, each.sent) for each in notifier.senders] == [("json", 1), ("127.0.0.1", 1)]
+    (body,) = (json.loads(body) for path, _, body in sink.came if path == "/very-secret")
+    assert (body["title"], body["message"]) == ("r: run stalled: resolved", "no round")
+    assert body["type"] == "success"
+
+
+@pytest.mark.covers("security:hostile-webhook")
+def test_what_apprise_says_has_no_part_of_the_url(sink: Sink) -> None:
+    sink.answers += [(500, {}, b""), (302, {"Location": f"{sink.url}/elsewhere"}, b"")]
+    for _ in range(2):
+        with pytest.raises(DeliveryError, match="^json: ") as refused:
+            services.send(sink.service, a_notification())
+        assert "very-secret" not in str(refused.value)
+        assert "JSON" in str(refused.value)
+    assert {path for path, _, _ in sink.came} == {"/very-secret"}, "redirects are not followed"
+    with pytest.raises(DeliveryError, match="^discord: ") as refused:
+        services.send("discord://short-id", a_notification())
+    assert "short-id" not in str(refused.value)
+    assert "p@ss/word" not in shown("p@ss/word is wrong", "mailto://me:p%40ss%2Fword@example.org")
+
+
+@pytest.mark.covers("security:hostile-webhook")
+def test_a_service_that_never_answers_gets_its_time_and_no_more(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(services, "TIMEOUT_S", 0.1)
+    with pytest.raises(DeliveryError, match="no answer"):
+        services.send(sink.service, a_notification())
+
+
+def test_a_missing_apprise_is_named_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(OuterstepError, match=r"outerstep\[coordinator,notify\]"):
+        Coordinator(settings_for("discord://id/token", data_dir=tmp_path / "data"))
+    assert len(receivers_of(settings_for("https://example.org/x", "http://example.org/y"))) == 2, "without it"
+
+
+# --- settings and the command -----------------------------------------------------------------------------------------
 
 
 def test_settings_take_secrets_from_files_and_show_none(tmp_path: Path) -> None:
-    (tmp_path / "url").write_text("https://hooks.slack.com/services/T/B/very-secret\n")
+    (tmp_path / "urls").write_text("https://example.org/very-secret\n\ndiscord://id/token\n")
     (tmp_path / "secret").write_text(SECRET + "\n")
-    settings = Settings(notify_url=f"@{tmp_path}/url", notify_secret=f"@{tmp_path}/secret")
-    assert settings.notify_url == SecretStr("https://hooks.slack.com/services/T/B/very-secret")
+    settings = Settings(notify_url=f"@{tmp_path}/urls", notify_secret=f"@{tmp_path}/secret")
+    assert settings.notify_url == SecretStr("https://example.org/very-secret\ndiscord://id/token")
     assert settings.notify_secret == SecretStr(SECRET)
     assert "very-secret" not in repr(settings)
     assert SECRET not in repr(settings)
-    for wrong in (
-        "ftp://example.org/x",
-        "example.org",
-        "https://",
-        "https://ex ample.org",
-        f"@{tmp_path}/none",
-        "https://[",
-    ):
+    for wrong in ("example.org", "https://", "https://ok.example https://[", " ", "slack:/x", f"@{tmp_path}/none"):
         with pytest.raises(ValidationError):
             Settings(notify_url=wrong)
     for wrong in ("whsec_", "whsec_dG9vIHNob3J0", SECRET[6:], "whsec_!"):
@@ -221,199 +248,74 @@ def test_settings_take_secrets_from_files_and_show_none(tmp_path: Path) -> None:
             Settings(notify_secret=wrong)
 
 
-# --- sending ----------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_not_taken_is_sent_again_with_the_same_id(
-    sink: Sink, box: Callable[[], Box], database: Database, caplog: pytest.LogCaptureFixture
-) -> None:
-    made = box()
-    note(made, database, "lost", worker="a")
-    note(made, database, "finished")
-    sink.answers += [(500, {}, b""), (429, {"Retry-After": "77"}, b"slow down")]
-    made.deliver()
-    assert len(sink.came) == 1, "the webhook is at fault: the other one waits"
-    made.deliver()
-    assert len(sink.came) == 1, "not before the pause is over"
-    made.clock.advance(FIRST_PAUSE_S / 2)
-    made.deliver()
-    assert len(sink.came) == 2
-    assert "429" in made.sender.fault
-    made.clock.advance(76)
-    made.deliver()
-    assert len(sink.came) == 2, "as long as the webhook asks for"
-    made.clock.advance(1)
-    made.deliver()
-    assert [headers["webhook-id"] for _, headers, _ in sink.came] == ["msg_0", "msg_0", "msg_0", "msg_1"]
-    assert (made.sender.fault, made.sender.sent, made.sender.failed) == ("", 2, 2)
-    assert made.outbox.pending == []
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1, "two failures within ten minutes are one line"
-
-
-def test_one_that_is_refused_holds_up_no_other_and_is_given_up(
-    sink: Sink, box: Callable[[], Box], database: Database
-) -> None:
-    made = box()
-    note(made, database, "lost", worker="a")
-    note(made, database, "finished")
-    sink.answers.append((400, {}, b"invalid_payload " * 10_000))
-    made.deliver()
-    assert [body["type"] for body in sink.bodies] == ["worker-lost", "run-finished"]
-    (left,) = made.outbox.pending
-    sink.answers.append((404, {}, b"no_service"))
-    made.clock.advance(GIVE_UP_S + 1)
-    made.deliver()
-    assert left.attempts == 2
-    assert "no_service" in made.sender.fault
-    assert made.outbox.pending == []
-    assert made.outbox.dropped == 1
-    assert box().outbox.pending == [], "nor after a restart"
-
-
-@pytest.mark.covers("security:hostile-webhook")
-def test_redirects_are_not_followed_and_answers_are_cut(sink: Sink) -> None:
-    webhook = Webhook(SecretStr(f"{sink.url}/hook-of-9999"), "json")
-    sink.answers.append((302, {"Location": f"{sink.url}/elsewhere"}, b""))
-    with pytest.raises(DeliveryError, match="redirects"):
-        asyncio.run(send(webhook, a_notification(), NOW, unproxied))
-    assert [path for path, _, _ in sink.came] == ["/hook-of-9999"]
-    sink.answers.append((400, {}, b"no such hook-of-9999 ost_" + b"a" * 43 + b"\x1b[2J" + b"x" * 5_000_000))
-    with pytest.raises(DeliveryError) as refused:
-        asyncio.run(send(webhook, a_notification(), NOW, unproxied))
-    assert len(str(refused.value)) < 400
-    assert not refused.value.for_all
-    for hidden in ("hook-of-9999", "aaaa", "\x1b"):
-        assert hidden not in str(refused.value)
-    assert new_client().follow_redirects is False
-
-
-def test_nobody_listens(box: Callable[[], Box], database: Database, caplog: pytest.LogCaptureFixture) -> None:
-    made = box()
-    with receiving() as gone:
-        pass
-    made.sender.webhook = Webhook(SecretStr(f"{gone.url}/secret-path"), "json")
-    note(made, database, "finished")
-    made.deliver()
-    assert "127.0.0.1" in made.sender.fault
-    assert "secret-path" not in caplog.text + made.sender.fault
-    assert len(made.outbox.pending) == 1
-
-
-def test_the_pauses_double_up_to_an_hour_and_differ() -> None:
-    assert [pause_s(n, 0.0) for n in (1, 2, 3)] == [2.5, 5.0, 10.0]
-    assert pause_s(1, 0.999) < FIRST_PAUSE_S
-    assert pause_s(10_000, 1.0) == LONGEST_PAUSE_S
-
-
-def test_the_command_sends_a_test(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+def test_the_command_sends_a_test(sink: Sink, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTERSTEP_COORDINATOR_NOTIFY_SECRET", SECRET)
-    command = ["coordinator", "notify-test", "--notify", f"{sink.url}/hook-of-9999"]
+    (tmp_path / "urls").write_text(f"{sink.url}/hook-of-9999\n{sink.service}\n")
+    command = ["coordinator", "notify-test", "--notify", f"@{tmp_path}/urls"]
     done = CliRunner().invoke(app, command)
-    assert (done.exit_code, sink.bodies[0]["type"]) == (0, "test"), done.output
+    assert done.exit_code == 0, done.output
+    assert (sink.bodies[0]["type"], sink.bodies[1]["title"]) == ("test", "Outerstep coordinator: test")
     assert sink.came[0][1]["webhook-signature"].startswith("v1,")
     sink.answers.append((403, {}, b"no"))
     done = CliRunner().invoke(app, command)
     assert done.exit_code == Exit.REFUSED
     assert "403" in done.output
+    assert "json accepted it" in done.output, "the others are tested as well"
     assert "hook-of-9999" not in done.output
+    assert "very-secret" not in done.output
     assert CliRunner().invoke(app, ["coordinator", "notify-test"]).exit_code == Exit.USAGE
 
 
 def test_every_event_that_is_notified_is_one_of_the_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "rest.md").read_text(encoding="utf-8")
+    events = (ROOT / "docs" / "rest.md").read_text(encoding="utf-8")
+    kinds = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
     for event, kind in EVENT_KINDS.items():
-        assert f"\n| `{event}` |" in page, event
-        assert kind in KINDS
+        assert f"\n| `{event}` |" in events, event
+        assert f"\n| `{kind}` |" in kinds, kind
 
 
-# --- the outbox -------------------------------------------------------------------------------------------------------
+# --- nothing waits ----------------------------------------------------------------------------------------------------
 
 
-def test_a_restart_loses_nothing_and_repeats_nothing(sink: Sink, box: Callable[[], Box], database: Database) -> None:
-    first = box()
-    note(first, database, "lost", worker="a")
-    first.outbox.begin("disk-filling", "5% is free")
-    first.deliver()
-    first.outbox.begin("disk-filling", "4% is free")
-    note(first, database, "spoilt")
-    again = box()
-    assert [each.notification.kind for each in again.outbox.pending] == ["guard"]
-    again.outbox.begin("disk-filling", "3% is free")
-    again.outbox.end("disk-filling", "room")
-    again.outbox.end("disk-filling", "room")
-    again.deliver()
-    states = [(body["type"], body["data"]["state"]) for body in sink.bodies]
-    assert states == [
-        *(("worker-lost", None), ("disk-filling", "firing")),
-        *(("guard", None), ("disk-filling", "resolved")),
-    ]
-    assert len({headers["webhook-id"] for _, headers, _ in sink.came}) == 4
-    assert box().outbox.pending == []
+def test_a_flood_is_a_few_messages(sink: Sink) -> None:
+    clock = SettableClock()
+    with notifying(f"{sink.url}/hook", clock=clock) as notifier:
+        for number in range(40):
+            notifier.note_event("r", "lost", "gone", {"worker": f"box-{number}"})
+            notifier.note_event("r", "published", "", {"round": number})
+        notifier.note_event("other", "lost", "gone", {"worker": "box-1"})
+        clock.advance(WINDOW_S + 1)
+        notifier.note_event("r", "lost", "gone", {"worker": "box-1"})
+        done(notifier.senders[0], PER_WINDOW + 2)
+    assert [body["data"]["run"] for body in sink.bodies] == [*["r"] * PER_WINDOW, "other", "r"]
+    assert "(35 similar" in sink.bodies[-1]["data"]["message"]
 
 
-def test_an_event_that_is_not_committed_is_not_notified(box: Callable[[], Box], database: Database) -> None:
-    made = box()
-
-    def fail_halfway() -> None:
-        with database.write() as session:
-            made.outbox.note_event(session, "r", "finished", "", {})
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail_halfway()
-    assert made.outbox.pending == box().outbox.pending == []
-
-
-def test_a_flood_is_a_few_messages(box: Callable[[], Box], database: Database) -> None:
-    made = box()
-    for number in range(40):
-        note(made, database, "lost", worker=f"box-{number % 20}")
-        note(made, database, "round-published", round=number)
-    assert len(made.outbox.pending) == outboxes.PER_WINDOW
-    note(made, database, "lost", run="other", worker="box-1")
-    assert len(made.outbox.pending) == outboxes.PER_WINDOW + 1, "of each run"
-    made.clock.advance(outboxes.WINDOW_S + 1)
-    note(made, database, "lost", worker="box-1")
-    note(made, database, "lost", worker="box-1")
-    assert len(made.outbox.pending) == outboxes.PER_WINDOW + 2
-    assert "35 " in made.outbox.pending[-1].notification.message
-
-
-def test_there_is_a_limit_to_what_waits_and_to_what_is_kept(
-    box: Callable[[], Box], database: Database, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.covers("security:hostile-webhook")
+def test_one_that_does_not_answer_holds_up_no_round_and_no_other(
+    tmp_path: Path, sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(outboxes, "MAX_PENDING", 3)
-    monkeypatch.setattr(outboxes, "KEPT", 2)
-    made = box()
-    for number in range(5):
-        made.outbox.begin("run-stalled", "", run=f"r{number}")
-    assert [each.notification.run for each in made.outbox.pending] == ["r2", "r3", "r4"]
-    assert made.outbox.dropped == 2
-    for number in range(5):
-        made.outbox.end("run-stalled", "", run=f"r{number}")
-    for each in made.outbox.pending:
-        made.outbox.done(each.notification.id)
-    with database.read() as session:
-        assert len(session.scalars(select(NotificationRow)).all()) == 2
-
-
-def test_a_full_disk_is_notified_though_it_takes_no_row(sink: Sink, box: Callable[[], Box], database: Database) -> None:
-    made = box()
-    with database.writing.connect() as connection_:  # the only one in the pool
-        pages = int(connection_.exec_driver_sql("PRAGMA page_count").scalar_one())
-        connection_.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
-    made.outbox.begin("disk-filling", "x" * 50_000)
-    made.deliver()
-    assert [body["type"] for body in sink.bodies] == ["disk-filling"]
-    assert box().outbox.is_open("disk-filling") is None, "there was no room for the row"
-    with database.writing.connect() as connection_:
-        connection_.exec_driver_sql(f"PRAGMA max_page_count = {pages + 1000}")
-    made.outbox.flush()
-    again = box().outbox
-    assert again.is_open("disk-filling") is not None
-    assert again.pending == [], "it was sent"
+    monkeypatch.setattr(sending, "CLOSE_S", 0.1)
+    sink.hold.clear()
+    with receiving() as other:
+        urls = f"{sink.url}/very-secret {other.url}/x"
+        with coordinator_thread(tmp_path / "data", notify_url=urls) as running:
+            stuck, good = running.coordinator.notifier.senders
+            for number in range(MAX_QUEUED + 5):
+                stuck.post(a_notification(message=str(number)))
+            (a,) = crew(running, "r", ["a"], rounds=1)
+            play_round([a], 0)
+            running.await_state("r", 1)
+            done(good, 1)
+            assert (stuck.sent, good.sent) == (0, 1)
+            assert stuck.failed >= 4
+            with running.client() as admin:
+                reply = admin.get("/v1/status").raise_for_status()
+                metrics = admin.get("/metrics").raise_for_status().text
+            assert f'outerstep_notifications_total{{outcome="failed"}} {stuck.failed}.0' in metrics
+            (finding,) = ServerStatus.model_validate(reply.json()).findings
+            assert "waiting already" in finding.message
+            assert "very-secret" not in reply.text + metrics + caplog.text
 
 
 # --- what begins and ends ---------------------------------------------------------------------------------------------
@@ -434,10 +336,10 @@ class Watched:
         before = len(self.sink.came)
         self.clock.advance(CHECK_S)
         self.service.tick()
-        outbox = self.service.outbox
-        assert outbox is not None
-        wait_until(lambda: not outbox.pending)
-        return [(body["type"], body["data"]["state"]) for body in self.sink.bodies[before:]]
+        self.service.notifier.note_alert("test", "", "", None, None)  # after all others
+        wait_until(lambda: any(body["type"] == "test" for body in self.sink.bodies[before:]))
+        bodies = self.sink.bodies[before:]
+        return [(body["type"], body["data"]["state"]) for body in bodies if body["type"] != "test"]
 
 
 @contextmanager
@@ -446,10 +348,7 @@ def watched(tmp_path: Path, sink: Sink, clock: SettableClock, **settings: Any) -
         yield Watched(running, sink, clock)
 
 
-def test_a_stalled_run_is_notified_once_and_once_more_when_it_goes_on(
-    tmp_path: Path, sink: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coordinator.app.SEND_S", 0.01)
+def test_a_stalled_run_is_notified_once_and_once_more_when_it_goes_on(tmp_path: Path, sink: Sink) -> None:
     clock = SettableClock()
     patient = "lease_s = 86400"
     with watched(tmp_path, sink, clock) as found:
@@ -460,12 +359,9 @@ def test_a_stalled_run_is_notified_once_and_once_more_when_it_goes_on(
         assert found.look() == []
         clock.advance(ROUND_S)
         assert found.look() == [("run-stalled", "firing")]
-        assert "waiting for" in sink.bodies[-1]["data"]["message"]
+        assert "waiting for" in sink.bodies[-2]["data"]["message"]
         assert found.look() == []
         assert ("run-stalled", "r") in found.service.alerts.conditions
-    with watched(tmp_path, sink, clock) as found:
-        assert found.look() == [], "the clock of a new process knows nothing, and that is no end"
-        b.http = found.running.client(b.joined.member_token)
         b.take_part(0)
         found.running.await_state("r", 1)
         assert found.look() == [("run-stalled", "resolved")]
@@ -478,10 +374,20 @@ def test_a_stalled_run_is_notified_once_and_once_more_when_it_goes_on(
             assert ("run-stalled", "resolved") in found.look()
 
 
-def test_a_disk_that_fills_up_a_failed_backup_and_the_end_of_a_run(
-    tmp_path: Path, sink: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coordinator.app.SEND_S", 0.01)
+def test_a_removed_run_is_not_said_to_go_on(tmp_path: Path, sink: Sink) -> None:
+    clock = SettableClock()
+    with watched(tmp_path, sink, clock) as found:
+        found.running.create_run(spec_toml("idle"))
+        found.look()
+        clock.advance(NO_ROUND_S + 1)
+        assert found.look() == [("run-stalled", "firing")]
+        with found.running.client() as admin:
+            admin.patch("/v1/runs/idle", json={"state": RunState.STOPPED}).raise_for_status()
+            admin.delete("/v1/runs/idle").raise_for_status()
+        assert found.look() == []
+
+
+def test_a_disk_that_fills_up_and_the_end_of_a_run(tmp_path: Path, sink: Sink) -> None:
     clock, free = SettableClock(), [50]
     with watched(tmp_path, sink, clock) as found:
         found.service.alerts.disks = lambda places: [Disk(tuple(places), free[0], 100)]
@@ -498,10 +404,7 @@ def test_a_disk_that_fills_up_a_failed_backup_and_the_end_of_a_run(
         assert [body["data"]["run"] for body in sink.bodies if body["type"] == "run-finished"] == ["r"]
 
 
-def test_a_failed_backup_is_notified_until_one_is_good(
-    tmp_path: Path, sink: Sink, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("coordinator.app.SEND_S", 0.01)
+def test_a_failed_backup_is_notified_until_one_is_good(tmp_path: Path, sink: Sink) -> None:
     clock, place = SettableClock(), tmp_path / "backups"
     place.write_text("in the way")
     with watched(tmp_path, sink, clock, backup_dir=place) as found:

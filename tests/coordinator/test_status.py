@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from coordinator.alerts import CHECK_S, NO_ROUND_S, Disk
 from coordinator.api.server import REMEDIES
 from coordinator.logs import MAX_CHARACTERS, RECENT, RecentErrors, scrubbed
-from coordinator.notifications.alerts import CHECK_S, NO_ROUND_S, Disk
 from coordinator.store.blobs import StoreOutage
 from harness.coordinator import SettableClock, coordinator_thread
 from outerstep.cli import app
@@ -43,8 +43,7 @@ def test_all_is_well_and_then_it_is_not(tmp_path: Path, monkeypatch: pytest.Monk
             assert (found.clients.workers, found.clients.connections > 0) == (2, True)
             assert found.backup is not None
             assert (found.backup.last_at, found.backup.fault) == (backups.last_at, "")
-            assert found.notifications is not None
-            assert (found.notifications.host, found.notifications.format) == ("127.0.0.1", "json")
+            assert [(each.name, each.signed) for each in found.notifications] == [("127.0.0.1", False)]
 
             clock.advance(CHECK_S)
             service.tick()
@@ -52,7 +51,7 @@ def test_all_is_well_and_then_it_is_not(tmp_path: Path, monkeypatch: pytest.Monk
             logging.getLogger("coordinator.trial").error("refused with %s", TOKEN)
             clock.advance(NO_ROUND_S + 1)
             service.tick()
-            wait_until(lambda: service.sender is not None and service.sender.fault != "")
+            wait_until(lambda: service.notifier.senders[0].fault != "")
             reply = admin.get("/v1/status").raise_for_status()
             assert "secret-path" not in reply.text
             assert TOKEN not in reply.text

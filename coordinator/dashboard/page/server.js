@@ -108,14 +108,14 @@ function tilesOf(status) {
       plural(clients.workers, "worker"),
       `${plural(clients.connections, "connection")}, ${plural(clients.streams, "event stream")}`,
     ),
-    notifications === null
-      ? tile("Notifications", UNKNOWN, "None: start the coordinator with --notify.")
-      : tile(
-          "Notifications",
-          notifications.pending ? `${notifications.pending} waiting` : "all sent",
-          `${notifications.format} at ${notifications.host}; last sent: ${ago(notifications.sent_at)}` +
-            (notifications.dropped ? `; ${notifications.dropped} dropped` : ""),
-        ),
+    ...notifications.map((each) =>
+      tile(
+        `Notifications: ${each.name}`,
+        each.failed ? `${each.failed} failed` : "all sent",
+        `last sent: ${ago(each.sent_at)}`,
+      ),
+    ),
+    notifications.length === 0 && tile("Notifications", UNKNOWN, "None: start the coordinator with --notify."),
     ...status.coordinators.map((each) =>
       tile(
         each.leads ? "Leader" : "Standby",

@@ -13,7 +13,6 @@ from sqlalchemy import select
 
 from coordinator.backup.scheduled import ScheduledBackups
 from coordinator.logs import scrubbed
-from coordinator.notifications.outbox import Key, Outbox
 from coordinator.round_reports import reason_of
 from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import RoundRow
@@ -24,6 +23,13 @@ ROUND_S = 3600.0  # a run is stalled if its round is open for longer than this a
 NO_ROUND_S = 1800.0  # a run is also stalled if no round opens for this long
 FILLING, ROOM = 0.10, 0.12  # free share of a disk: the alert begins below 10 % and ends at 12 %
 MISSED_BACKUPS = 3
+
+ENDED = {
+    "disk-filling": f"each disk has more than {ROOM:.0%} free space",
+    "backup-failed": "the last backup was successful",
+}
+
+Key = tuple[str, str | None]  # the kind of alert, and its run; None: the server
 
 
 @dataclass(frozen=True)
@@ -59,16 +65,16 @@ class _Progress:
 
 
 class Alerts:
-    """The current alerts. `conditions` has a sentence for each (kind, run); run None is the server. Sends notifications
-    if there is an outbox."""
+    """The current alerts. `conditions` has a sentence for each (kind, run). `notify` is called when one begins or ends
+    (kind, message, state, run, round)."""
 
     def __init__(
         self,
         clock: Callable[[], float],
-        outbox: Outbox | None,
+        notify: Callable[[str, str, str, str | None, int | None], None],
         disks: Callable[[Mapping[str, Path]], list[Disk]] = disks,
     ) -> None:
-        self._clock, self._outbox, self.disks = clock, outbox, disks
+        self._clock, self._notify, self.disks = clock, notify, disks
         self.conditions: dict[Key, str] = {}
         self._progress: dict[str, _Progress] = {}
         self._check_at = -float("inf")
@@ -88,31 +94,17 @@ class Alerts:
         found: dict[Key, str | None] = {("run-stalled", run.name): self._stalled(run) for run in runs}
         found["disk-filling", None] = self._filling(places, disk_is_full=disk_is_full)
         found["backup-failed", None] = self._backup_failed(backups)
-        self.conditions = {key: message for key, message in found.items() if message is not None}
+        before, self.conditions = self.conditions, {key: text for key, text in found.items() if text is not None}
         self._progress = {run.name: self._progress[run.name] for run in runs if run.name in self._progress}
-        if self._outbox is not None:
-            self._notify(self._outbox, {run.name: run for run in runs})
-
-    def _notify(self, outbox: Outbox, runs: Mapping[str, LiveRun]) -> None:
-        for (kind, name), message in self.conditions.items():
-            outbox.begin(kind, message, name, None if name is None else runs[name].round)
-        for each in outbox.open_alerts("run-stalled"):
-            if each.run is None or each.run not in runs:
-                outbox.forget_run(each.run or "")
-            elif ("run-stalled", each.run) not in self.conditions:
-                run = runs[each.run]
-                outbox.end("run-stalled", reason_of(run), each.run, run.round)
-        for kind, message in (
-            ("disk-filling", f"each disk has more than {ROOM:.0%} free space"),
-            ("backup-failed", "the last backup was successful"),
-        ):
-            if (kind, None) not in self.conditions:
-                outbox.end(kind, message)
-        outbox.flush()
-
-    def _has_begun(self, kind: str, run: str | None = None) -> bool:
-        began = self._outbox is not None and self._outbox.is_open(kind, run) is not None
-        return began or (kind, run) in self.conditions
+        by_name = {run.name: run for run in runs}
+        for kind, name in self.conditions.keys() - before.keys():
+            round_ = None if name is None else by_name[name].round
+            self._notify(kind, self.conditions[kind, name], "firing", name, round_)
+        for kind, name in before.keys() - self.conditions.keys():
+            if name is None:
+                self._notify(kind, ENDED[kind], "resolved", None, None)
+            elif name in by_name:  # otherwise the run was removed
+                self._notify(kind, reason_of(by_name[name]), "resolved", name, by_name[name].round)
 
     def _stalled(self, run: LiveRun) -> str | None:
         with run.lock:
@@ -131,15 +123,12 @@ class Alerts:
         else:
             stalled = open_s > ROUND_S and open_s > 3 * _last_round_s(run)
             what = f"the round has been open for {_time(open_s)}: {reason}"
-        begun = self._outbox and self._outbox.is_open("run-stalled", run.name)
-        if not stalled and begun and begun.round == round_:  # a restart, or opening the same round, is no progress
-            return begun.message
         return what if stalled else None
 
     def _filling(self, places: Mapping[str, Path], *, disk_is_full: bool) -> str | None:
         if disk_is_full:
             return "the disk is full: uploads are rejected until there is free space"
-        below = ROOM if self._has_begun("disk-filling") else FILLING
+        below = ROOM if ("disk-filling", None) in self.conditions else FILLING
         full = [each for each in self.disks(places) if each.free < below]
         if not full:
             return None
@@ -155,9 +144,6 @@ class Alerts:
             age_s = 0.0 if backups.failed_at is None else backups.age_s(backups.failed_at)
             when = "just now" if age_s < 60 else f"{_time(age_s)} ago"
             return f"backup failed {when}: {scrubbed(backups.fault)}; {_last_backup(backups)}"
-        begun = self._outbox and self._outbox.is_open("backup-failed")
-        if begun and not backups.has_made and (backups.last_at is None or backups.last_at < begun.at):
-            return begun.message  # it began before a restart, and no backup was made since
         late_s = MISSED_BACKUPS * backups.every_s
         if (last_age_s := backups.last_age_s) is not None and last_age_s > late_s:
             return f"the scheduled backup is overdue; {_last_backup(backups)}"
