@@ -239,7 +239,7 @@ def _judged(
         )
         for worker, measure in sorted(valid.items())
     }
-    bounded = task.bounded and len(valid) <= 2
+    bounded = task.usual is None and len(valid) <= 2
     judgement = judge(
         evidence,
         task.usual,
