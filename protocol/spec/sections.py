@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from protocol.codecs import CODECS, CodecName, DownloadCodecName
+from protocol.codecs import CodecName, DownloadCodecName
 from protocol.errors import Problem
 from protocol.fragments import Layout, TensorSpec, plan_fragments
 
@@ -42,7 +42,6 @@ CONVERSATION_LENGTH = 1024  # the default of `sequence_length` for conversations
 SCRIPT_KEYS = {"batch_size", "joiner_warmup_steps"}  # keys of [inner] that apply to workers that are scripts
 
 MOST_ROUNDS = 4  # for as many rounds' time, a worker that never waits trains on by default
-PER_VALUE_RULES = {"trimmed", "median"}  # aggregation rules that need every value of each worker
 
 
 class Section(BaseModel):
@@ -304,12 +303,12 @@ class SyncSpec(Section):
         True,
         description="compress payloads with zstd: deltas always, uploads if the worker's connection is slow enough",
     )
-    aggregation: Literal["screened", "clipped", "mean", "trimmed", "median"] = Field(
+    aggregation: Literal["screened", "clipped", "mean"] = Field(
         "screened",
         description=(
             'how contributions are averaged into a delta. "mean": weighted by tokens. "clipped": like mean, but norms '
             'are limited to those of the others. "screened": like clipped, but contributions that oppose the others '
-            'are left out. "trimmed" and "median": per value'
+            "are left out"
         ),
     )
     fragment_elements: Annotated[int, Field(ge=256, le=1 << 28)] = Field(
@@ -356,11 +355,6 @@ class SyncSpec(Section):
             raise ValueError(
                 f"overlap = {self.overlap} is a whole round or more; give less than {self.inner_steps}, or "
                 '"eager" for a whole round'
-            )
-        if self.aggregation in PER_VALUE_RULES and CODECS[self.upload_codec].add_weight is not None:
-            raise ValueError(
-                f'aggregation = "{self.aggregation}" compares every value across the workers, but upload_codec = '
-                f'"{self.upload_codec}" sends only a few of them; use "screened" or another codec'
             )
         if self.overlap == "eager" and self.offsets == "spread":
             raise ValueError('overlap = "eager" needs offsets = "together": every fragment has a whole round anyway')

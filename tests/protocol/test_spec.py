@@ -148,6 +148,10 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     ),
     "a key that is like nothing": (LEAST + "[inner]\nepochs = 3\n", ["inner.epochs: unknown key"]),
     "an unknown section": (LEAST + "[outr]\n", ["outr: unknown key; did you mean outer?"]),
+    "an aggregation of an earlier version": (
+        edited("rounds = 4", 'rounds = 4\naggregation = "median"'),
+        ["sync.aggregation = 'median'", "'screened', 'clipped' or 'mean'"],
+    ),
     "a section of an earlier version": (LEAST + "[privacy]\nclip_norm = 1.0\n", ["privacy: unknown key"]),
     "an unknown codec": (
         edited("rounds = 4", 'rounds = 4\nupload_codec = "int5"'),
