@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from coordinator.aggregation.rules import aggregate
+from coordinator.aggregation.mean import aggregate
 from coordinator.run import step_rates
 from coordinator.trust.leaving_out import FEWEST, harm
 from harness.screening import Screening

@@ -26,7 +26,7 @@ def test_an_excerpt_is_in_its_file(path: str) -> None:
 
 
 def test_the_round_is_shown_whole() -> None:
-    names = ["rounds", "schedule", "decide", "rules", "outer_step"]
+    names = ["rounds", "schedule", "decide", "mean", "outer_step"]
     assert [Path(path).stem for path in EXCERPTS] == names
 
 

@@ -55,7 +55,7 @@ LAYERS: dict[str, list[str]] = {
     ],
     "worker": [
         *("errors", "ranks", "settings", "process", "memory", "accounts", "codecs", "models"),
-        *("tuning", "state", "privacy", "line", "link", "joining", "data", "rounds", "script", "allowing"),
+        *("tuning", "state", "line", "link", "joining", "data", "rounds", "script", "allowing"),
         *("diloco", "diloco_optimizer", "export", "inner", "fit", "box", "starting", "train", "agent"),
     ],
 }

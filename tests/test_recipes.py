@@ -1,6 +1,6 @@
 """Recipes of CONTRIBUTING.md, followed in a copy: a codec is one file and one line in protocol/, two functions and one
-line in worker/; an inner optimizer one function and one line; a rule of aggregation and a schedule one function, one
-line and one value of the spec. Everything else derives from them."""
+line in worker/; an inner optimizer one function and one line; a schedule one function, one line and one value of the
+spec. Everything else derives from them."""
 
 import ast
 import os
@@ -63,7 +63,7 @@ USE_OF_THE_CODEC = """
 import numpy as np
 import torch
 
-from coordinator.aggregation.rules import aggregate
+from coordinator.aggregation.mean import aggregate
 from docs import write_commands, write_settings
 from outerstep import plan
 from protocol import wire
@@ -100,53 +100,6 @@ assert ("big-endian", "int8") in {(each.upload_codec, each.download_codec) for e
 assert write_settings.page().count("`sparse`, `big-endian`") == 1, "as upload codec"
 assert write_settings.page().count("`2bit`, `big-endian`") == 1, "as download codec"
 assert "big-endian" in write_commands.page(), "outerstep demo --codec"
-"""
-
-
-MAJORITY = '''
-def majority(weighted: Sequence[Weighted], index: int) -> F32:
-    """Return what most of them hold the sign of, as large as their values are on average."""
-    rows = _decoded(weighted, index)
-    return (np.sign(np.sign(rows).sum(axis=0)) * np.abs(rows).mean(axis=0)).astype(np.float32)
-
-
-AGGREGATORS: dict[str, Aggregator] = {
-    "majority": majority,
-'''
-
-USE_OF_THE_RULE = """
-import tempfile
-from pathlib import Path
-
-import numpy as np
-
-from docs import write_settings
-from harness.coordinator import coordinator_thread
-from harness.member import Member, spec_toml
-from protocol.wire import Payload
-
-LINES = 'aggregation = "majority"\\nupload_codec = "fp32"\\ndownload_codec = "fp32"'
-VALUES = {"a": 0.25, "b": -1.0, "c": 1.75}
-with tempfile.TemporaryDirectory() as folder, coordinator_thread(Path(folder)) as running:
-    running.create_run(spec_toml("r", rounds=1, min_workers=3, sync=LINES))
-    members = [Member(running.client(), "r", name) for name in VALUES]
-    for member in members:
-        member.join(running.admin_token)
-    assert members[0].assignment(None).action == "seed"
-    members[0].seed()
-    for member in members:
-        for theta in member.theta:
-            theta[:] = 0.5
-        member.assignment(0)
-    for member in members:
-        assignment = member.assignment(0, wait_s=30)
-        for fragment, theta in enumerate(member.theta):
-            values = np.full(len(theta), VALUES[member.name], np.float32)
-            member.contribute(assignment, fragment, values).raise_for_status()
-    delta = np.empty(len(members[0].theta[0]), np.float32)
-    Payload.from_bytes(members[0].delta(0, 0).content).decode(delta)
-    assert (delta == 1.0).all(), delta
-assert "`majority`, `screened`" in write_settings.page()
 """
 
 
@@ -232,14 +185,6 @@ def test_a_codec_is_one_file_and_two_functions(copy: Path) -> None:
     table = copy / "protocol" / "codecs" / "__init__.py"
     edit(table, '    "sparse",\n', '    "sparse",\n    "big_endian",\n')
     run(copy, USE_OF_THE_CODEC)
-
-
-@pytest.mark.system
-def test_a_function_a_line_and_a_value_of_the_spec(copy: Path) -> None:
-    """A run that asks for the rule gets it."""
-    edit(copy / "coordinator/aggregation/rules.py", "AGGREGATORS: dict[str, Aggregator] = {\n", MAJORITY)
-    edit(copy / "protocol/spec/sections.py", "aggregation: Literal[", 'aggregation: Literal["majority", ')
-    run(copy, USE_OF_THE_RULE)
 
 
 @pytest.mark.system

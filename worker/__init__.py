@@ -6,7 +6,6 @@ In reading order:
     diloco.py       the class DiLoCo, for any training loop; diloco_optimizer.py for one written for OpenDiLoCo
     rounds/         the algorithm; its docstring is the theory of operation
     state/          what a worker holds: fragments of the model, the outer state, work in no mean yet, the snapshot
-    privacy/        what a private run clips, adds noise to and counts before an upload
     link/           the REST client, membership, the lease, the worker token
     line/           bytes to and from the coordinator: connections, rate limits, retries, resumable transfers
     joining/        how a worker gets the run's state: seeding, checkpoints, recovery

@@ -54,7 +54,6 @@ from worker.link.client import Client, open_http
 from worker.link.membership import Heartbeat, Membership, SharedMembership
 from worker.link.worker_token import with_worker_token
 from worker.memory import TRAINING_ON_BYTES
-from worker.privacy.release import Release, release_for
 from worker.process import logging_to_stderr, stop_on_signals
 from worker.ranks import LOST, Ranks, is_of_a_lost_rank
 from worker.rounds.exchange import Exchange
@@ -212,7 +211,6 @@ class DiLoCo:
         self._steps = InnerSteps(self.spec)
         self._has_entered = self._warms_up = False
         self._joined: Joined | None = None
-        self._release = Release()
         self._process = os.getpid()
         self._ended_by_stop = False  # the last inner step is done
         self._surroundings: list[AbstractContextManager[None]] = []
@@ -493,7 +491,6 @@ class DiLoCo:
         fragments = Fragments(self.model, reply.layout, self.ranks, points)
         on_cuda = fragments.device.type == "cuda"
         owner = identity(self._run, reply.layout, self.name)
-        self._release = release_for(spec, reply.layout.elements, self._files, owner, self.ranks)
         mapped_in = self._files.path if self._files is not None and self._in_files else None
         state = OuterState(
             reply.layout,
@@ -508,18 +505,18 @@ class DiLoCo:
             resources.enter_context(heartbeat)
         # The codecs' bytes depend on IEEE division, which CUDA and CPUs guarantee and Metal does not.
         encoder = fragments.device if on_cuda else torch.device("cpu")
-        exchange = Exchange(membership, spec, state, encoder, self._release)
+        exchange = Exchange(membership, spec, state, encoder)
         training = Training(
             fragments,
             self._optimizers,
             self._steps,
             self._progress,
-            self._release.evaluation(self._evaluate),
+            self._evaluate,
             self._initial,
             self._scaler,
             self._writes,
             self.ranks,
-            self._release.evaluation(self._probe),
+            self._probe,
             points,
         )
         saver = resources.enter_context(Saver(self._files, owner, state, client.stages, self.ranks))
@@ -586,7 +583,7 @@ class DiLoCo:
                 self._digests = self._all_digests()
 
     def _shared_metrics(self) -> Metrics:
-        return self._release.metrics(shared_metrics(self._progress.metrics(), self._tell))
+        return shared_metrics(self._progress.metrics(), self._tell)
 
     def _all_digests(self) -> list[bytes] | None:
         """Return the state digests of all fragments; None if there is no outer state."""

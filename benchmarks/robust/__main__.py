@@ -36,7 +36,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -48,10 +48,10 @@ from benchmarks.robust.real import Size as RealSize
 from benchmarks.robust.rows import ROWS, SHORT, complete, table_of
 from benchmarks.robust.timing import timed
 from benchmarks.robust.training import FULL, QUICK, Size, run
-from coordinator.aggregation.rules import AGGREGATORS
-from protocol.codecs import CODECS
-from protocol.spec.sections import PER_VALUE_RULES
+from protocol.spec.sections import SyncSpec
 from worker.data.open_training_set import TextData
+
+RULES: tuple[str, ...] = get_args(SyncSpec.model_fields["aggregation"].annotation)
 
 REAL = """Runs on a real coordinator, over HTTP, whose hostile workers know the defences.
 
@@ -82,8 +82,6 @@ def measure(size: Size, elements: int, given: argparse.Namespace) -> dict[str, A
         clean = run(size.spec(given.seed, "mean", codec), data, None, 0, given.workers).loss
         assert clean is not None, "nobody attacks"
         for rule in given.rules:
-            if rule in PER_VALUE_RULES and CODECS[codec].add_weight is not None:
-                continue
             cases = [(None, 0), *((attack, count) for count in given.hostile for attack in (AWAY, *given.attacks))]
             for attack, count in cases:
                 result = run(size.spec(given.seed, rule, codec), data, attack, count, given.workers)
@@ -92,7 +90,7 @@ def measure(size: Size, elements: int, given: argparse.Namespace) -> dict[str, A
                 rows.append(row | {**asdict(result), "harm": harm})
                 counted = f"{result.left_out} of {result.attacking} left out, {result.refused} honest ones not in full"
                 print(f"{codec}, {rule}, {count} × {attack}: {_signed(harm)}; {counted}", file=sys.stderr, flush=True)
-        times_s[codec] = timed(elements, codec)
+        times_s[codec] = timed(elements, codec, RULES)
     return {
         "benchmark": "robust",
         "seed": given.seed,
@@ -148,8 +146,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.robust", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    rules, codecs = list(AGGREGATORS), ["int8", "ternary", "sparse"]
-    parser.add_argument("--rules", type=partial(_named, known=rules), default=["mean", "screened"])
+    codecs = ["int8", "ternary", "sparse"]
+    parser.add_argument("--rules", type=partial(_named, known=RULES), default=["mean", "screened"])
     parser.add_argument("--codecs", type=partial(_named, known=codecs), default=["int8"])
     parser.add_argument("--attacks", type=partial(_named, known=list(ATTACKS)), default=list(ATTACKS))
     parser.add_argument("--workers", type=int, default=WORKERS, help=f"how many there are; default {WORKERS}")

@@ -1,6 +1,6 @@
-"""Hostile workers of a real run: `outerstep.DiLoCo` with another last stage before the upload."""
+"""Hostile workers of a real run: `outerstep.DiLoCo` that sends something else."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.robust.ascent import Vectors
-from protocol.messages import WithoutLosses, WithoutReport
+from protocol.messages import Assignment, WithoutLosses, WithoutReport
 from protocol.spec.run import RunSpec
 from worker.diloco import DiLoCo, Joined
 from worker.link.client import Client
-from worker.privacy.release import Release
+from worker.rounds.round import Round
 from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState
 from worker.state.work import Contribution
@@ -47,28 +47,24 @@ class FreeRider:
         return sent
 
 
-class HostileRelease(Release):
-    """Sends an attack in place of the pseudo-gradients. `hold`: waits until this round is over, so that its work comes
-    late, with the next."""
+class HostileRound:
+    """Makes `round_` send an attack in place of its pseudo-gradients. The fragments of these runs are sent together, so
+    the attack is computed before the first one. `diloco.hold` may delay all of them."""
 
-    def __init__(self, attack: Attack, diloco: "HostileDiLoCo", state: OuterState) -> None:
+    def __init__(self, round_: Round, attack: Attack, diloco: "HostileDiLoCo", state: OuterState) -> None:
         self._attack, self._diloco, self._state = attack, diloco, state
         self._fragments = Fragments(diloco.model, state.layout)
         self._updates: list[Tensor] = []
+        flight = round_._in_flight  # noqa: SLF001
+        self._send = flight.send
+        flight.send = self.send  # type: ignore[method-assign]
 
-    def together(self, made: Iterable[Contribution], fragments: Sequence[int]) -> Iterable[Contribution]:
-        made = list(made)
-        updates = self._attack.updates(self._diloco.round, self._state, [each.delta for each in made])
-        self._diloco.hold(self._diloco.round)
-        return [_with(each, values) for each, values in zip(made, updates, strict=True)]
-
-    def count(self, fragments: Sequence[int]) -> None:
-        """Without waiting for deltas, the fragments are made one by one, after this."""
-        honest = [theta - self._fragments.gather(p) for p, theta in enumerate(self._state.theta)]
-        self._updates = self._attack.updates(self._diloco.round, self._state, honest)
-
-    def alone(self, made: Contribution) -> Contribution:
-        return _with(made, self._updates[made.fragment])
+    def send(self, p: int, make: Callable[[], Contribution]) -> None:
+        if not self._updates:
+            honest = [theta - self._fragments.gather(q) for q, theta in enumerate(self._state.theta)]
+            self._updates = self._attack.updates(self._diloco.round, self._state, honest)
+            self._diloco.hold(self._diloco.round)
+        self._send(p, lambda: _with(make(), self._updates[p]))
 
 
 def _with(made: Contribution, values: Tensor) -> Contribution:
@@ -100,7 +96,15 @@ class HostileDiLoCo(DiLoCo):
         joined = super()._join(resources)
         attack = self._make_attack(joined.state)
         if attack is not None:
-            joined.rounds._exchange.release = HostileRelease(attack, self, joined.state)  # noqa: SLF001
+            begin = joined.rounds._begin  # noqa: SLF001
+
+            def begin_hostile(assignment: Assignment) -> Round | None:
+                round_ = begin(assignment)
+                if round_ is not None:
+                    HostileRound(round_, attack, self, joined.state)
+                return round_
+
+            joined.rounds._begin = begin_hostile  # type: ignore[method-assign] # noqa: SLF001
         return joined
 
     def hold(self, round_: int) -> None:

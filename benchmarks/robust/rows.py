@@ -35,8 +35,6 @@ ROWS = [
     Row("within 0.01", replace(_ATTACK, harm=0.01)),
     Row("mean", _ATTACK, rule="mean"),
     Row("clipped", _ATTACK, rule="clipped"),
-    Row("trimmed", _ATTACK, rule="trimmed"),
-    Row("median", _ATTACK, rule="median"),
     Row("free rider", FreeRide()),
     *(Row(f"backdoor in 1 of {every}", Backdoor(every)) for every in (2, 4, 8)),
     Row("honest: 4"),

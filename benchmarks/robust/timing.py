@@ -1,23 +1,22 @@
 """The time to judge and to average the contributions to a fragment, by rule."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
 from benchmarks.faults import WORKERS
-from coordinator.aggregation.rules import AGGREGATORS, aggregate
+from coordinator.aggregation.mean import aggregate
 from coordinator.screening.judging import Evidence, judge
 from coordinator.screening.measuring import measure_payload
 from protocol.codecs import CODECS
-from protocol.spec.sections import PER_VALUE_RULES
 from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, pack_frames, pack_header
 
 TIMED = 3
 
 
-def timed(elements: int, codec: str) -> dict[str, float]:
+def timed(elements: int, codec: str, rules: Sequence[str]) -> dict[str, float]:
     """Return the seconds of each rule for 8 received contributions of this many elements; and of accepting one
     contribution: `checked` (the check alone) and `found` (with the evidence)."""
     payloads = [_noise(elements, codec, worker) for worker in range(WORKERS)]
@@ -27,13 +26,9 @@ def timed(elements: int, codec: str) -> dict[str, float]:
     def aggregated(rule: str) -> None:
         judged = judge(evidence, rule=rule)
         factors = [each.factor for each in judged.verdicts.values()]
-        aggregate(weighted, "int8", zstd=True, rule=rule, factors=factors)
+        aggregate(weighted, "int8", zstd=True, factors=factors)
 
-    acts: dict[str, Callable[[], object]] = {
-        rule: partial(aggregated, rule)
-        for rule in AGGREGATORS
-        if rule not in PER_VALUE_RULES or first.codec.add_weight is None
-    }
+    acts: dict[str, Callable[[], object]] = {rule: partial(aggregated, rule) for rule in rules}
     acts |= {"checked": first.check, "found": partial(measure_payload, first, b"key")}
     took: dict[str, list[float]] = {name: [] for name in acts}
     for _ in range(TIMED):  # in turn, so that a slow moment of the machine affects all

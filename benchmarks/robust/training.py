@@ -9,7 +9,7 @@ from torch import Tensor
 
 from benchmarks.faults import CPU, WORKERS, Replica, contribution
 from benchmarks.robust.attacks import ATTACKS, AWAY
-from coordinator.aggregation.rules import aggregate
+from coordinator.aggregation.mean import aggregate
 from harness.screening import Screening
 from protocol.codecs import CODECS
 from protocol.errors import CodecError
@@ -150,7 +150,6 @@ class Training:
             [sent[worker] for worker in counting],
             sync.download_codec,
             zstd=False,
-            rule=sync.aggregation,
             factors=[factors[worker] for worker in counting],
         )
         delta = DeltaHeader(

@@ -3,7 +3,7 @@ aggregators do.
 
     tasks.py       what must be known to do it, and what comes out of it
     fragment.py    contributions in, a judged and averaged delta out
-    rules.py       the arithmetic of the average
+    mean.py        the arithmetic of the average
     state_file.py  an outer state in a file, and the outer step
     queue.py       the table of tasks: leases, fencing tokens, results
     delegation.py  the leader's side: it adds tasks, and waits for results

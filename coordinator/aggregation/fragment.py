@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.aggregation.mean import aggregate, aggregated, encoded
 from coordinator.aggregation.residual import Residual
-from coordinator.aggregation.rules import AGGREGATORS, aggregate, aggregated, encoded, mean
 from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob, Collected, Given
 from coordinator.screening.judging import Evidence, Judgement, Verdict, judge
 from coordinator.screening.measuring import Measure, Sketcher, measure_payload, sketch_chunks
@@ -239,7 +239,7 @@ def _judged(
         )
         for worker, measure in sorted(valid.items())
     }
-    bounded = task.bounded and len(valid) <= 2
+    bounded = task.usual is None and len(valid) <= 2
     judgement = judge(
         evidence,
         task.usual,
@@ -276,12 +276,11 @@ def _one_pass(task: Aggregate, blobs: Blobs, key: bytes, check: Callable[[], obj
     """Measure and average the contributions while each is read once. Most often all of them count, and then nothing has
     to be read again. The next one is read meanwhile.
 
-    Return None if the fragment is too large to be in memory, if the rule is not the mean, if the codec leaves values
-    out, or if a contribution is not what was announced.
+    Return None if the fragment is too large to be in memory, if the codec leaves values out, or if a contribution is
+    not what was announced.
     """
     codec = CODECS[task.sync.upload_codec]
-    is_mean = AGGREGATORS[task.sync.aggregation] is mean and codec.add_weight is None
-    if not is_mean or task.elements > ONE_PASS_ELEMENTS:
+    if codec.add_weight is not None or task.elements > ONE_PASS_ELEMENTS:
         return None
     residual = residual_of(task, blobs)
     in_order = sorted(task.contributions.items())
@@ -372,7 +371,6 @@ def make_delta(
             opened.payloads,
             sync.download_codec,
             zstd=sync.zstd,
-            rule=sync.aggregation,
             factors=opened.factors,
             residual=residual,
             check=check,
@@ -386,8 +384,7 @@ def make_difference(collected: Collected, blobs: Blobs, factors: Mapping[str, fl
     name, codec = RunNames(collected.run).delta(collected.round, collected.fragment, delta), CODECS[DIFFERENCES]
     frames: list[Buffer] = []
     with StoredPayload(blobs.open(name)) as published, _opened(collected, blobs, factors) as opened:
-        chunks = aggregated(opened.payloads, collected.sync.aggregation, opened.factors)
-        for index, chunk in enumerate(chunks):
+        for index, chunk in enumerate(aggregated(opened.payloads, opened.factors)):
             subtracted = np.empty_like(chunk)
             published.codec.decode(published.chunk(index), subtracted)
             raw = np.empty(codec.size(len(chunk)), np.uint8)

@@ -87,11 +87,11 @@ class Aggregate(Collected):
     """Judge the contributions, and make the delta.
 
     unit_tokens      by worker: the weight of one of its work units, in tokens
-    usual            the median reference of the fragment's last rounds; None in its first one
+    usual            the median reference of the fragment's last rounds; None in its first one: then the norms of one or
+                     two workers are also bounded by that of θ
     usual_spread     as `judge` has it
     clipped          as `judge` has it
     least_agreement  as `judge` has it
-    bounded          whether the norms of a first round by one or two workers are also bounded by that of θ
     state            the digest of the checkpoint's blob that has the fragment's state; None if no checkpoint has it
     excluded         workers whose contributions do not count, and why; if there are no others, they count
     """
@@ -102,7 +102,6 @@ class Aggregate(Collected):
     usual_spread: float | None = None
     clipped: float
     least_agreement: float
-    bounded: bool = False
     state: bytes | None = None
     excluded: dict[str, str] = Field(default_factory=dict)
 

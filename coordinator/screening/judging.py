@@ -112,7 +112,7 @@ def spread(cosines: Iterable[float | None]) -> float | None:
     return _upper_median([abs(each - usual) for each in agreements])
 
 
-# The rules of aggregation (`sync.aggregation`) under which norms and directions change a factor. Others only report.
+# The values of `sync.aggregation` with which norms and directions change a factor. With "mean" they are only reported.
 NORMS, DIRECTIONS = frozenset({"screened", "clipped"}), frozenset({"screened"})
 
 

@@ -19,7 +19,7 @@ def is_possible(run: LiveRun) -> bool:
 def aggregate(run: LiveRun, task: Aggregate) -> Aggregated | None:
     """Let an aggregator do the task. May raise like `Delegation.ask`."""
     delegation = run.context.delegation
-    if delegation is None or (task.bounded and task.state is None):
+    if delegation is None or (task.usual is None and task.state is None):
         return None
     found = delegation.ask(task)
     if found is None:

@@ -98,7 +98,7 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     found = delegating.aggregate(run, task)
     try:
         if found is None:
-            if task.bounded:
+            if task.usual is None:
                 outer_state.bring_here(run, index)  # for the norm of θ
             with run.context.working:
                 found = _aggregate_here(run, fragment, task)
@@ -129,7 +129,7 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
     """Describe the aggregation of a closed fragment."""
     assert run.model is not None, "a round has a layout"
     fragment, judged = opening.fragments[index], screening(run, opening.number, index)
-    state = delegating.checkpoint_blob(run, opening.number, index) if judged.bounded else None
+    state = delegating.checkpoint_blob(run, opening.number, index) if judged.usual is None else None
     with run.lock:
         base, tokens, contributed = run.outer.states[index].digest, fragment.weights, dict(fragment.contributed)
     unit_tokens = {worker: run.unit_tokens(worker) for worker in contributed}

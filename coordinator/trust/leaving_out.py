@@ -120,10 +120,9 @@ def to_measure(run: LiveRun, session: Session, state: int, loss: float) -> list[
 
 
 def is_possible(run: LiveRun) -> bool:
-    """Return True if a worker may be left out: all train on the same data, nothing about it is private, and there are
-    enough tokens to judge each other. An evaluator could compute the contribution from the two states that it sees."""
-    is_private = run.spec.data.private or run.spec.privacy is not None
-    return run.shares_data and not is_private and len(set(run.members.owners.values())) >= FEWEST
+    """Return True if a worker may be left out: all train on the same data, which are not private, and there are enough
+    tokens to judge each other. An evaluator could compute the contribution from the two states that it sees."""
+    return run.shares_data and not run.spec.data.private and len(set(run.members.owners.values())) >= FEWEST
 
 
 def contributors(run: LiveRun, session: Session, state: int) -> dict[str, str] | None:

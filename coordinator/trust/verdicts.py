@@ -79,16 +79,13 @@ class Screening(NamedTuple):
     usual_spread: float | None
     clipped: float
     least_agreement: float
-    bounded: bool
 
 
 def screening(run: LiveRun, round_: int, fragment: int) -> Screening:
     """Return how the contributions to a fragment are judged, according to the run's record."""
     usual, usual_spread = _usual(run, round_, fragment)
-    privacy = run.spec.privacy
-    noisy = privacy is not None and privacy.noise > 0  # noise outweighs the update, in a random direction
     least_agreement = LEAST_AGREEMENT if run.shares_data else 0.0
-    return Screening(usual, usual_spread, clip_limit(run), least_agreement, bounded=usual is None and not noisy)
+    return Screening(usual, usual_spread, clip_limit(run), least_agreement)
 
 
 def clip_limit(run: LiveRun) -> float:

@@ -134,7 +134,6 @@ def _doctor() -> typer.Typer:
 
 
 def _run() -> typer.Typer:
-    from outerstep.cli import privacy
     from outerstep.cli.run import models, runs, steer, watch, workers
 
     commands: dict[str, Callable[..., None]] = {
@@ -161,7 +160,6 @@ def _run() -> typer.Typer:
         "track": watch.track,
         "rollback": steer.rollback,
         "pin": models.pin,
-        "privacy": privacy.privacy,
     }
     return _group("run", typer.Typer(help="Create, follow, steer and export runs.", no_args_is_help=True), commands)
 
@@ -205,12 +203,6 @@ def _compare() -> typer.Typer:
     return _command("compare", compare.compare)
 
 
-def _privacy() -> typer.Typer:
-    from outerstep.cli import privacy
-
-    return _command("privacy", privacy.preview)
-
-
 # By name, in the order of the list. The help is the first sentence of the command's own --help.
 ENTRIES: dict[str, Entry] = {
     "migrate": Entry(_migrate, "Migrate a coordinator's database to the newest schema."),
@@ -220,7 +212,6 @@ ENTRIES: dict[str, Entry] = {
         _demo, "See it work: a coordinator and several workers on this machine train a small model on real text."
     ),
     "plan": Entry(_plan, "Estimate what a run costs on given network connections, and recommend codecs and H."),
-    "privacy": Entry(_privacy, "Show the guarantee of a run spec's [privacy]: epsilon at its delta, by rounds."),
     "coordinator": Entry(_coordinator, "Run a coordinator until SIGTERM or Ctrl-C, or one of its commands."),
     "aggregator": Entry(
         _aggregator,

@@ -116,9 +116,6 @@ class Metrics(BaseModel):
     mfu: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None  # model FLOPs utilisation: 0.45 is 45 %
     peak_memory_bytes: Count | None = None  # of the GPU, or of the process without one
     learning_rate: Finite | None = None  # at the last inner step; of the first parameter group
-    private_contributions: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = (
-        None  # number made so far, with [privacy]
-    )
     upload_bytes: Count = 0
     download_bytes: Count = 0
     phase: Annotated[str, Field(max_length=MAX_PHASE), Printable] | None = None

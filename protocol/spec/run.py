@@ -20,11 +20,9 @@ from protocol.spec.sections import (
     Name,
     OuterSpec,
     PinSpec,
-    PrivacySpec,
     RetentionSpec,
     Section,
     SyncSpec,
-    privacy_conflicts,
 )
 from protocol.validation_errors import explain, explain_all, similar_key
 
@@ -46,7 +44,6 @@ class RunSpec(Section):
     inner: InnerSpec = Field(default_factory=InnerSpec)
     outer: OuterSpec = Field(default_factory=OuterSpec)
     sync: SyncSpec
-    privacy: PrivacySpec | None = None
     members: MembersSpec = Field(default_factory=MembersSpec)
     checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
@@ -131,12 +128,6 @@ class RunSpec(Section):
                 f"sync.fragment_elements = {self.sync.fragment_elements:,} hold at most {most:,}: reduce the layers or "
                 "the width"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _privacy_holds(self) -> "RunSpec":
-        if self.privacy is not None and (found := privacy_conflicts(self.sync, self.data)):
-            raise ValueError("privacy: " + "; ".join(found))
         return self
 
     def with_source(self, source: str | None) -> "RunSpec":

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from protocol.codecs import CODECS, CodecName, DownloadCodecName
+from protocol.codecs import CodecName, DownloadCodecName
 from protocol.errors import Problem
 from protocol.fragments import Layout, TensorSpec, plan_fragments
 
@@ -42,7 +42,6 @@ CONVERSATION_LENGTH = 1024  # the default of `sequence_length` for conversations
 SCRIPT_KEYS = {"batch_size", "joiner_warmup_steps"}  # keys of [inner] that apply to workers that are scripts
 
 MOST_ROUNDS = 4  # for as many rounds' time, a worker that never waits trains on by default
-PER_VALUE_RULES = {"trimmed", "median"}  # aggregation rules that need every value of each worker
 
 
 class Section(BaseModel):
@@ -304,12 +303,12 @@ class SyncSpec(Section):
         True,
         description="compress payloads with zstd: deltas always, uploads if the worker's connection is slow enough",
     )
-    aggregation: Literal["screened", "clipped", "mean", "trimmed", "median"] = Field(
+    aggregation: Literal["screened", "clipped", "mean"] = Field(
         "screened",
         description=(
             'how contributions are averaged into a delta. "mean": weighted by tokens. "clipped": like mean, but norms '
             'are limited to those of the others. "screened": like clipped, but contributions that oppose the others '
-            'are left out. "trimmed" and "median": per value'
+            "are left out"
         ),
     )
     fragment_elements: Annotated[int, Field(ge=256, le=1 << 28)] = Field(
@@ -356,11 +355,6 @@ class SyncSpec(Section):
             raise ValueError(
                 f"overlap = {self.overlap} is a whole round or more; give less than {self.inner_steps}, or "
                 '"eager" for a whole round'
-            )
-        if self.aggregation in PER_VALUE_RULES and CODECS[self.upload_codec].add_weight is not None:
-            raise ValueError(
-                f'aggregation = "{self.aggregation}" compares every value across the workers, but upload_codec = '
-                f'"{self.upload_codec}" sends only a few of them; use "screened" or another codec'
             )
         if self.overlap == "eager" and self.offsets == "spread":
             raise ValueError('overlap = "eager" needs offsets = "together": every fragment has a whole round anyway')
@@ -488,52 +482,3 @@ def check_pin(key: str, pinned: str | None, found: str | None) -> None:
             f"the spec pins pins.{key} = {pinned}, here it is {found or 'none'}: use the versions, files and settings "
             "that the spec was pinned with, or ask the run's owner to pin a new run",
         )
-
-
-class PrivacySpec(Section):
-    """Differential privacy of contributions: each worker clips its pseudo-gradients and adds Gaussian noise before
-    anything leaves its machine, and reports no loss. Without this section nothing is clipped and no noise is added.
-    docs/privacy.md describes the guarantee and its cost."""
-
-    clip_norm: Norm = Field(
-        ...,
-        description=(
-            "S, the clipping norm: the largest L2 norm of a worker's pseudo-gradient of a whole round; a longer one is "
-            "scaled down to it"
-        ),
-    )
-    noise_multiplier: float = Field(
-        ...,
-        ge=0,
-        le=1e6,
-        description=(
-            "z: Gaussian noise of standard deviation z * S is added to every value; 0 only clips, which guarantees "
-            "nothing"
-        ),
-    )
-    delta: float = Field(
-        1e-6, gt=0, lt=1, description="delta of the (epsilon, delta) that `outerstep privacy` and `run privacy` show"
-    )
-
-    @property
-    def noise(self) -> float:
-        """The standard deviation of the noise on each value, sigma = z * S."""
-        return self.noise_multiplier * self.clip_norm
-
-
-def privacy_conflicts(sync: SyncSpec, data: DataSpec) -> list[str]:
-    """Return a sentence for each setting with which [privacy] would guarantee nothing, or not work."""
-    found = []
-    if CODECS[sync.upload_codec].error_feedback:
-        kept = ", ".join(name for name, codec in CODECS.items() if not codec.error_feedback)
-        found.append(
-            f'sync.upload_codec = "{sync.upload_codec}" carries over its encoding error, which is mostly noise and '
-            f"would fill the next round's clipping norm; use one of {kept}"
-        )
-    if data.holdout and data.source != "custom":
-        found.append(
-            f"data.holdout = {data.holdout} keeps data out of training for a held-out loss, but with [privacy] none is "
-            "measured, as it would be reported without noise: set data.holdout = 0, and evaluate the result on other "
-            "data"
-        )
-    return found

@@ -1,8 +1,7 @@
-"""The mean of contributions where a codec sends only some of the values, and another rule in its place."""
+"""The mean of contributions, also where a codec sends only some of the values, and the delta that it becomes."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -16,8 +15,8 @@ from coordinator.aggregation.fragment import (
     make_delta,
     store_delta,
 )
+from coordinator.aggregation.mean import aggregate
 from coordinator.aggregation.residual import Residual
-from coordinator.aggregation.rules import AGGREGATORS, aggregate
 from coordinator.aggregation.tasks import Aggregate, Given
 from coordinator.store.blobs import RunNames
 from coordinator.store.payloads import MemoryBudget
@@ -101,23 +100,6 @@ def test_it_is_the_weighted_mean_in_every_chunk(n: int) -> None:
     assert (sent > 0).mean() > 1 / 64, "no two workers sent different values, so nothing is proved"
 
 
-def test_a_spec_may_name_every_rule() -> None:
-    assert get_args(SyncSpec.model_fields["aggregation"].annotation) == tuple(AGGREGATORS)
-
-
-@pytest.mark.parametrize(("rule", "workers"), [("median", 3), ("trimmed", 3), ("median", 9), ("trimmed", 9)])
-def test_rules_that_compare_values_are_not_moved_by_a_few(rule: str, workers: int) -> None:
-    """Whatever they send, and whatever their weight: the result lies between the values of the others."""
-    n, hostile = (1 << 18) + 5, workers // 4 or 1
-    values = np.random.default_rng(0).standard_normal((workers, n)).astype(np.float32)
-    values[:hostile] = -8e9
-    payloads = [(contribution(each, f"w{i}", "fp32"), 1_000_000 if i < hostile else 1) for i, each in enumerate(values)]
-    assert (decoded(aggregate(payloads, "fp32", zstd=False), n) < -7e9).all()
-    robust = decoded(aggregate(payloads, "fp32", zstd=False, rule=rule), n)
-    assert (values[hostile:].min(axis=0) <= robust).all()
-    assert (robust <= values[hostile:].max(axis=0)).all()
-
-
 def test_a_factor_is_of_the_weight_alone() -> None:
     """Who counts half brings half of its value; the others no more than without it."""
     values = np.array([[4.0, 8.0], [2.0, -2.0]], np.float32)
@@ -151,13 +133,12 @@ def task_of(
     codec: str,
     vectors: Sequence[np.ndarray],
     blobs: MemoryBlobs,
-    rule: str = "screened",
     download: str = "int8",
     round_: int = 0,
     residual: bytes | None = None,
 ) -> Aggregate:
     """The aggregation of these vectors, whose contributions are put into the store."""
-    settings = {"rounds": 2, "upload_codec": codec, "download_codec": download, "aggregation": rule}
+    settings = {"rounds": 2, "upload_codec": codec, "download_codec": download}
     sync = SyncSpec.model_validate(settings)
     task = Aggregate(
         run="r",
@@ -196,15 +177,6 @@ def test_one_pass_over_the_contributions_gives_the_bytes_of_two(codec: str, leng
     assert (delta.content, delta.residual) == make_delta(task, blobs, factors)
 
 
-@pytest.mark.parametrize("rule", ["trimmed", "median"])
-def test_rules_that_compare_values_take_two_passes(rule: str) -> None:
-    random, blobs = np.random.default_rng(0), OnceOnly()
-    task = task_of("int8", [random.standard_normal(1000).astype(np.float32) for _ in range(4)], blobs, rule)
-    delta = aggregate_fragment(task, blobs, b"secret", lambda: 0.0)
-    assert set(blobs.opened.values()) == {2}
-    assert (delta.content, None) == make_delta(task, blobs, dict.fromkeys(task.contributions, 1.0))
-
-
 def test_a_contribution_that_was_damaged_in_the_store_is_lost_in_either_pass() -> None:
     random, blobs = np.random.default_rng(0), MemoryBlobs()
     task = task_of("int8", [random.standard_normal(1000).astype(np.float32) for _ in range(3)], blobs)
@@ -226,16 +198,15 @@ def vectors_of(seed: int) -> list[np.ndarray]:
     return [(common + random.standard_normal(N)).astype(np.float32) for _ in range(3)]
 
 
-@pytest.mark.parametrize("rule", ["screened", "median"])
-def test_what_a_delta_leaves_out_is_in_the_ones_after_it(rule: str) -> None:
+def test_what_a_delta_leaves_out_is_in_the_ones_after_it() -> None:
     """Deltas of 2 bits add up to the means, but for the last residual; without feedback they are far from it."""
     residual: bytes | None = None
     blobs, delivered = MemoryBlobs(), np.zeros(N)
     means, careless = np.zeros(N), np.zeros(N)
     for round_ in range(8):
         vectors = vectors_of(round_)
-        exact = task_of("fp32", vectors, blobs, rule, "fp32", round_)
-        coarse = task_of("fp32", vectors, blobs, rule, "2bit", round_, residual)
+        exact = task_of("fp32", vectors, blobs, "fp32", round_)
+        coarse = task_of("fp32", vectors, blobs, "2bit", round_, residual)
         delta = aggregate_fragment(coarse, blobs, b"secret", lambda: 0.0)
         residual = stored(coarse, delta, blobs)
         alone = aggregate_fragment(coarse.model_copy(update={"residual": None}), blobs, b"secret", lambda: 0.0)

@@ -495,7 +495,7 @@ def test_of_two_that_oppose_each_other_both_stay() -> None:
 
 @pytest.mark.parametrize("workers", [3, 4, 20])
 def test_noise_that_drowns_all_directions_leaves_nobody_out(workers: int) -> None:
-    """As with [privacy], where cosines are chance alone."""
+    """Cosines are chance alone."""
     rng = np.random.default_rng(0)
     for _ in range(2000):
         directions = rng.standard_normal((workers, 512), np.float32)

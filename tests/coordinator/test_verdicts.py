@@ -153,14 +153,6 @@ def test_with_the_plain_mean_nobody_is_left_out_but_told_of(shared: InThread, ru
     assert not events(shared, run, "screened")
 
 
-@pytest.mark.parametrize("rule", ["median", "trimmed"])
-def test_rules_that_compare_values(shared: InThread, run: str, rule: str) -> None:
-    members = crew(shared, run, NAMES, min_workers=4, sync=f'aggregation = "{rule}"')
-    contribute(members, 0, {"c": times(1e6)})
-    _, values = delta(members[0], 0, 0)
-    assert float(np.abs(values).max()) < 0.1
-
-
 def test_a_worker_alone_is_held_to_what_was_usual(shared: InThread, run: str) -> None:
     (alone,) = crew(shared, run, ["a"], rounds=4)
     for round_ in range(2):

@@ -256,18 +256,10 @@ def test_its_spec_is_that_of_one_worker_without_compression() -> None:
     assert made.members == given.members.model_copy(update={"min_workers": 1})
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ('data.private = true\ndata.tokenizer = "bytes"\n', "no worker has the text of all"),
-        ("privacy.clip_norm = 1.0\nprivacy.noise_multiplier = 1.0\ndata.holdout = 0\n", "[privacy]"),
-    ],
-)
-def test_private_text_has_no_baseline(more: str, said: str) -> None:
-    text = 'name = "r"\nmodel.preset = "tiny"\nsync.rounds = 9\n' + more
-    with pytest.raises(UsageError) as refusal:
+def test_private_text_has_no_baseline() -> None:
+    text = 'name = "r"\nmodel.preset = "tiny"\nsync.rounds = 9\ndata.private = true\ndata.tokenizer = "bytes"\n'
+    with pytest.raises(UsageError, match="no worker has the text of all"):
         baseline_of(text, parse_spec(text), 8)
-    assert said in str(refusal.value)
 
 
 # --- the interval -------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ GOLDEN: list[tuple[BaseModel, str]] = [
     (
         messages.Metrics(round=1, inner_step=2, loss=0.5, mfu=0.4, upload_bytes=3),
         '{"round":1,"inner_step":2,"loss":0.5,"tokens_per_second":null,"inner_steps_per_second":null,"mfu":0.4,'
-        '"peak_memory_bytes":null,"learning_rate":null,"private_contributions":null,"upload_bytes":3,"download_bytes":0,"phase":null}',
+        '"peak_memory_bytes":null,"learning_rate":null,"upload_bytes":3,"download_bytes":0,"phase":null}',
     ),
     (
         messages.AssignmentRequest(state_round=3, carried=[[4, 6]]),

@@ -40,35 +40,6 @@ def test_private_units_have_room() -> None:
         parse_spec(vast + private)
 
 
-PRIVATE = "[data]\nprivate = true\nholdout = 0.0\n[privacy]\nclip_norm = 0.5\nnoise_multiplier = 2.0\n"
-
-
-def test_without_privacy_nothing_is_clipped_and_with_it_both_figures_are_given() -> None:
-    assert parse_spec(LEAST).privacy is None
-    privacy = parse_spec(LEAST + PRIVATE).privacy
-    assert privacy is not None
-    assert (privacy.clip_norm, privacy.noise, privacy.delta) == (0.5, 1.0, 1e-6)
-    for key in ("clip_norm", "noise_multiplier"):
-        with pytest.raises(SpecError, match=f"privacy.{key}: this key is missing"):
-            parse_spec(LEAST + "\n".join(line for line in PRIVATE.splitlines() if not line.startswith(key)))
-
-
-@pytest.mark.parametrize("codec", [name for name, codec in CODECS.items() if codec.error_feedback])
-def test_a_codec_that_would_carry_noise_over_is_refused_in_a_private_run(codec: str) -> None:
-    chosen = LEAST + f'upload_codec = "{codec}"\n[outer]\nmomentum = 0.0\n'
-    assert parse_spec(chosen).sync.upload_codec == codec
-    with pytest.raises(SpecError, match=f'privacy: sync.upload_codec = "{codec}" carries over .* one of fp32, bf16'):
-        parse_spec(chosen + PRIVATE)
-
-
-def test_a_private_run_holds_out_nothing() -> None:
-    held_out = PRIVATE.replace("holdout = 0.0", "holdout = 0.1")
-    with pytest.raises(SpecError, match="privacy: data.holdout = 0.1 .*data.holdout = 0,"):
-        parse_spec(LEAST + held_out)
-    script = held_out.replace("[data]", '[data]\nsource = "custom"')
-    assert parse_spec(LEAST + script).privacy is not None
-
-
 def test_a_spec_survives_json() -> None:
     spec = parse_spec(LEAST)
     assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
@@ -177,6 +148,11 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     ),
     "a key that is like nothing": (LEAST + "[inner]\nepochs = 3\n", ["inner.epochs: unknown key"]),
     "an unknown section": (LEAST + "[outr]\n", ["outr: unknown key; did you mean outer?"]),
+    "an aggregation of an earlier version": (
+        edited("rounds = 4", 'rounds = 4\naggregation = "median"'),
+        ["sync.aggregation = 'median'", "'screened', 'clipped' or 'mean'"],
+    ),
+    "a section of an earlier version": (LEAST + "[privacy]\nclip_norm = 1.0\n", ["privacy: unknown key"]),
     "an unknown codec": (
         edited("rounds = 4", 'rounds = 4\nupload_codec = "int5"'),
         ["sync.upload_codec = 'int5'", *(f"'{name}'" for name in CODECS)],

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from coordinator.aggregation.mean import aggregate, encoded
 from coordinator.aggregation.residual import Residual
-from coordinator.aggregation.rules import aggregate, encoded
 from protocol.codecs import CODECS, REFERENCE
 from protocol.codecs.base import Codec
 from protocol.digest import StateHash, content_digest, digest, model_digest, parse_content_digest

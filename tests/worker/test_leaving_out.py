@@ -1,7 +1,7 @@
 """A worker that harms the model is found by real evaluators, and the run ends as it would have without that worker."""
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +19,7 @@ from tests.support.text import write_chapters
 from worker.box import set_up
 from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
-from worker.privacy.release import Release, release_for
+from worker.rounds.in_flight import InFlight
 from worker.settings import BoxSettings
 from worker.state.work import Contribution
 from worker.train import train
@@ -50,15 +50,9 @@ max_tokens = 2048
 """
 
 
-class Backwards(Release):
-    """Sends the way back, eight times as long: the mean then leads back, too."""
-
-    def together(self, made: Iterable[Contribution], fragments: Sequence[int]) -> Iterator[Contribution]:
-        for each in made:
-            yield self.alone(each)
-
-    def alone(self, made: Contribution) -> Contribution:
-        return replace(made, delta=made.delta * -8, norm=made.norm * 8)
+def backwards(made: Contribution) -> Contribution:
+    """Return the way back, eight times as long: the mean then leads back, too."""
+    return replace(made, delta=made.delta * -8, norm=made.norm * 8)
 
 
 def work(running: InThread, name: str, errors: list[BaseException], steps: dict[str, int]) -> None:
@@ -82,10 +76,13 @@ def work(running: InThread, name: str, errors: list[BaseException], steps: dict[
 @pytest.mark.usefixtures("one_h")
 @pytest.mark.parametrize("sync", ["", 'wait = "never"', "overlap = 1"])
 def test_the_run_ends_without_the_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str):
-    def release(*arguments: Any) -> Release:
-        return Backwards() if threading.current_thread().name == "m" else release_for(*arguments)
+    send = InFlight.send
 
-    monkeypatch.setattr("worker.diloco.release_for", release)
+    def sending(flight: InFlight, p: int, make: Callable[[], Contribution]) -> None:
+        harms = threading.current_thread().name == "m"
+        send(flight, p, (lambda: backwards(make())) if harms else make)
+
+    monkeypatch.setattr(InFlight, "send", sending)
     text, errors, steps = write_chapters(tmp_path / "text"), list[BaseException](), dict[str, int]()
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(SPEC.format(source=text, sync=waiting(sync)))

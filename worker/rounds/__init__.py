@@ -39,7 +39,7 @@ A round on a worker
 1. Ask (assignments.py). The assignment names the round, H, and the work units; or it says wait, recover, seed, finish.
 2. Load θ_global − carry into the model; measure the held-out loss if asked to.
 3. Inner steps. After each one, send the fragments that are due (round.py): gather the parameters, make the
-   contribution, pass it through the release (worker/privacy/), encode and upload it (exchange.py).
+   contribution, encode and upload it (exchange.py).
 4. In flight (in_flight.py), each fragment by itself: the coordinator averages it, its delta is downloaded, and the
    outer step is taken on this worker's θ_global.
 5. Merge the fragments that are due; wait for their deltas if they have not come (stage `sync`).
@@ -70,8 +70,8 @@ What is durable when
 
     outer state   as the training of a round starts. In memory: written then, two files take turns. In files: flushed;
                   each outer step has gone into another file than the state before
-    work          classic: all contributions and the optimizers' states, after step H, before the last upload starts (in
-                  a private run, before any). So a round never closes with work in it that only this process knows.
+    work          classic: all contributions and the optimizers' states, after step H, before the last upload starts. So
+                  a round never closes with work in it that only this process knows.
     round start   with overlap or spread fragments, in place of the work: local parameters, carry and optimizers' states
                   as the round starts, before any of its uploads
     contribution  on the coordinator, when its upload returns; uploads are idempotent

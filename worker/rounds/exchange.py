@@ -21,7 +21,6 @@ from protocol.spec.run import RunSpec
 from worker.codecs import round_trip
 from worker.errors import Resync, RunEnded, Stopped, WorkLost
 from worker.link.membership import Membership
-from worker.privacy.release import Release
 from worker.process import GracePeriod
 from worker.state.outer_state import OuterState
 from worker.state.work import Contribution, Superseded, UnitRanges, count, in_order
@@ -48,20 +47,10 @@ class Abandoned(Exception):
 
 
 class Exchange:
-    """Exchanges fragments with one run. `device` encodes them. `release` is the last stage before the upload. Once the
-    worker is asked to stop, uploads have a grace period, and no delta is waited for."""
+    """Exchanges fragments with one run. `device` encodes them. Once the worker is asked to stop, uploads have a grace
+    period, and no delta is waited for."""
 
-    def __init__(
-        self,
-        membership: Membership,
-        spec: RunSpec,
-        state: OuterState,
-        device: torch.device,
-        release: Release | None = None,
-    ) -> None:
-        self.release = release or Release()
-        if self.release.spec != spec.privacy:
-            raise ValueError("the run's [privacy] needs its own release")
+    def __init__(self, membership: Membership, spec: RunSpec, state: OuterState, device: torch.device) -> None:
         self.membership, self.client = membership, membership.client
         self.spec, self.state = spec, state
         self._device = device
@@ -79,8 +68,8 @@ class Exchange:
         Raises Resync if the outer state is not the run's, WorkLost, Stopped, and CodecError for values that the codec
         cannot represent.
         """
-        frames, norm = self._encode(contribution)
-        header = self._header(contribution, norm, [len(frame) for frame in frames])
+        frames = self._encode(contribution)
+        header = self._header(contribution, [len(frame) for frame in frames])
         upload = partial(self._uploader.contribute, header=header, frames=frames, on_line=on_line)
         try:
             with self.client.stages(Stage.UPLOAD):
@@ -197,14 +186,12 @@ class Exchange:
             units = max(accepted)
             log.info("round %d: contributed the work on %d units before leaving", contributions[0].round, units)
 
-    def _encode(self, contribution: Contribution) -> tuple[list[Buffer], float]:
-        """Return the frames to upload, and the norm of their values."""
+    def _encode(self, contribution: Contribution) -> list[Buffer]:
         sync = self.spec.sync
         with self._encoding, self.client.stages(Stage.ENCODE), self._side_stream.beside():
-            delta, norm = self.release.uploaded(contribution)
-            return self._entropy.pack(delta.to(self._device), sync.upload_codec, wanted=sync.zstd), norm
+            return self._entropy.pack(contribution.delta.to(self._device), sync.upload_codec, wanted=sync.zstd)
 
-    def _header(self, contribution: Contribution, norm: float, frame_bytes: list[int]) -> wire.ContributionHeader:
+    def _header(self, contribution: Contribution, frame_bytes: list[int]) -> wire.ContributionHeader:
         late = contribution.late
         return wire.ContributionHeader(
             run=self.client.run,
@@ -219,7 +206,7 @@ class Exchange:
             tokens=contribution.weight * (self.membership.unit_tokens or self.spec.unit_tokens),
             inner_steps=contribution.inner_steps,
             loss=contribution.loss,
-            norm=norm,
+            norm=contribution.norm,
             units=contribution.units,
             carried=late.rounds if late else [],
             carried_share=late.share if late else 1.0,

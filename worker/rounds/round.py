@@ -70,7 +70,7 @@ class Round:
     ) -> None:
         self._exchange, self._state, self._sync = exchange, exchange.state, exchange.spec.sync
         self._fragments, self._steps, self._progress = training.fragments, training.steps, training.progress
-        self._ranks, self._release, self._writes = training.ranks, exchange.release, training.writes
+        self._ranks, self._writes = training.ranks, training.writes
         self._save, self.assignment, self.carry = durable.save, assignment, carry
         last = assignment.step + assignment.schedule_steps == exchange.spec.total_inner_steps
         self._stale = stale if carry.units and not last else 0
@@ -120,12 +120,10 @@ class Round:
         worker's own update alone would make of the global parameters: most of the outer step, before the deltas."""
         sent = {p: self._fragments.in_host_memory(self._fragments.gather(p)) for p in fragments}
         goes_on = self._schedule.on_arrival
-        self._release.count(fragments)
         for p in fragments:
             self._local[p] = self._state.alone(p, sent[p]) if goes_on and self._fragments.owns(p) else sent[p]
             if self._fragments.owns(p):
-                make = self._contribution(p, partial(sent.pop, p))  # which is the last to need it
-                self._in_flight.send(p, partial(self._released, make))
+                self._in_flight.send(p, self._contribution(p, partial(sent.pop, p)))  # which is the last to need it
             self._note_sent(p)
         for p in fragments if goes_on else ():
             if self._fragments.owns(p):
@@ -135,25 +133,25 @@ class Round:
 
     def _send_standing_still(self, fragments: list[int]) -> None:
         """Make the contributions here, one by one, while the earlier ones are uploaded. The last upload waits until the
-        work is durable (in a private run, all do): so the round cannot close with work in it that only this process
-        knows."""
+        work is durable: so the round cannot close with work in it that only this process knows."""
         self._check_all_finite()
-        is_whole, held = len(fragments) == len(self._state), list[Contribution]()
+        is_whole = len(fragments) == len(self._state)
+        last: Contribution | None = None
         left = sum(map(self._fragments.owns, fragments))
-        for made in self._release.together(self._made(fragments), fragments):
+        for made in self._made(fragments):
             left -= 1
-            if left and not self._release.durable_first:
+            if left:
                 self._send_made(made)
             else:
-                held.append(made)
+                last = made
             if is_whole:
                 self.work.append(made)
         for p in fragments:
             self._note_sent(p)
         if self._save is not None and is_whole:
             self._in_flight.saved = self._durable_everywhere(self._save(Work(self.assignment.round, list(self.work))))
-        for made in held:
-            self._send_made(made)
+        if last is not None:
+            self._send_made(last)
 
     def _made(self, fragments: Sequence[int]) -> Iterator[Contribution]:
         """Make this process's contributions to the fragments from the model as it is now, one by one."""
@@ -161,10 +159,6 @@ class Round:
             local = self._fragments.gather_from_all(p)
             if self._fragments.owns(p):
                 yield self._contribution(p, lambda: local)()  # noqa: B023, called at once
-
-    def _released(self, make: Callable[[], Contribution]) -> Contribution:
-        """Make a contribution that is sent by itself, and is counted already."""
-        return self._release.alone(make())
 
     def _send_made(self, contribution: Contribution) -> None:
         self._progress.phase("sync")  # the uploads that run meanwhile are part of it
@@ -190,7 +184,7 @@ class Round:
         self.note_speed()
         self._note_loss()
         self._check_all_finite()
-        return list(self._release.together(self._made(fragments), fragments))
+        return list(self._made(fragments))
 
     @property
     def has_all_work(self) -> bool:

@@ -214,7 +214,6 @@ class Rounds:
         """End the round, all fragments of which are merged. If its work is not saved, save the next round's start."""
         self._settle(round_)
         self._training.progress.end_round(round_.assignment.round, self._exchange.membership.epoch)
-        self._exchange.release.end_round()
         if self._sync.streams:
             local = [self._fragments.in_host_memory(self._fragments.gather(p)) for p in range(len(self._state))]
             self._start_saved = self._save(RoundStart(round_.assignment.round + 1, local, self.carry))
@@ -443,7 +442,7 @@ class Rounds:
     def _restore_model(self, work: Work) -> None:
         """Restore the model as it was when the work was saved, θ − Δ, except for rounding: the optimizers' own points
         belong to it."""
-        deltas = {each.fragment: each.unclipped for each in work.contributions}
+        deltas = {each.fragment: each.delta for each in work.contributions}
         for p in range(len(self._state)):
             self._fragments.rebase(p, self._state.theta[p], deltas.get(p))
             self._state.release(p)

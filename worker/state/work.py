@@ -173,8 +173,6 @@ class Contribution:
     inner_steps    those that it was trained for
     loss           mean training loss, nats per token; None if the training loop has reported none
     late           the late work in `delta`
-    clipped        the factor that the run's [privacy] has multiplied the pseudo-gradient by, giving `delta`
-    noise_key      secret key of the noise that is added to `delta` before the upload; empty: none
     """
 
     round: int
@@ -186,15 +184,6 @@ class Contribution:
     norm: float
     delta: Tensor
     late: Late | None = None
-    clipped: float = 1.0
-    noise_key: str = field(
-        default="", repr=False
-    )  # in hexadecimal, because snapshots are read without unpickling bytes
-
-    @property
-    def unclipped(self) -> Tensor:
-        """The pseudo-gradient as it was trained, float32[n], except for rounding."""
-        return self.delta if self.clipped == 1.0 else self.delta / self.clipped
 
     @property
     def all_weighs(self) -> bool:
@@ -206,7 +195,7 @@ class Contribution:
         before = self.late
         if before is None:
             return Late(self.delta - missed.mean, missed.share, [self.round])
-        fresh = self.delta - before.delta * self.clipped
+        fresh = self.delta - before.delta
         return Late(fresh + before.lacking - missed.mean, missed.share, [*before.rounds, self.round])
 
 

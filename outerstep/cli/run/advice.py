@@ -26,8 +26,8 @@ LEAST_GAIN, LARGEST_RATE = 1.5, 2.0
 def advice(spec: RunSpec) -> list[str]:
     """Return a note for each setting that is outside the tested range."""
     if spec.total_inner_steps < TRIAL_STEPS:
-        return [*_end_of_text(spec), *_privacy(spec)]
-    return [*_rounds(spec), *_outer(spec), *_end_of_text(spec), *_privacy(spec)]
+        return [*_end_of_text(spec)]
+    return [*_rounds(spec), *_outer(spec), *_end_of_text(spec)]
 
 
 def _end_of_text(spec: RunSpec) -> Iterator[str]:
@@ -82,18 +82,6 @@ def _pretrained_config(source: str, revision: str | None) -> dict[str, Any]:
     except (OSError, ValueError):  # the workers will report it
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _privacy(spec: RunSpec) -> Iterator[str]:
-    if spec.privacy is None:
-        return
-    if not spec.data.private:
-        yield (
-            "data.private is false: all workers and the coordinator know the training set, so [privacy] protects it "
-            "from neither"
-        )
-    if not spec.privacy.noise:
-        yield "privacy.noise_multiplier = 0 only clips, which makes nothing private"
 
 
 def _rounds(spec: RunSpec) -> Iterator[str]:

@@ -1,10 +1,9 @@
-"""Aggregation: payloads of contributions in, frames of a delta out. Pure arithmetic in bounded memory.
+"""The mean: payloads of contributions in, frames of a delta out. Pure arithmetic in bounded memory.
 
-AGGREGATORS maps the names in run specs (`sync.aggregation`) to rules. `screening/judging.py` decides beforehand what is
-left out. Memory holds one fp32 chunk (two if the codec sends only some of the values), one worker's encoded chunk and
-the encoded delta, and with error feedback two bytes per value for residuals, however many workers contribute. Rules
-that compare values hold one chunk of every worker. The sum is in worker-id order, never in order of arrival, so the
-bytes do not depend on timing.
+`screening/judging.py` decides beforehand what is left out. Memory holds one fp32 chunk (two if the codec sends only
+some of the values), one worker's encoded chunk and the encoded delta, and with error feedback two bytes per value for
+residuals, however many workers contribute. The sum is in worker-id order, never in order of arrival, so the bytes do
+not depend on timing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,23 +26,18 @@ class Weighted(NamedTuple):
     weight: np.float32
 
 
-# (the contributions in worker-id order, the index of a chunk) -> the aggregated chunk, float32[elements]
-Aggregator = Callable[[Sequence[Weighted], int], F32]
-
-
 def aggregate(
     contributions: Sequence[tuple[Payload, int]],
     codec_name: str,
     *,
     zstd: bool,
-    rule: str = "mean",
     factors: Sequence[float] | None = None,
     residual: Residual | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> list[Buffer]:
-    """Aggregate (payload, tokens) pairs by AGGREGATORS[rule]. Return the result's frames, encoded with `codec_name`.
-    `factors` multiply the weights, each in (0, 1]; None: all 1. `residual`: of the result, for error feedback; None:
-    without. `check` is called before each chunk, and may raise to end the work.
+    """Average (payload, tokens) pairs. Return the frames of their mean, encoded with `codec_name`. `factors` multiply
+    the weights, each in (0, 1]; None: all 1. `residual`: of the result, for error feedback; None: without. `check` is
+    called before each chunk, and may raise to end the work.
 
         share_w = fp32(tokens_w / Σ tokens) ;  weight_w = fp32(tokens_w / Σ tokens · factor_w)
 
@@ -51,23 +45,22 @@ def aggregate(
     """
     codec = CODECS[codec_name]
     frames: list[Buffer] = []
-    for index, chunk in enumerate(aggregated(contributions, rule, factors)):
+    for index, chunk in enumerate(aggregated(contributions, factors)):
         check()
         frames.append(_frame(chunk, index, codec, residual, zstd=zstd))
     return frames
 
 
-def aggregated(
-    contributions: Sequence[tuple[Payload, int]], rule: str, factors: Sequence[float] | None = None
-) -> Iterator[F32]:
-    """Yield the chunks of the aggregated contributions, float32[elements], before they are encoded; see `aggregate`."""
-    aggregator, total = AGGREGATORS[rule], sum(tokens for _, tokens in contributions)
+def aggregated(contributions: Sequence[tuple[Payload, int]], factors: Sequence[float] | None = None) -> Iterator[F32]:
+    """Yield the chunks of the mean of the contributions, float32[elements], before they are encoded; see
+    `aggregate`."""
+    total = sum(tokens for _, tokens in contributions)
     weighted = [
         Weighted(payload, np.float32(tokens / total), np.float32(tokens / total * factor))
         for (payload, tokens), factor in zip(contributions, factors or [1.0] * len(contributions), strict=True)
     ]
     for index in range(len(weighted[0].payload.chunks)):
-        yield aggregator(weighted, index)
+        yield mean(weighted, index)
 
 
 def encoded(values: F32, codec_name: str, residual: Residual | None = None, *, zstd: bool) -> list[Buffer]:
@@ -110,34 +103,3 @@ def mean(weighted: Sequence[Weighted], index: int) -> F32:
         payload.codec.accumulate(chunk, weight, acc)
         first.codec.add_weight(chunk, share, sent)
     return np.divide(acc, sent, out=acc, where=sent > 0)
-
-
-def trimmed_mean(weighted: Sequence[Weighted], index: int) -> F32:
-    """Return the trimmed mean of each value, ignoring weights: the lowest and the highest quarter of the workers are
-    left out, with three workers one of each (Yin, Chen, Ramchandran, Bartlett 2018, definition 2)."""
-    rows = np.sort(_decoded(weighted, index), axis=0)
-    left_out = max(len(rows) // 4, int(len(rows) == 3))
-    kept: F32 = rows[left_out : len(rows) - left_out].mean(axis=0, dtype=np.float32)
-    return kept
-
-
-def median(weighted: Sequence[Weighted], index: int) -> F32:
-    """Return the median of each value, ignoring weights (same paper, definition 1)."""
-    return np.median(_decoded(weighted, index), axis=0, overwrite_input=True).astype(np.float32)
-
-
-def _decoded(weighted: Sequence[Weighted], index: int) -> F32:
-    """Return chunk `index` of all workers, float32[workers, elements]."""
-    rows = np.empty((len(weighted), weighted[0].payload.chunks[index]), np.float32)
-    for row, each in zip(rows, weighted, strict=True):
-        each.payload.codec.decode(each.payload.chunk(index), row)
-    return rows
-
-
-AGGREGATORS: dict[str, Aggregator] = {
-    "screened": mean,
-    "clipped": mean,
-    "mean": mean,
-    "trimmed": trimmed_mean,
-    "median": median,
-}
