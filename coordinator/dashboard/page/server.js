@@ -108,14 +108,15 @@ function tilesOf(status) {
       plural(clients.workers, "worker"),
       `${plural(clients.connections, "connection")}, ${plural(clients.streams, "event stream")}`,
     ),
-    ...notifications.map((each) =>
-      tile(
-        `Notifications: ${each.name}`,
-        each.failed ? `${each.failed} failed` : "all sent",
-        `last sent: ${ago(each.sent_at)}`,
-      ),
-    ),
-    notifications.length === 0 && tile("Notifications", UNKNOWN, "None: start the coordinator with --notify."),
+    ...(notifications.length === 0
+      ? [tile("Notifications", UNKNOWN, "None: start the coordinator with --notify.")]
+      : notifications.map((each) =>
+          tile(
+            `Notifications: ${each.name}`,
+            each.failed ? `${each.failed} failed` : "all sent",
+            `last sent: ${ago(each.sent_at)}`,
+          ),
+        )),
     ...status.coordinators.map((each) =>
       tile(
         each.leads ? "Leader" : "Standby",
