@@ -37,10 +37,10 @@ from coordinator.store.identity import Actor
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from protocol.digest import model_digest
-from protocol.errors import Problem
+from protocol.errors import Problem, SpecError
 from protocol.fragments import Layout
 from protocol.messages import DataSummary, FrozenSummary, RoundReport, RunState
-from protocol.spec.run import RunSpec
+from protocol.spec.run import checked_spec
 from protocol.wire import ContributionHeader
 
 logger = logging.getLogger(__name__)
@@ -204,7 +204,10 @@ class LiveRun:
     def __init__(self, row: RunRow, context: RunContext, settle: "Callable[[LiveRun], None]") -> None:
         self.id = row.id
         self.name, self.created_at = row.name, row.created_at
-        self.spec = RunSpec.model_validate(row.spec)
+        try:
+            self.spec = checked_spec(row.spec)
+        except SpecError as error:
+            raise SpecError(f"the stored spec of the run {row.name} is not of this version: {error}") from error
         self.context = context
         self.blobs, self.names = context.blobs, RunNames(row.name)
         self.lock = threading.RLock()

@@ -171,6 +171,14 @@ def _explain(error: Any) -> str:
     return explain(error) + ("" if similar is None else f"; did you mean {similar}?")
 
 
+def checked_spec(document: object) -> RunSpec:
+    """Return the run spec in a document. Raises SpecError naming each wrong key, its value and what is allowed."""
+    try:
+        return RunSpec.model_validate(document)
+    except ValidationError as error:
+        raise SpecError(explain_all(error.errors(), one=_explain)) from error
+
+
 def parse_spec(text: str) -> RunSpec:
     """Return the run spec in `text` (TOML). Raises SpecError naming each wrong key, its value and what is allowed."""
     if len(text.encode()) > MAX_SPEC_BYTES:
@@ -179,10 +187,7 @@ def parse_spec(text: str) -> RunSpec:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise SpecError(f"the spec is not valid TOML: {error}") from error
-    try:
-        spec = RunSpec.model_validate(document)
-    except ValidationError as error:
-        raise SpecError(explain_all(error.errors(), one=_explain)) from error
+    spec = checked_spec(document)
     unused = spec.inner.without_effect(set(document.get("inner", {})), by_scripts=spec.data.source == "custom")
     unused += spec.data.without_effect(set(document.get("data", {})))
     if unused:

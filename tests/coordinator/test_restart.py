@@ -309,6 +309,17 @@ def test_a_stopped_run_stays_stopped(lives: Lives) -> None:
         assert member.assignment(0).action == "finish"
 
 
+def test_a_stored_run_with_a_setting_of_another_version_is_refused_by_name(lives: Lives) -> None:
+    with lives.life() as running:
+        running.create_run(spec_toml("r", rounds=1))
+    with lives.database() as database, database.write() as session:
+        row = session.scalars(select(RunRow)).one()
+        row.spec = {**row.spec, "privacy": None, "sync": {**row.spec["sync"], "aggregation": "median"}}
+    said = "the run r .*sync.aggregation = 'median'.*; privacy: unknown key"
+    with pytest.raises(OuterstepError, match=said):
+        make_server(Settings(data_dir=lives.data_dir, port=0))
+
+
 def test_a_second_coordinator_on_the_same_directory_is_refused_and_the_first_is_not_harmed(lives: Lives) -> None:
     with lives.life() as running:
         with pytest.raises(OuterstepError, match="is in use by another coordinator; stop it or choose another --data"):
