@@ -184,6 +184,7 @@ def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_pa
     assert b["rates"] == linear(b["steps"])
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("order", [{"shuffle": False}, {"seeded": True}], ids=["as they are", "by a generator"])
 def test_what_a_script_should_hear_of_is_told(tmp_path: Path, order: dict[str, bool]) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
