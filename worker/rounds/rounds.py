@@ -327,12 +327,12 @@ class Rounds:
         closed meanwhile: the line was cut, and they went another way than the others (measured: docs/log.md)."""
         if to_round <= self.assignment.round:
             self._restart_optimizers(to_round)
-        closed, alone = to_round - self.assignment.round - 1, max(self.carry.fresh.values(), default=0)
-        if closed > 0 and alone and self._sync.wait == "never" and self._behind_since is None:
+        missed, alone = to_round > self.assignment.round + 1, max(self.carry.fresh.values(), default=0)
+        if missed and alone and self._sync.wait == "never" and self._behind_since is None:
             log.warning(
-                "%d rounds closed before this worker had the deltas of round %d: its %d inner steps since are dropped, "
-                "as they would set the others back",
-                *(closed, self.assignment.round, alone),
+                "the run went on to round %d before this worker had the deltas of round %d: its %d inner steps since "
+                "are dropped, as they would set the others back",
+                *(to_round, self.assignment.round, alone),
             )
             self.carry, self._start_loaded = replace(self.carry, units=[], ahead={}, fresh={}, waited=0), False
             return
