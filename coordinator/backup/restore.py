@@ -308,9 +308,9 @@ def _fill(copied: Path, url: URL, owner: str, bucket: str) -> None:
                 for table in reversed(Base.metadata.sorted_tables):
                     if table.name not in _OWN:
                         written.execute(table.delete())
-            for row in (RunRow, TokenRow):
-                if not leader.is_vacant or written.execute(select(row).limit(1)).first() is not None:
-                    raise OuterstepError(f"the database {url!r} is in use already: give another one")
+            has_rows = (written.execute(select(row).limit(1)).first() is not None for row in (RunRow, TokenRow))
+            if not leader.is_vacant or any(has_rows):
+                raise OuterstepError(f"the database {url!r} is in use already: give another one")
             postgresql.copy_rows(read, written, _OWN)
             postgresql.advance_sequences(written)
             secret = read.execute(select(DeploymentRow.secret)).scalar_one()
