@@ -186,11 +186,18 @@ def added_cells(worker: str, reported: RoundDetail | None) -> list[str]:
 
 def costs_texts(detail: RoundDetail) -> list[str]:
     """Return a line for each worker without which the round's other tokens would have come faster than all of them
-    did: all waited for it for a larger share of the time than its share of the tokens."""
+    did: all waited for it for a larger share of the time than its share of the tokens. And one for each that dropped
+    what it had trained, because it got the deltas of the round before too late."""
     seconds = round_seconds(detail)
     waits_always = detail.waiting is not None and detail.waiting.never is not None
     remedy = 'with sync.wait = "never" nobody waits for it' if waits_always else "more sync.inner_steps give it time"
-    return [
+    dropped = [
+        f"{worker} dropped {account.dropped_steps} inner steps before round {detail.round}: the others were a round "
+        "further before it had their deltas; more sync.inner_steps give its line time"
+        for worker, account in detail.accounts.items()
+        if account.dropped_steps
+    ]
+    return dropped + [
         f"{worker} costs more than it gives: {share_text(each.held_s / seconds)} of round {detail.round} was spent "
         f"waiting for it, and it gave {share_text(each.tokens)} of the tokens; {remedy}"
         for worker, each in detail.adds.items()

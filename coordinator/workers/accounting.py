@@ -84,7 +84,7 @@ def _book(change: Change, reports: dict[Key, RoundReport]) -> None:
         for row in session.scalars(select(RoundRow).where(RoundRow.run_id == run.id, RoundRow.round.in_(rounds)))
     }
     for (worker, round_, epoch), report in reports.items():
-        account = report.model_dump(mode="json", include={"upload_bytes", "download_bytes", "seconds"})
+        account = report.model_dump(mode="json", exclude={"round", "epoch"})
         session.add(ReportRow(run_id=run.id, round=round_, worker=worker, epoch=epoch, account=account))
         for row in (run_row, workers[worker], opened.get(round_)):
             if row is not None:
@@ -94,10 +94,9 @@ def _book(change: Change, reports: dict[Key, RoundReport]) -> None:
 def added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """Return the sum of two accounts, as JSON."""
     seconds = a.get("seconds", {})
-    return {
-        "upload_bytes": a.get("upload_bytes", 0) + b["upload_bytes"],
-        "download_bytes": a.get("download_bytes", 0) + b["download_bytes"],
-        "seconds": seconds | {stage: seconds.get(stage, 0.0) + more for stage, more in b["seconds"].items()},
+    counts = {name: a.get(name, 0) + b[name] for name in ("upload_bytes", "download_bytes", "dropped_steps")}
+    return counts | {
+        "seconds": seconds | {stage: seconds.get(stage, 0.0) + more for stage, more in b["seconds"].items()}
     }
 
 

@@ -58,11 +58,13 @@ SUCCESSIVE = frozenset(list(Stage)[: list(Stage).index(Stage.LEAVE) + 1])
 
 class Account(ReplyModel):
     """The sum of workers' round reports. Bytes are payload bytes, including retries. The seconds of a stage are those
-    during which at least one thread of a worker was in it."""
+    during which at least one thread of a worker was in it. `dropped_steps`: inner steps that a worker did after it had
+    sent everything, and dropped because the run went on further before it had the deltas."""
 
     upload_bytes: int = 0
     download_bytes: int = 0
     seconds: dict[Stage, float] = Field(default_factory=dict)
+    dropped_steps: int = 0
 
     @property
     def total_s(self) -> float:
@@ -71,7 +73,7 @@ class Account(ReplyModel):
 
 
 class RoundReport(RequestModel):
-    """One worker's bytes and seconds since its previous report, usually those of one round.
+    """One worker's bytes, seconds and dropped inner steps since its previous report, usually those of one round.
 
     `epoch` is that of the worker's membership when it made the report. Epoch and round identify a report, so one that
     is sent again counts once.
@@ -82,3 +84,4 @@ class RoundReport(RequestModel):
     upload_bytes: Annotated[int, Field(ge=0, lt=1 << 60)]
     download_bytes: Annotated[int, Field(ge=0, lt=1 << 60)]
     seconds: dict[Stage, Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]]
+    dropped_steps: Count = 0

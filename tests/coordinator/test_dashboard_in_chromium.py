@@ -640,7 +640,7 @@ def test_where_nobody_answers_at_first_it_asks_again_and_keeps_the_token(browser
 
 def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running: InThread) -> None:
     account = {"seconds": {"train": 2.0, "sync": 1.0, "upload": 0.7, "wait": 0.5}}
-    slow = {"seconds": {"train": 6.0, "sync": 1.0, "upload": 0.7}}
+    slow = {"seconds": {"train": 6.0, "sync": 1.0, "upload": 0.7}, "dropped_steps": 12}
     details: list[dict[str, Any]] = [
         {
             "round": n,
@@ -679,9 +679,11 @@ def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running:
     assert cells["a"][0]["waits"] == details[0]["waits"]["a"]
     assert cells["b"][0]["waits"] is None
     assert (cells["c"][0]["adds"], cells["b"][0]["adds"]) == (details[0]["adds"]["c"], None)
+    dropped = "c dropped 12 inner steps before round {}: the others were a round further before it had their deltas; "
+    dropped += "more sync.inner_steps give its line time."
     assert costs == [
-        "",
-        "c costs more than it gives: 34.0 % of round 1 was spent waiting for it, and it gave 25.0 % of the tokens; "
+        dropped.format(0),
+        f"{dropped.format(1)} c costs more than it gives: 34.0 % of round 1 was spent waiting for it, and it gave 25.0 % of the tokens; "
         'with sync.wait = "never" nobody waits for it.',
     ]
     assert [cell["gone"] for cell in cells["b"]] == [False, True]

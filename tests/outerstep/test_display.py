@@ -150,6 +150,11 @@ def test_what_each_worker_added_to_the_last_round_and_who_costs_more_than_it_giv
     never = RoundDetail.model_validate(document | {"waiting": waiting | {"never": None}})
     assert costs_texts(never)[0].endswith("; more sync.inner_steps give it time")
     assert costs_texts(RoundDetail.model_validate(round_document(7, fragments=[]))) == []
+    dropped = RoundDetail.model_validate(document | {"accounts": {"slow": {"dropped_steps": 12}, "fast": {}}})
+    assert costs_texts(dropped)[0] == (
+        "slow dropped 12 inner steps before round 7: the others were a round further before it had their deltas; "
+        "more sync.inner_steps give its line time"
+    )
 
 
 def printed_table(workers: list[WorkerInfo], reported: RoundDetail | None = None) -> str:

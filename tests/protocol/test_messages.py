@@ -52,7 +52,7 @@ GOLDEN: list[tuple[BaseModel, str]] = [
         messages.RoundReport(
             round=3, epoch=1, upload_bytes=5, download_bytes=7, seconds={messages.Stage.AWAIT_DELTA: 0.5}
         ),
-        '{"round":3,"epoch":1,"upload_bytes":5,"download_bytes":7,"seconds":{"await-delta":0.5}}',
+        '{"round":3,"epoch":1,"upload_bytes":5,"download_bytes":7,"seconds":{"await-delta":0.5},"dropped_steps":0}',
     ),
     (
         messages.Assignment(

@@ -331,7 +331,11 @@ def test_what_a_worker_trained_while_rounds_closed_without_it_is_dropped(
         other.join(PATIENCE_S)
         info, told = run.final(), epoch(run)
         assert starts == [3 * H]
-        assert "the run went on to round 3 before this worker had the deltas of round 0" in caplog.text
+        dropped = run.told("a").account.dropped_steps
+        assert (
+            f"before this worker had the deltas of round 0: its {dropped} inner steps since are dropped" in caplog.text
+        )
+        assert dropped >= H > run.told("b").account.dropped_steps == 0
         assert [weight(run, round_) for round_ in range(1, 4)] == [H, H, 2 * H]
         assert told.assigned == {}
         assert info.tokens == told.consumed * info.spec.unit_tokens

@@ -62,6 +62,7 @@ class Progress:
         self._first_step: float | None = None  # end of this process's first inner step, which compiles and allocates
         self._bytes_before = (0, 0)
         self._round = 0  # that the next report is about
+        self._dropped_steps = 0  # since the last report
         self.last_report: RoundReport | None = None
 
     def phase(self, name: str, **values: object) -> None:
@@ -170,13 +171,23 @@ class Progress:
             ", ".join(f"{stage} {report.seconds[stage]:.2f}" for stage in Stage if stage in report.seconds),
         )
 
+    def drop(self, steps: int) -> None:
+        """Note that so many inner steps count for nothing."""
+        self._dropped_steps += steps
+
     def report(self, epoch: int) -> RoundReport:
-        """Return the bytes and seconds since the last report."""
+        """Return the bytes, seconds and dropped inner steps since the last report."""
         moved = self._moved()
         up, down = (now - before for now, before in zip(moved, self._bytes_before, strict=True))
         self._bytes_before = moved
+        dropped, self._dropped_steps = self._dropped_steps, 0
         return RoundReport(
-            round=self._round, epoch=epoch, upload_bytes=up, download_bytes=down, seconds=self._stages.take()
+            round=self._round,
+            epoch=epoch,
+            upload_bytes=up,
+            download_bytes=down,
+            seconds=self._stages.take(),
+            dropped_steps=dropped,
         )
 
     def _moved(self) -> tuple[int, int]:

@@ -334,6 +334,7 @@ class Rounds:
                 "are dropped, as they would set the others back",
                 *(to_round, self.assignment.round, alone),
             )
+            self._training.progress.drop(alone)
             self.carry, self._start_loaded = replace(self.carry, units=[], ahead={}, fresh={}, waited=0), False
             return
         if not all(self._ranks.all(self.carry.is_of_rounds_before(to_round))):

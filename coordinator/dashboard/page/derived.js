@@ -60,21 +60,29 @@ export function waitingText(detail) {
   return `In round ${detail.round} the workers waited ${percent(waiting.share)} of their time; ${text}.`;
 }
 
-/** The workers that were waited for during a larger share of a round than their share of its tokens, as a sentence. */
+/** The workers that were waited for during a larger share of a round than their share of its tokens, and those that
+ * dropped what they had trained because they got the deltas of the round before too late; a sentence each. */
 export function costsText(detail) {
   const seconds = detail ? detail.closed_at - detail.opened_at : 0;
   const remedy =
     detail?.waiting?.never === null
       ? "more sync.inner_steps give it time"
       : 'with sync.wait = "never" nobody waits for it';
-  return Object.entries(detail?.adds ?? {})
+  const dropped = Object.entries(detail?.accounts ?? {})
+    .filter(([, account]) => account.dropped_steps)
+    .map(
+      ([worker, account]) =>
+        `${worker} dropped ${account.dropped_steps} inner steps before round ${detail.round}: the others were a round ` +
+        "further before it had their deltas; more sync.inner_steps give its line time.",
+    );
+  const costs = Object.entries(detail?.adds ?? {})
     .filter(([, { tokens, held_s }]) => tokens > 0 && held_s > tokens * seconds)
     .map(
       ([worker, { tokens, held_s }]) =>
         `${worker} costs more than it gives: ${percent(held_s / seconds)} of round ${detail.round} was spent ` +
         `waiting for it, and it gave ${percent(tokens)} of the tokens; ${remedy}.`,
-    )
-    .join(" ");
+    );
+  return [...dropped, ...costs].join(" ");
 }
 
 /** A worker's time in a round, in seconds: { train, send, wait, other, all }; null if it reported nothing. */
