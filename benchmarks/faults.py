@@ -206,7 +206,7 @@ class Replica:
     def begin(self, state: OuterState) -> None:
         """Start from the global parameters plus its own progress that is not in them yet."""
         for p, theta in enumerate(state.theta):
-            self.fragments.rebase(p, theta, self.carry.delta(p))
+            self.fragments.rebase(p, theta, self.carry.part(p))
 
     def train(self, units: range, first_step: float, steps_per_unit: float = 1.0) -> float:
         """Take one inner step per unit, like `worker/train.py`; return the mean loss. The learning rate is that of
@@ -229,7 +229,7 @@ class Replica:
     def collect(self, round_number: int, state: OuterState, units: range, loss: float) -> list[Contribution]:
         """Return the contributions: each fragment's pseudo-gradient and its units."""
         carry = self.carry
-        deltas = [self.fragments.pseudo_gradient(p, theta, carry.delta(p)) for p, theta in enumerate(state.theta)]
+        deltas = [self.fragments.pseudo_gradient(p, theta, carry.part(p)) for p, theta in enumerate(state.theta)]
         return [
             Contribution(
                 round=round_number,

@@ -26,6 +26,7 @@ from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
 from coordinator.run.outer import OuterState
 from coordinator.run.step_rates import StepRates
+from coordinator.run.uploads import Uploads
 from coordinator.run.waiters import EVENTS
 from coordinator.screening.judging import SimilarityHistory
 from coordinator.screening.measuring import Measure
@@ -136,15 +137,6 @@ class Redo:
     making: bool = False
 
 
-@dataclass(frozen=True)
-class Grant:
-    """An upload to the store that a worker may still make: of `size` bytes, begun before `until` (of `clock`)."""
-
-    worker: str
-    size: int
-    until: float
-
-
 @dataclass
 class QueuedReport:
     """A worker's report, and whether it is in the database yet."""
@@ -226,13 +218,10 @@ class LiveRun:
         self.outer = OuterState(context.data.states(row.name), self.lock)
         self.reports: deque[QueuedReport] = deque()  # to be booked by the next thread that gets the lock
         self.arrivals: deque[Arrival] = deque()  # to be committed by the next thread that gets the lock
-        self.uploading: Counter[str] = Counter()  # by blob: how many requests are uploading this contribution
-        self.deleting: set[str] = set()  # blobs of rejected contributions that are being deleted
+        self.uploads = Uploads(self.lock, context.blobs, context.clock)
         self.redo: Redo | None = None
         self.redone = 0  # how many rounds of the run were done again
         self.set_aside_bytes = 0  # of the files that were set aside, if they are in a bucket
-        self.vanished: set[str] = set()  # blobs that were deleted or moved while they were being uploaded
-        self.granted: dict[str, Grant] = {}  # by blob: uploads that workers may make themselves, not yet committed
         self.not_direct: set[str] = set()  # workers that have uploaded an invalid payload to the store
         self.events_recorded = 0  # since the last trimming
         self.similarity = SimilarityHistory()
@@ -254,10 +243,6 @@ class LiveRun:
                 own = select(WorkerRow.unit_tokens).where(WorkerRow.run_id == self.id, WorkerRow.name == worker)
                 self._unit_tokens[worker] = session.scalar(own) or self.spec.unit_tokens
         return self._unit_tokens[worker]
-
-    def note_vanished(self, *names: str) -> None:
-        """Record that blobs are deleted or moved: uploads of them must not be accepted. Call it under the lock."""
-        self.vanished.update(name for name in names if name in self.uploading)
 
     @contextmanager
     def briefly_locked(self) -> Iterator[None]:

@@ -5,8 +5,7 @@ committed before the response is sent; a rejected upload leaves neither. Blobs b
 wait for the lock at the same time are committed together.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sqlalchemy import bindparam, insert, update
@@ -92,48 +91,13 @@ def _put(run: LiveRun, name: str, body: Body) -> None:
 def commit_blob(run: LiveRun, arrival: Arrival, write: Callable[[], object]) -> bool:
     """Commit a contribution once `write` has made its blob durable. Return False if it was accepted before. Raises what
     `write` raises, and the Problem if it is rejected; then the blob is deleted."""
-    with _without_leftover(run, arrival.header, arrival.digest, arrival.name):
+    with run.uploads.begin(arrival.name, lambda: _is_accepted(run, arrival.header, arrival.digest)):
         write()  # without the lock: the store is slow
         run.arrivals.append(arrival)
         _commit(run, arrival)
     if arrival.error is not None:
         raise arrival.error
     return arrival.created
-
-
-@contextmanager
-def _without_leftover(run: LiveRun, header: ContributionHeader, digest: bytes, name: str) -> Iterator[None]:
-    """Let the block create the blob `name` and commit its row. If the contribution is rejected, delete the blob
-    afterwards, without the lock.
-
-    Of several requests with the same bytes, the last one deletes it, unless the store has not shown it yet. Raises
-    Problem `not-ready` while it is deleted.
-    """
-    with run.lock:
-        if name in run.deleting:
-            raise Problem("not-ready", "a rejected upload with the same bytes is being deleted", retry_after_s=1)
-        run.uploading[name] += 1
-    uploaded = True
-    try:
-        yield
-    except Problem as problem:
-        uploaded = problem.slug != "not-uploaded"
-        raise
-    finally:
-        with run.lock:
-            run.uploading[name] -= 1
-            last = not run.uploading[name]
-            if last:
-                del run.uploading[name]
-                run.vanished.discard(name)
-            leftover = last and uploaded and not _is_accepted(run, header, digest)
-            if leftover:
-                run.deleting.add(name)
-        if leftover:
-            try:
-                run.blobs.delete(name)
-            finally:
-                run.deleting.discard(name)
 
 
 def _is_accepted(run: LiveRun, header: ContributionHeader, digest: bytes) -> bool:
@@ -214,8 +178,7 @@ def _is_due(run: LiveRun, arrival: Arrival) -> bool:
         header = arrival.header
         if admission.open_for(run, header.worker, header.round, header.fragment, arrival.digest) is None:
             return False
-        if arrival.name in run.vanished:
-            raise Problem("not-ready", "the blob vanished during the upload; resend it", retry_after_s=1)
+        run.uploads.check_present(arrival.name)
     except Problem as problem:
         arrival.error = problem
         return False

@@ -10,13 +10,14 @@ The values are checked when the blob is read, soon after the commit or for the v
 
 import base64
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from blake3 import blake3
 
 from coordinator.aggregation.fragment import examine, sketch_key
 from coordinator.aggregation.tasks import Given
-from coordinator.run.live_run import Arrival, Grant, LiveRun
+from coordinator.run.live_run import Arrival, LiveRun
 from coordinator.screening.measuring import Measure, measure_payload
 from coordinator.store.blobs import DirectAccess, Uploaded
 from coordinator.sync import admission, delegating
@@ -46,14 +47,7 @@ def grant(run: LiveRun, layout: Layout, worker: str, round_: int, fragment: int,
         return UploadGrant(reason=f"{worker} has uploaded an invalid payload to the store")
     name = run.names.contribution(round_, fragment, worker, digest)
     most = ROUNDS * max_payloads_bytes(run.spec.sync.upload_codec, len(layout.fragments), layout.total_elements)
-    with run.lock:
-        if name in run.deleting:
-            raise Problem("not-ready", "an upload of the same bytes is being deleted", retry_after_s=1)
-        granted = sum(each.size for other, each in run.granted.items() if each.worker == worker and other != name)
-        if granted + upload.bytes > most:
-            detail = f"{worker} has been granted uploads of {granted} bytes and has not committed them"
-            raise Problem("too-many-requests", detail, retry_after_s=expires_s)
-        run.granted[name] = Grant(worker, upload.bytes, run.context.clock() + expires_s)
+    run.uploads.grant(name, worker, upload.bytes, expires_s, most=most)
     signed = access.upload(name, bytes.fromhex(upload.sha256), expires_s)
     return UploadGrant(url=signed.url, headers=signed.headers, expires_s=expires_s)
 
@@ -73,8 +67,7 @@ def commit(
         if lateness is not None:
             arrival = Arrival(header, name, digest, upload.bytes, None, None, lateness, sha256)
             created = commit_blob(run, arrival, lambda: _confirm(access, name, upload))
-    with run.lock:
-        run.granted.pop(name, None)
+    run.uploads.end_grant(name)
     if created and not delegating.is_possible(run):
         run.context.submit(_examine, run, header, digest, upload.bytes)
     return ContributionReply(round=round_, fragment=fragment, digest=upload.digest, created=created)
@@ -82,29 +75,16 @@ def commit(
 
 def discard_expired(run: LiveRun) -> None:
     """Delete, on another thread, the blobs of granted uploads that were not committed in time."""
-    now = run.context.clock()
-    if not any(now > each.until + LEFT_S for each in list(run.granted.values())):
-        return
-    with run.lock:
-        names = [
-            name
-            for name, each in run.granted.items()
-            if now > each.until + LEFT_S and name not in run.uploading and name not in run.deleting
-        ]
-        run.deleting.update(names)
-        for name in names:
-            del run.granted[name]
-    run.context.submit(_discard, run, names)
+    discard = run.uploads.end_expired(LEFT_S)
+    if discard is not None:
+        run.context.submit(_discard, run.name, discard)
 
 
-def _discard(run: LiveRun, names: list[str]) -> None:
+def _discard(run: str, discard: Callable[[], None]) -> None:
     try:
-        run.blobs.delete(*names)
+        discard()
     except OSError as error:
-        logger.warning("%s: %d blobs of uploads that were not committed remain: %s", run.name, len(names), error)
-    finally:
-        with run.lock:
-            run.deleting.difference_update(names)
+        logger.warning("%s: blobs of uploads that were not committed remain: %s", run, error)
 
 
 def _checked(

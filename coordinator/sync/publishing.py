@@ -248,7 +248,7 @@ def lose_contributions(run: LiveRun, opening: OpenRound, index: int, workers: li
             for worker in workers:
                 lost = fragment.contributed.pop(worker)
                 name = run.names.contribution(round_, index, worker, lost.digest)
-                run.note_vanished(name)
+                run.uploads.note_vanished(name)
                 run.blobs.delete(name)
             fragment.state, fragment.quorum_at, fragment.weights = collecting, None, {}
             opening.without_earlier_units.clear()

@@ -293,7 +293,7 @@ def set_aside(run: LiveRun, state: int, prefix: str) -> None:
 
 
 def _move(run: LiveRun, names: list[str], prefix: str) -> None:
-    run.note_vanished(*names)
+    run.uploads.note_vanished(*names)
     for name in names:
         run.blobs.rename(name, prefix + name.removeprefix(run.names.all))
     note_set_aside(run)

@@ -256,8 +256,9 @@ def _plan_boxes(found: Together, output: Format) -> None:
         f"{round_text}. Each box does what it manages meanwhile (steps), and, if its memory suffices, trains on "
         f"during its sync, for up to {MOST_ROUNDS} rounds' time.",
         f"Together they reach the loss of the fastest box alone in about {found.time:.2f} of its time; the last column "
-        "is that figure without the box. It is fitted to small models; real runs were within 15 % of it, with syncs of "
-        "up to a tenth of a round. Longer syncs cost more, since a box trains on without the others' work meanwhile.",
+        "is that figure without the box. It is fitted to small models: runs were within 5 % of it without a line, and "
+        "within 10 % with syncs of a tenth of a round. Longer syncs cost more, since a box trains on without the "
+        "others' work meanwhile.",
     ]
     if any(each.training < 1 for each in found.boxes):
         least = max(each.sync_s for each in found.boxes) / found.round_s * found.inner_steps / MOST_ROUNDS

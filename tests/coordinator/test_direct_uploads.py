@@ -124,7 +124,7 @@ def test_only_the_announced_bytes_are_committed(direct: InThread) -> None:
     httpx.put(granted.url, content=other, headers=granted.headers).raise_for_status()
     problem(member.commit(0, 0, member.announcement(payload)), "digest-mismatch")
     run = direct.coordinator.run("r")
-    wait_until(lambda: not names(run, "contributions") and not run.deleting)  # a rejected upload leaves no blob
+    wait_until(lambda: not names(run, "contributions") and not run.uploads.deleting)  # a rejected upload leaves no blob
     assert member.contribute_directly(0, 0, payload).status_code == 201
 
 
@@ -294,7 +294,7 @@ def test_what_is_never_committed_is_deleted(direct: InThread, clock: SettableClo
     member.http.put(member.path("/lease"), json={}).raise_for_status()
     clock.advance(3599.5)
     direct.coordinator.tick()
-    wait_until(lambda: not names(run, "contributions") and not run.deleting)
+    wait_until(lambda: not names(run, "contributions") and not run.uploads.deleting)
     problem(member.commit(0, 0, member.announcement(payload)), "not-uploaded")
 
 

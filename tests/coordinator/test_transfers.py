@@ -258,7 +258,7 @@ def test_a_contribution_whose_blob_is_taken_away_is_asked_for_again(shared: InTh
 
     def take_away(name: str) -> None:
         with live.lock:
-            live.note_vanished(name)
+            live.uploads.note_vanished(name)
             live.blobs.delete(name)
 
     with disturbed(live, "contributions", after=take_away):

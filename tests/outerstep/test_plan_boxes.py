@@ -20,47 +20,40 @@ def planned(boxes: list[Box], parameters: int = 1_000_000, step_s: float = 1.0) 
 
 @pytest.mark.parametrize(
     ("speeds", "measured"),
-    [((1,), 0.901), ((1, 1), 0.681), ((1, 0.5), 0.777), ((1, 0.2), 0.827), ((1, 0.05), 0.870)],
+    [((1,), 1.0), ((1, 1), 0.756), ((1, 0.5), 0.889), ((1, 0.2), 0.926), ((1, 0.05), 0.968)],
 )
 def test_it_predicts_what_the_benchmark_measured(speeds: tuple[float, ...], measured: float):
-    """`python -m benchmarks.boxes floor`, as in docs/performance.md. Only ratios of speeds count."""
-    assert planned(fast(*speeds)).time == pytest.approx(measured, rel=0.03)
+    """`python -m benchmarks.boxes real`, as in docs/performance.md. Only ratios of speeds count."""
+    assert planned(fast(*speeds)).time == pytest.approx(measured, rel=0.05)
     assert planned(fast(*(3 * each for each in speeds))).time == pytest.approx(planned(fast(*speeds)).time)
 
 
 @pytest.mark.parametrize(
     ("mbit", "share", "speed", "measured"),
     [
-        (2.4, 0.1, 1, 0.691),
-        (2.4, 0.1, 0.5, 0.782),
-        (2.4, 0.1, 0.2, 0.819),
-        (0.46, 0.5, 1, 0.751),
-        (0.46, 0.5, 0.5, 0.872),
-        (0.46, 0.5, 0.2, 0.850),
+        (2.4, 0.1, 1, 0.691 / 0.681),
+        (2.4, 0.1, 0.5, 0.782 / 0.777),
+        (2.4, 0.1, 0.2, 0.819 / 0.827),
+        (0.46, 0.5, 1, 0.751 / 0.681),
+        (0.46, 0.5, 0.5, 0.872 / 0.777),
+        (0.46, 0.5, 0.2, 0.850 / 0.827),
     ],
 )
 def test_what_is_trained_during_a_sync_is_worth_less(mbit: float, share: float, speed: float, measured: float):
-    """`python -m benchmarks.boxes floor --delay 0.5`; over this line a sync takes that share of a round."""
+    """`python -m benchmarks.boxes floor --delay 0.5`, over `floor` without it; over this line a sync takes that share
+    of a round."""
     found = planned([Box(each, 1e9, mbit * 1e6) for each in (1, speed)], parameters=15_000_000)
     assert found.boxes[0].sync_s / found.round_s == pytest.approx(share, rel=0.1)
-    assert found.time == pytest.approx(measured, rel=0.05)
+    assert found.time / planned(fast(1, speed)).time == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize(
-    ("speeds", "measured"), [((1, 1), 0.77), ((1, 0.5), 0.88), ((1, 0.2), 0.90), ((1, 0.05), 0.97)]
+    ("speeds", "measured"), [((1, 1), 0.74), ((1, 0.5), 0.85), ((1, 0.2), 0.87), ((1, 0.05), 0.93)]
 )
-def test_it_is_within_15_percent_of_runs_over_lines(speeds: tuple[float, ...], measured: float):
+def test_it_is_within_10_percent_of_runs_over_a_line(speeds: tuple[float, ...], measured: float):
     """`python -m benchmarks.boxes real --line 10/1`: rounds of 10 s, payloads that take 1.1 s to send."""
     boxes = [Box(each, 10e6, 1e6) for each in speeds]
-    assert together(139_584, 0.02, boxes, 0.04, 0.0).time == pytest.approx(measured, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("speeds", "measured"), [((1, 1), 0.72), ((1, 0.5), 0.83), ((1, 0.2), 0.86), ((1, 0.05), 0.93)]
-)
-def test_it_is_within_15_percent_of_runs_on_a_real_coordinator(speeds: tuple[float, ...], measured: float):
-    """`python -m benchmarks.boxes real`, as in docs/performance.md."""
-    assert planned(fast(*speeds)).time == pytest.approx(measured, rel=0.15)
+    assert together(139_584, 0.02, boxes, 0.04, 0.0).time == pytest.approx(measured, rel=0.1)
 
 
 def test_each_box_has_its_share_and_the_time_without_it():
@@ -80,7 +73,7 @@ def test_a_box_trains_on_during_its_sync_for_four_rounds_and_then_waits():
     assert far.training == pytest.approx(4 * 500 / far.sync_s)
     assert far.tokens == pytest.approx(far.training / (1 + far.training))
     alone = planned([Box(1, 1e9, 1e6)], parameters=1_000_000_000)
-    assert alone.time == pytest.approx(0.9 / far.training), "it trains as much in more time"
+    assert alone.time == pytest.approx(1 / far.training), "it trains as much in more time"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +96,7 @@ def test_the_command_prints_a_row_per_box_and_the_time_together():
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[2].split()[:4] == ["2", "0.5", "50/5", "250"]
-    assert "in about 0.84 of its time" in result.stdout
+    assert "in about 0.94 of its time" in result.stdout
     assert "if its memory suffices, trains on during its sync, for up to 4 rounds' time" in result.stdout
     assert "waits for its line" not in result.stdout
     document = json.loads(run(*GIVEN, "--format", "json").stdout)

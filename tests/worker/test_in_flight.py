@@ -31,7 +31,7 @@ class State(list[None]):
     def begin_changes(self) -> None:
         self.round = None
 
-    def release_delta(self, p: int) -> None:
+    def release_pseudo_gradient(self, p: int) -> None:
         pass
 
     def reach(self, round_number: int) -> None:

@@ -118,10 +118,10 @@ def test_a_state_in_files_takes_memory_only_while_it_is_used(tmp_path: Path) -> 
     state.release(1)
     assert _mapped_bytes(tmp_path) < n
     assert state.is_intact(0)
-    room = state.room_for_delta(0)
+    room = state.room_for_pseudo_gradient(0)
     assert room is not None
     assert _mapped_bytes(tmp_path) > 2 * n
-    state.release_deltas()
+    state.release_pseudo_gradients()
     assert _mapped_bytes(tmp_path) < n
 
 

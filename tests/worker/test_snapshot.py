@@ -104,7 +104,7 @@ def test_round_trip_while_fragments_travel(files: StateDir) -> None:
     found = loaded.work.carry
     assert (found.units, found.weight, found.loss, found.late[1].rounds) == ([[3, 9]], 4, 0.25, [5, 6])
     for p in range(2):
-        before, after = carry.delta(p), found.delta(p)
+        before, after = carry.part(p), found.part(p)
         assert before is not None
         assert after is not None
         assert torch.equal(before, after)

@@ -23,10 +23,10 @@ def test_what_is_carried_is_told_by_fragment() -> None:
     late = Late(torch.tensor([2.0]), 0.5, [3])
     carry = Carry(units=[[0, 1]], late={0: late}).with_ahead(0, torch.tensor([10.0]))
     carry = carry.with_residual(replace(contribution(torch.tensor([5.0])), fragment=1), torch.tensor([3.0]))
-    deltas = [carry.delta(p) for p in range(3)]
+    deltas = [carry.part(p) for p in range(3)]
     assert [None if each is None else each.tolist() for each in deltas] == [[11.0], [3.0], None]
     carry = carry.with_residual(contribution(torch.tensor([5.0])), None)
-    assert (carry.delta(0), carry.units) == (None, [[0, 1]])
+    assert (carry.part(0), carry.units) == (None, [[0, 1]])
 
 
 def means(deltas: Tensor) -> Tensor:

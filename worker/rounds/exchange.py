@@ -161,7 +161,7 @@ class Exchange:
         if not CODECS[codec].error_feedback:
             return None
         with self._side_stream.beside():
-            return contribution.delta - round_trip(contribution.delta.to(self._device), codec).cpu()
+            return contribution.pseudo_gradient - round_trip(contribution.pseudo_gradient.to(self._device), codec).cpu()
 
     def hand_in(self, contributions: Sequence[Contribution]) -> None:
         """Upload contributions before leaving, within the grace period, without waiting for deltas. Log what does not
@@ -189,7 +189,9 @@ class Exchange:
     def _encode(self, contribution: Contribution) -> list[Buffer]:
         sync = self.spec.sync
         with self._encoding, self.client.stages(Stage.ENCODE), self._side_stream.beside():
-            return self._entropy.pack(contribution.delta.to(self._device), sync.upload_codec, wanted=sync.zstd)
+            return self._entropy.pack(
+                contribution.pseudo_gradient.to(self._device), sync.upload_codec, wanted=sync.zstd
+            )
 
     def _header(self, contribution: Contribution, frame_bytes: list[int]) -> wire.ContributionHeader:
         late = contribution.late
@@ -198,7 +200,7 @@ class Exchange:
             round=contribution.round,
             fragment=contribution.fragment,
             codec=self.spec.sync.upload_codec,
-            elements=len(contribution.delta),
+            elements=len(contribution.pseudo_gradient),
             chunk_elements=wire.CHUNK_ELEMENTS,
             frame_bytes=frame_bytes,
             worker=self.membership.worker,

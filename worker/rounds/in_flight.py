@@ -163,7 +163,7 @@ class InFlight:
                 self.waited_between = self._steps(), self.waited_between[1]
             sent.set()
             unsent = exchange.unsent(contribution)  # while the delta is waited for
-            exchange.state.release_delta(p)
+            exchange.state.release_pseudo_gradient(p)
             with exchange.client.stages(Stage.AWAIT_DELTA):
                 delta, sent_again = fetched.result()
             outcome = sent_again[-1] if sent_again else outcome

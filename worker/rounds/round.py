@@ -215,16 +215,16 @@ class Round:
         loss, gathered = self._loss, self._fragments.mark()
 
         def make() -> Contribution:
-            room = self._state.room_for_delta(p)
-            delta = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.delta(p), local(), gathered, room)
-            norm = float(torch.linalg.vector_norm(delta))
+            room = self._state.room_for_pseudo_gradient(p)
+            made = self._fragments.pseudo_gradient(p, self._state.theta[p], carry.part(p), local(), gathered, room)
+            norm = float(torch.linalg.vector_norm(made))
             if not self._state.is_intact(p):
                 # The base of this pseudo-gradient is unknown. The coordinator rejects it by its base, and reports that.
                 log.error("round %d: the memory of fragment %d's outer state has changed unexpectedly", round_number, p)
-                norm = float(torch.linalg.vector_norm(delta.zero_()))
-            self._state.release_delta(p)
+                norm = float(torch.linalg.vector_norm(made.zero_()))
+            self._state.release_pseudo_gradient(p)
             self._check_finite(norm, loss)
-            return Contribution(round_number, p, named, weight, inner_steps, loss, norm, delta, carry.late.get(p))
+            return Contribution(round_number, p, named, weight, inner_steps, loss, norm, made, carry.late.get(p))
 
         return make
 
@@ -285,10 +285,10 @@ class Round:
     def _merge(self, p: int) -> None:
         self._progress.phase("sync")
         self._ranks.on(self._fragments.owner(p), lambda: self._await_merge(p))
-        ahead = self._ahead(p, self._local.pop(p, None), self.carry.delta(p))
+        ahead = self._ahead(p, self._local.pop(p, None), self.carry.part(p))
         if self._fragments.owns(p):
             self.carry = self.carry.with_ahead(p, ahead)
-        self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
+        self._fragments.rebase(p, self._state.theta[p], self.carry.part(p))
         self._state.release(p)
         self._merged.add(p)
 

@@ -163,7 +163,7 @@ class Rounds:
         fragments = range(len(self._state))
         if not self._start_loaded:
             for p in fragments:
-                self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p))
+                self._fragments.rebase(p, self._state.theta[p], self.carry.part(p))
                 self._state.release(p)
         if self._evaluation(assignment) is None:
             return
@@ -173,7 +173,7 @@ class Rounds:
             if p in local:
                 self._fragments.scatter(p, local[p])
             else:
-                self._fragments.rebase(p, self._state.theta[p], self.carry.delta(p), moves=False)
+                self._fragments.rebase(p, self._state.theta[p], self.carry.part(p), moves=False)
 
     def _evaluation(self, assignment: Assignment) -> Callable[[], EvaluationReport] | None:
         """Return the function that measures the held-out loss, if the coordinator asks for it and this worker has
@@ -346,9 +346,9 @@ class Rounds:
             local = self._fragments.gather_from_all(p)
             if not self._fragments.owns(p):
                 continue
-            delta = self._fragments.pseudo_gradient(p, self._state.theta[p], self.carry.delta(p), local)
-            carried = sent.delta(p)
-            ahead[p] = delta if carried is None else delta - carried
+            trained = self._fragments.pseudo_gradient(p, self._state.theta[p], self.carry.part(p), local)
+            carried = sent.part(p)
+            ahead[p] = trained if carried is None else trained - carried
         self.carry, self._start_loaded, self._trained_on = replace(self.carry, ahead=ahead), False, set()
 
     def _restart_optimizers(self, to_round: int) -> None:
@@ -443,9 +443,9 @@ class Rounds:
     def _restore_model(self, work: Work) -> None:
         """Restore the model as it was when the work was saved, θ − Δ, except for rounding: the optimizers' own points
         belong to it."""
-        deltas = {each.fragment: each.delta for each in work.contributions}
+        trained = {each.fragment: each.pseudo_gradient for each in work.contributions}
         for p in range(len(self._state)):
-            self._fragments.rebase(p, self._state.theta[p], deltas.get(p))
+            self._fragments.rebase(p, self._state.theta[p], trained.get(p))
             self._state.release(p)
 
     def _start_from(self, start: RoundStart) -> None:

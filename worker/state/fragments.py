@@ -186,7 +186,7 @@ class Fragments:
         page-locked for a GPU, which writes into that directly.
         """
         on_gpu = self.device.type == "cuda"
-        delta = torch.empty(len(theta), dtype=torch.float32, device="cpu", pin_memory=on_gpu) if out is None else out
+        trained = torch.empty(len(theta), dtype=torch.float32, device="cpu", pin_memory=on_gpu) if out is None else out
         with self._side_stream.beside(self.mark() if after is None else after):
             for piece in chain.from_iterable(map(self._parts, self._pieces(p))):
                 start = self._start(piece, theta, carry).float()
@@ -194,8 +194,8 @@ class Fragments:
                 progress = start - reached
                 if carry is not None:
                     progress += carry[piece.place].to(self.device)
-                delta[piece.place] = progress
-        return delta
+                trained[piece.place] = progress
+        return trained
 
     @torch.no_grad()
     def progress_since(self, p: int, local: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class OuterState:
         self.own = [p for p in range(len(layout.fragments)) if owns(p)]
         elements = [n if owns(p) else 0 for p, n in enumerate(layout.elements)]
         self._files: list[MappedArrays] = []
-        self._delta_file: MappedArrays | None = None
+        self._pseudo_gradient_file: MappedArrays | None = None
         if mapped_in is None:
             self.theta = [torch.zeros(n, **_FP32, pin_memory=pin_memory) for n in elements]
             self.momentum = [torch.zeros(n, **_FP32) for n in elements]
@@ -82,7 +82,7 @@ class OuterState:
             paths = [mapped_in / STATE_FILE.format(slot, processes) for slot in range(_FILES)]
             both = [n for n in elements for _ in range(2)]  # θ, u of the first fragment, and so on
             self._files = [MappedArrays.kept(path, both) for path in paths]
-            self._delta_file = MappedArrays.without_a_name(mapped_in, elements)
+            self._pseudo_gradient_file = MappedArrays.without_a_name(mapped_in, elements)
             self.theta, self.momentum = self._files[0].values[::2], self._files[0].values[1::2]
         self._slots = [0] * len(elements)  # of the file that each fragment is in
         self._free = 0  # the file that changes go into
@@ -143,13 +143,13 @@ class OuterState:
         """True if θ, from which workers train on, is another point than `reached`."""
         return self._outer.momentum > 0
 
-    def room_for_delta(self, p: int) -> Tensor | None:
+    def room_for_pseudo_gradient(self, p: int) -> Tensor | None:
         """Return the memory for this round's pseudo-gradient of fragment p, float32[n], if it is in a file; None if it
         is not: then each round allocates its own."""
-        if self._delta_file is None:
+        if self._pseudo_gradient_file is None:
             return None
-        self._delta_file.populate(p)
-        return self._delta_file.values[p]
+        self._pseudo_gradient_file.populate(p)
+        return self._pseudo_gradient_file.values[p]
 
     def release(self, p: int) -> None:
         """Give back the memory of fragment p, if it is in a file: its next use reads it again."""
@@ -157,15 +157,15 @@ class OuterState:
             for index in (2 * p, 2 * p + 1):
                 self._files[self._slots[p]].release(index)
 
-    def release_delta(self, p: int) -> None:
+    def release_pseudo_gradient(self, p: int) -> None:
         """Do the same for its pseudo-gradient."""
-        if self._delta_file is not None:
-            self._delta_file.release(p)
+        if self._pseudo_gradient_file is not None:
+            self._pseudo_gradient_file.release(p)
 
-    def release_deltas(self) -> None:
-        """Call `release_delta` for every fragment."""
+    def release_pseudo_gradients(self) -> None:
+        """Call `release_pseudo_gradient` for every fragment."""
         for p in self.own:
-            self.release_delta(p)
+            self.release_pseudo_gradient(p)
 
     @property
     def in_files(self) -> bool:

@@ -119,7 +119,7 @@ class Saver:
 
     def _write(self, files: StateDir, state: Future[list[bytes]], taken: Callable[..., Snapshot]) -> None:
         digests = state.result()  # it ran before this on the same thread; without it, the snapshot is useless
-        snapshot.save(files, self._owner, taken(digests=digests), self._state.release_deltas)
+        snapshot.save(files, self._owner, taken(digests=digests), self._state.release_pseudo_gradients)
         if self._saved:  # so the snapshot before this one is of this process as well
             snapshot.remove_other_states(files, shared=self._state.in_files, processes=self._ranks.size)
         self._saved = True

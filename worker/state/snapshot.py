@@ -38,7 +38,7 @@ from worker.state.outer_state import OuterState
 from worker.state.state_dir import BEFORE, SNAPSHOT, STATE, STATE_FILE, StateDir, rank_directory
 from worker.state.work import Carry, Contribution, Late, RoundStart, Work
 
-_VERSION = 7
+_VERSION = 8
 _ANOTHER = "it is not the outer state that the snapshot belongs to"
 _PIECE_BYTES = 1 << 18  # pieces stay in the cache while they are hashed and copied
 

@@ -95,7 +95,7 @@ class Late:
     rounds: list[int]
 
     @property
-    def delta(self) -> Tensor:
+    def part(self) -> Tensor:
         """The part of the next pseudo-gradient, float32[n]."""
         return self.lacking * self.share
 
@@ -125,10 +125,10 @@ class Carry:
     fresh: dict[int, int] = field(default_factory=dict)
     waited: int = 0
 
-    def delta(self, p: int) -> Tensor | None:
+    def part(self, p: int) -> Tensor | None:
         """The carry's part of the next pseudo-gradient, float32[n]; training starts from the global parameters less
         this."""
-        left = self.late[p].delta if p in self.late else self.unsent.get(p)
+        left = self.late[p].part if p in self.late else self.unsent.get(p)
         ahead = self.ahead.get(p)
         if left is None or ahead is None:
             return ahead if left is None else left
@@ -167,12 +167,12 @@ class Carry:
 class Contribution:
     """What one worker contributes to one fragment in one round.
 
-    delta          its pseudo-gradient, float32[n], in host memory, including the carry; `norm`: of this
-    units          those that it was trained on, and those that are carried
-    weight         the number of this round's units in it; if it has none, that of the last contribution
-    inner_steps    those that it was trained for
-    loss           mean training loss, nats per token; None if the training loop has reported none
-    late           the late work in `delta`
+    pseudo_gradient    float32[n], in host memory, including the carry; `norm`: of this
+    units              those that it was trained on, and those that are carried
+    weight             the number of this round's units in it; if it has none, that of the last contribution
+    inner_steps        those that it was trained for
+    loss               mean training loss, nats per token; None if the training loop has reported none
+    late               the late work in `pseudo_gradient`
     """
 
     round: int
@@ -182,7 +182,7 @@ class Contribution:
     inner_steps: int
     loss: float | None
     norm: float
-    delta: Tensor
+    pseudo_gradient: Tensor
     late: Late | None = None
 
     @property
@@ -194,8 +194,8 @@ class Contribution:
         """Return the late work on the fragment, once the round has closed without it."""
         before = self.late
         if before is None:
-            return Late(self.delta - missed.mean, missed.share, [self.round])
-        fresh = self.delta - before.delta
+            return Late(self.pseudo_gradient - missed.mean, missed.share, [self.round])
+        fresh = self.pseudo_gradient - before.part
         return Late(fresh + before.lacking - missed.mean, missed.share, [*before.rounds, self.round])
 
 
