@@ -75,7 +75,7 @@ AGREEMENT = """\
 
 The same training, held-out loss in nats per byte: the *loop* of the frontier, and real runs of the *product*. They
 differ in rounding and in which worker gets which text. That alone makes runs differ by up to 0.005. A page of torch and
-transformers that shares nothing with our code but the reader of the text (`benchmarks/frontier/bare.py` of commit
+transformers that shares nothing with our code but the reader of the text (`benchmarks/frontier/bare` of commit
 080c9a5e) agrees with the loop as closely ([log.md](log.md#the-frontier-of-bytes-and-quality)).
 """
 
