@@ -334,7 +334,7 @@ def _measured(
 
 
 def _viewed(report: dict[str, Any]) -> str:
-    return f"{report['viewers']} {'pages' if report['pages'] else 'streams'}, " if report["viewers"] else ""
+    return f"{report['viewers']} {'dashboards' if report['dashboards'] else 'streams'}, " if report["viewers"] else ""
 
 
 def _print(report: dict[str, Any]) -> None:

@@ -14,11 +14,9 @@ import argparse
 import json
 import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from harness.coordinator import coordinator_thread
+from harness.worker_processes import WorkerProcesses
 from outerstep.chat import Chat, of_export
 from outerstep.epochs import EPOCHS, completed
 from protocol.messages import RunDetail, RunState, Scope
@@ -153,39 +152,19 @@ def tuned(directory: Path, base: Path, talk: Path, train_on: str, epochs: float)
         for sentence in schedule.explained():
             print(f"  {sentence}")
         running.create_run(text)
-        token = running.token(Scope.WORKER)
         state = directory / f"workers-{train_on}"
         state.mkdir()
-        workers = {state / f"{name}.log": _start_worker(running.url, train_on, name, token, state) for name in "ab"}
-        with open_http(running.url) as http:
-            client = Client(http, train_on, running.token(Scope.VIEWER))
-            _await_end(client, workers)
-            export(client, directory / train_on, merge=True)
-            return directory / train_on, client.run_detail()
-
-
-def _start_worker(url: str, run: str, name: str, token: str, state: Path) -> subprocess.Popen[bytes]:
-    """Start a worker that logs to NAME.log in the directory `state`."""
-    command = [sys.executable, "-m", "outerstep", "worker", url, "--run", run, "--name", name, "--threads", "1"]
-    command += ["--state", str(state / name), "--device", "cpu", "--data-root", "/"]
-    with (state / f"{name}.log").open("wb") as log:
-        return subprocess.Popen(command, env={**os.environ, "OUTERSTEP_TOKEN": token}, stdout=log, stderr=log)
-
-
-def _await_end(client: Client, workers: Mapping[Path, subprocess.Popen[bytes]]) -> None:
-    """Wait for the workers. Raises SystemExit if one fails or the run is paused, as the guard does if it diverges."""
-    try:
-        while any(each.poll() is None for each in workers.values()):
-            if (run := client.run_detail()).state is RunState.PAUSED:
+        workers = stack.enter_context(WorkerProcesses(running, train_on, state))
+        for name in "ab":
+            workers.start(name, "--threads", "1", "--data-root", "/")
+        while workers.are_training:
+            if (run := workers.detail()).state is RunState.PAUSED:  # as the guard does if it diverges
                 raise SystemExit(f"the run {run.name} is paused: {run.reason}")
             time.sleep(POLL_S)
-        for log, each in workers.items():
-            if each.returncode:
-                raise SystemExit(f"a worker ended with {each.returncode}: {log.read_text()[-2000:]}")
-    finally:
-        for each in workers.values():
-            each.kill()
-            each.wait()
+        workers.check()
+        with open_http(running.url) as http:
+            export(Client(http, train_on, running.token(Scope.VIEWER)), directory / train_on, merge=True)
+        return directory / train_on, workers.detail()
 
 
 def exact_answers(directory: Path, questions: Sequence[Sequence[str]]) -> float:

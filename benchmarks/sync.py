@@ -1,7 +1,6 @@
 """One outer round over loopback without training: Outerstep's sync and gloo's fp32 all-reduce, in the same run.
 
     python -m benchmarks.sync [--quick] [--json] [--params 25e6 100e6] [--workers 4] [--rounds 5] [--only speed]
-                              [--bucket]
 
 Each worker process holds a random pseudo-gradient and does alternately
   sync    what `outerstep worker` does with it: encode, upload (durable before it is acknowledged), wait for the delta,
@@ -13,11 +12,7 @@ its memory before the first worker joined; then that peak with 2 and with 32 wor
 
 As `DiLoCo` does with the pseudo-gradients, each worker takes the digests of its outer state before the sync begins.
 Core-seconds are of one sync, over all workers and the coordinator; divided by the cores they are the least time of a
-sync on this machine. "Floor" is from `floor.py`: the parts that every sync needs; the ratio assumes that no core is
-idle.
-
-With --bucket everything is measured a second time with the coordinator's files in a bucket of SeaweedFS on this
-machine, to which workers transfer directly; then the coordinator's memory with 64 workers.
+sync on this machine.
 """
 
 import argparse
@@ -26,15 +21,11 @@ import multiprocessing
 import os
 import platform
 import queue
-import socket
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import product
 from multiprocessing.synchronize import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -45,24 +36,15 @@ import torch.distributed
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.floor import core_seconds
+from benchmarks.syncing import SyncingWorker
 from harness.coordinator import InProcess, coordinator_process
-from harness.seaweedfs import SeaweedFS, seaweedfs
-from protocol.fragments import TensorSpec
-from protocol.messages import Action, JoinRequest, Metrics
-from protocol.wire import CHUNK_ELEMENTS, StateHeader
-from worker.codecs import pack_fragment
+from harness.ports import free_port
+from protocol.messages import Metrics
 from worker.link.client import Client, open_http
-from worker.link.membership import Membership
-from worker.rounds.exchange import Exchange
-from worker.rounds.in_flight import InFlight
-from worker.state.outer_state import OuterState
-from worker.state.work import Contribution
 
 # Workers and parameters for the coordinator's memory; and the rounds until its memory stops growing.
 CREWS = ((2, 25_000_000), (32, 25_000_000), (2, 100_000_000), (2, 400_000_000))
 QUICK_CREWS = ((2, 8_000_000), (8, 8_000_000))
-BUCKET_CREWS = ((64, 25_000_000),)
 MEMORY_ROUNDS = 5
 
 SPEC = """
@@ -147,63 +129,23 @@ def round_seconds(spans: Sequence[Sequence[tuple[float, float]]]) -> list[float]
     return [max(end for _, end in round_) - min(start for start, _ in round_) for round_ in zip(*spans, strict=True)]
 
 
-@contextmanager
-def coordinator_on(store: str) -> Iterator[tuple[InProcess, SeaweedFS | None]]:
-    """Start a coordinator with its files in its directory, or in a bucket of a server on this machine."""
-    with ExitStack() as stack:
-        blobs = server = None
-        if store == "bucket":
-            server = stack.enter_context(seaweedfs())
-            os.environ.update(server.environment)
-            blobs = server.url("benchmark")
-        yield stack.enter_context(coordinator_process(blobs=blobs)), server
-
-
-def cpu_seconds_of(server: SeaweedFS) -> float:
-    assert server.process is not None
-    times = psutil.Process(server.process.pid).cpu_times()
-    return float(times.user + times.system)
-
-
 def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
     torch.set_num_threads(1)
     if plan.gloo_port is not None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(plan.gloo_port), "GLOO_SOCKET_IFNAME": "lo"}
         torch.distributed.init_process_group("gloo", rank=rank, world_size=plan.workers)
-    delta = torch.randn(plan.elements, generator=torch.Generator().manual_seed(rank)) * 1e-3
     report: dict[str, Any] = {"sync": [], "gloo": [], "worker_cpu": [], "coordinator_cpu": []}
     coordinator = plan.coordinator
     with open_http(coordinator.url) as http:
         client = Client(http, plan.run, coordinator.admin_token)
-        spec = client.run_detail().spec
-        request = JoinRequest(tensors=[TensorSpec(name="w", shape=[plan.elements])])
-        membership = Membership(client, f"worker-{rank:03}", request, None)
-        layout = membership.join().layout
-        state = OuterState(layout, spec.outer, pin_memory=False)
-        for p in range(len(state)):
-            state.set(p, torch.zeros(layout.elements[p]), None)
-        barrier.wait()
-        if rank == 0:
-            _seed(client, membership, state)
-        barrier.wait()
-        state.reach(0)
-        exchange = Exchange(membership, spec, state, torch.device("cpu"))
+        worker = SyncingWorker(client, rank, plan.elements)
         before = client.traffic.upload_bytes
-        deltas = list(delta.split(layout.elements))
         for round_ in range(plan.rounds + 1):
-            ask = partial(client.assignment, worker=membership.worker, state_round=round_)
-            while (assignment := membership.act(ask)).action is not Action.TRAIN:
-                pass  # a long poll
-            work = [Contribution(round_, p, assignment.units, 1, 1, 1.0, 1.0, each) for p, each in enumerate(deltas)]
-            # As `DiLoCo` does it: the digests while it asks for units, and again with the pseudo-gradients.
-            assert all(state.fragment_digest(p) and state.is_intact(p) for p in range(len(state)))
+            work = worker.work(round_)
             barrier.wait()
             cpu, coordinator_cpu = time.process_time(), coordinator.cpu_seconds()
             started = time.monotonic()
-            flight = InFlight(exchange, round_)
-            for each in work:
-                flight.send_made(each)
-            flight.end()
+            worker.sync(work)
             report["sync"].append((started, time.monotonic()))
             report["worker_cpu"].append(time.process_time() - cpu)
             barrier.wait()
@@ -211,18 +153,18 @@ def _worker(plan: Plan, rank: int, barrier: Barrier, results: Any) -> None:
             report["coordinator_cpu"].append((coordinator.cpu_seconds() - coordinator_cpu) * (rank == 0))
             _await_idle(coordinator.pid)
             if plan.gloo_port is not None:
-                values = delta.clone()
+                values = worker.delta.clone()
                 barrier.wait()
                 started = time.monotonic()
                 torch.distributed.all_reduce(values)
                 values /= plan.workers
                 report["gloo"].append((started, time.monotonic()))
                 if round_ == 0:  # θ was 0, η is 1 and β is 0: the outer step made θ the negative mean
-                    mean = torch.cat(state.theta).neg()
+                    mean = torch.cat(worker.state.theta).neg()
                     report["relative_error"] = float((mean - values).norm() / values.norm())
         report["upload_bytes"] = client.traffic.upload_bytes - before
         report["download_bytes"] = client.traffic.download_bytes
-        membership.leave(state.round, state.digest(), Metrics())
+        worker.membership.leave(worker.state.round, worker.state.digest(), Metrics())
     if plan.gloo_port is not None:
         torch.distributed.destroy_process_group()
     results.put(report)
@@ -235,23 +177,6 @@ def _await_idle(pid: int) -> None:
         pass
 
 
-def _seed(client: Client, membership: Membership, state: OuterState) -> None:
-    membership.act(partial(client.assignment, worker=membership.worker, state_round=None))
-    for p in range(len(state)):
-        vector = torch.cat([state.theta[p], state.momentum[p]])
-        frames = pack_fragment(vector, "fp32", zstd=True)
-        header = StateHeader(
-            run=client.run,
-            round=0,
-            fragment=p,
-            codec="fp32",
-            elements=len(vector),
-            chunk_elements=CHUNK_ELEMENTS,
-            frame_bytes=[len(frame) for frame in frames],
-        )
-        membership.act(partial(client.seed, header=header, frames=frames))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -262,30 +187,20 @@ def main() -> None:
     parser.add_argument("--params", type=float, nargs="+", help="parameters; default 25e6 100e6")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--rounds", type=int, help="measured rounds, after a warm-up; default 5")
-    parser.add_argument("--bucket", action="store_true", help="also with the files in a bucket (needs weed)")
     arguments = parser.parse_args()
-    stores = ["directory", "bucket"] if arguments.bucket else ["directory"]
     sizes = arguments.params or ([25e6] if arguments.quick else [25e6, 100e6])
     rounds = arguments.rounds or (3 if arguments.quick else 5)
 
-    reports = []
-    for number, (elements, store) in enumerate(product(sizes if arguments.only != "memory" else [], stores)):
-        with coordinator_on(store) as (coordinator, server):
-            plan = Plan(coordinator, f"sync-{number}", arguments.workers, int(elements), rounds, _free_port())
-            report = measure(plan) | {"store": store}
-            report["store_cpu_s"] = 0.0 if server is None else round(cpu_seconds_of(server) / (rounds + 1), 3)
-        report["floor_cpu_s"] = {part: round(s, 3) for part, s in core_seconds(int(elements), plan.workers).items()}
-        least_s = sum(report["floor_cpu_s"].values()) / (os.cpu_count() or 1)
-        report["floor_ratio"] = round(least_s / report["gloo_fp32_s"], 3)
-        reports.append(report)
-    memory = []
-    crews = {"directory": QUICK_CREWS if arguments.quick else CREWS, "bucket": BUCKET_CREWS}
-    for store, (workers, elements) in ((each, crew) for each in stores for crew in crews[each]):
-        if arguments.only == "speed":
-            continue
-        with coordinator_on(store) as (coordinator, _):
+    reports, memory = [], []
+    for number, elements in enumerate(sizes if arguments.only != "memory" else []):
+        with coordinator_process() as coordinator:
+            plan = Plan(coordinator, f"sync-{number}", arguments.workers, int(elements), rounds, free_port())
+            reports.append(measure(plan))
+    crews = QUICK_CREWS if arguments.quick else CREWS
+    for workers, elements in crews if arguments.only != "speed" else []:
+        with coordinator_process() as coordinator:
             plan = Plan(coordinator, f"rss-{workers}-{elements}", workers, elements, MEMORY_ROUNDS, None)
-            memory.append(measure(plan) | {"store": store})
+            memory.append(measure(plan))
     _print(reports, memory)
     if arguments.json:
         total = [m["coordinator_idle_rss"] + m["coordinator_rss_above_idle"] for m in memory]
@@ -302,55 +217,35 @@ def main() -> None:
 
 
 def _print(reports: list[dict[str, Any]], memory: list[dict[str, Any]]) -> None:
-    columns = ["parameters", "workers", "files in", "sync s", "gloo fp32 s", "ratio", "workers' core-s"]
-    columns += [
-        "coordinator's core-s",
-        "store's core-s",
-        "floor core-s",
-        "floor ratio",
-        "up MB",
-        "down MB",
-        "all-reduce MB",
-        "error",
-        "RSS above idle MB",
-    ]
-    table = Table(*columns, title="one round, medians")
+    table = Table(
+        *("parameters", "workers", "sync s", "gloo fp32 s", "ratio", "workers' core-s", "coordinator's core-s"),
+        *("up MB", "down MB", "all-reduce MB", "error", "RSS above idle MB"),
+        title="one round, medians",
+    )
     for r in reports:
         table.add_row(
             f"{r['parameters']:,}",
             f"{r['workers']}",
-            r["store"],
             f"{r['sync_s']:.3f}",
             f"{r['gloo_fp32_s']:.3f}",
             f"{r['ratio']:.2f}",
             f"{r['workers_cpu_s']:.2f}",
             f"{r['coordinator_cpu_s']:.2f}",
-            f"{r['store_cpu_s']:.2f}",
-            f"{sum(r['floor_cpu_s'].values()):.2f}",
-            f"{r['floor_ratio']:.2f}",
             f"{r['upload_bytes'] / 1e6:.1f}",
             f"{r['download_bytes'] / 1e6:.1f}",
             f"{r['allreduce_bytes'] / 1e6:.1f}",
             f"{r['relative_error']:.4f}",
             f"{r['coordinator_rss_above_idle'] / 1e6:.0f}",
         )
-    peak = Table("parameters", "workers", "files in", "total MB", "above idle MB", title="coordinator, peak RSS")
+    peak = Table("parameters", "workers", "total MB", "above idle MB", title="coordinator, peak RSS")
     for m in memory:
         above, idle = m["coordinator_rss_above_idle"], m["coordinator_idle_rss"]
         size = f"{(idle + above) / 1e6:.0f}", f"{above / 1e6:.0f}"
-        peak.add_row(f"{m['parameters']:,}", f"{m['workers']}", m["store"], *size)
+        peak.add_row(f"{m['parameters']:,}", f"{m['workers']}", *size)
     console = Console(width=180)
     for each, filled in ((table, reports), (peak, memory)):
         if filled:
             console.print(each)
-    for r in reports:
-        parts = ", ".join(f"{part} {seconds}" for part, seconds in r["floor_cpu_s"].items())
-        console.print(f"floor at {r['parameters']:,}, core-seconds: {parts}", highlight=False)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 if __name__ == "__main__":

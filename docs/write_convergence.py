@@ -1,5 +1,5 @@
-"""Write docs/convergence.md and its plots from docs/{convergence,frontier,bare}.jsonl, which `python -m
-benchmarks.convergence`, `python -m benchmarks.frontier` and `python -m benchmarks.frontier.bare` write.
+"""Write docs/convergence.md and its plots from docs/{convergence,frontier}.jsonl, which `python -m
+benchmarks.convergence` and `python -m benchmarks.frontier` write.
 
 Run `python -m docs.write_convergence` in the repository. The plots need matplotlib (extra `dev`).
 
@@ -19,7 +19,6 @@ from benchmarks.convergence.completion import KINDS
 from benchmarks.convergence.results import RESULTS, Result, read
 from benchmarks.convergence.rows import BATCH, GROUPS, LENGTH, ROWS, STEPS, WORKERS
 from benchmarks.convergence.table import HEADINGS, PARAMETERS, cells_of
-from benchmarks.frontier import bare
 from benchmarks.frontier import measuring as frontier
 from benchmarks.frontier.beyond_loss import CONTINUED_STEPS
 from benchmarks.frontier.rows import BASE as USUAL
@@ -62,22 +61,22 @@ gradients at every step. The best setting for each saving, of those with three s
 """
 
 EVERY_SETTING = """\
-All settings that were measured, the poor ones too. *Loop* rows are by `python -m benchmarks.frontier`, plain
-torch in one process with the product's codecs; *product* rows, the filled points, are real runs. Each row is the mean
-over its *seeds*, each compared with the synchronous run of the same seed; *by seed* has the lowest and the highest. Two
-runs that differ only in rounding can differ by 0.5 %, as can two seeds, so differences below 1 % between rows with one
-seed mean little. *Mean of 8* compares the means of the last eight states, for both: averaging helps synchronous
-training more than DiLoCo, whose outer momentum averages already. Perplexities depend on what a token is, so the plot
-has the loss.
+All these settings, the poor ones too; [log.md](log.md#the-frontier-of-bytes-and-quality) has some that failed. *Loop*
+rows are by `python -m benchmarks.frontier`, plain torch in one process with the product's codecs; *product* rows, the
+filled points, are real runs. Each row is the mean over its *seeds*, each compared with the synchronous run of the same
+seed; *by seed* has the lowest and the highest. Two runs that differ only in rounding can differ by 0.5 %, as can two
+seeds, so differences below 1 % between rows with one seed mean little. *Mean of 8* compares the means of the last eight
+states, for both: averaging helps synchronous training more than DiLoCo, whose outer momentum averages already.
+Perplexities depend on what a token is, so the plot has the loss.
 """
 
 AGREEMENT = """\
-### Three implementations
+### The loop and the product
 
-The same training, held-out loss in nats per byte: *bare* is `python -m benchmarks.frontier.bare`, a page of torch and
-transformers that shares nothing with our code but the reader of the text; the *loop* of the frontier; and real runs of
-the *product*. They start from the same parameters, and differ in rounding and in which worker gets which text. That
-alone makes runs differ by up to 0.005.
+The same training, held-out loss in nats per byte: the *loop* of the frontier, and real runs of the *product*. They
+differ in rounding and in which worker gets which text. That alone makes runs differ by up to 0.005. A page of torch and
+transformers that shares nothing with our code but the reader of the text (`benchmarks/frontier/bare` of commit
+080c9a5e) agrees with the loop as closely ([log.md](log.md#the-frontier-of-bytes-and-quality)).
 """
 
 CLAIMED = """\
@@ -186,7 +185,7 @@ CLAIMS = [
 ]
 
 
-def page(results: Sequence[Result], explored: Sequence[frontier.Result], checked: Sequence[bare.Result]) -> str:
+def page(results: Sequence[Result], explored: Sequence[frontier.Result]) -> str:
     found = points(results, explored)
     parts = [
         HEAD,
@@ -198,7 +197,7 @@ def page(results: Sequence[Result], explored: Sequence[frontier.Result], checked
     parts.append(f"![loss above synchronous training by bytes saved]({FRONTIER_PLOT.name})\n")
     parts.append(_markdown(FRONTIER_HEADINGS, [each.cells() for each in found]))
     claims = _markdown(("who", "source", "setting", "bytes", "perplexity", "loss"), [each.cells() for each in CLAIMS])
-    parts += [AGREEMENT, _markdown(AGREEMENT_HEADINGS, list(_agreement(results, explored, checked)))]
+    parts += [AGREEMENT, _markdown(AGREEMENT_HEADINGS, list(_agreement(results, explored)))]
     parts += [CLAIMED, claims]
     sizes = list(_by_size(explored))
     if len({cells[0] for cells in sizes}) > 1:
@@ -369,23 +368,16 @@ SAME = {
 }
 
 
-BARE = {"synchronous": None, "fp32, H 50": 50, "fp32, H 200": 200}  # a row of the loop -> H of the bare one
-AGREEMENT_HEADINGS = ("setting", "steps", "seed", "bare", "loop", "product")
+AGREEMENT_HEADINGS = ("setting", "steps", "seed", "loop", "product")
 
 
-def _agreement(
-    results: Sequence[Result], explored: Sequence[frontier.Result], checked: Sequence[bare.Result]
-) -> Iterator[list[str]]:
-    """Yield the settings that more than one implementation has trained."""
+def _agreement(results: Sequence[Result], explored: Sequence[frontier.Result]) -> Iterator[list[str]]:
+    """Yield the settings that both have trained."""
     products = {(each.row, each.steps, each.seed): each.loss for each in results}
-    bares = {(each.inner_steps, each.steps, each.seed): each.loss for each in checked}
     for each in explored:
-        run = each.steps, each.seed
-        of_bare = bares.get((BARE[each.row], *run)) if each.row in BARE else None
-        losses = [of_bare, each.loss, products.get((SAME.get(each.row, ""), *run))]
-        if losses.count(None) < 2:
-            shown = ["–" if loss is None else f"{loss:.4f}" for loss in losses]
-            yield [each.row, f"{each.steps:,}", str(each.seed), *shown]
+        product = products.get((SAME.get(each.row, ""), each.steps, each.seed))
+        if product is not None:
+            yield [each.row, f"{each.steps:,}", str(each.seed), f"{each.loss:.4f}", f"{product:.4f}"]
 
 
 SIZE_HEADINGS = ("parameters", "steps", "tokens per parameter", "rounds", "synchronous", "DiLoCo", "above", "mean of 8")
@@ -521,7 +513,7 @@ def _save(pyplot: Any, figure: Any, path: Path) -> None:
 
 if __name__ == "__main__":
     found, explored = read(RESULTS), frontier.read(frontier.RESULTS)
-    PAGE.write_text(page(found, explored, bare.read(bare.RESULTS)))
+    PAGE.write_text(page(found, explored))
     usual = [each for each in found if each.steps == STEPS]
     plot(usual)
     plot_frontier(points(found, explored), statistics.mean(each.loss for each in usual if each.row == MUON))

@@ -6,6 +6,5 @@ stores.py           blob stores of tests: in memory, disturbed, blocked
 lines.py            simulated network lines: bandwidth, latency, loss
 remote.py           processes behind such lines; remote_process.py is their side
 clients.py          clients for crowds: raw HTTP, and dashboard viewers
-screening.py        the coordinator's judging of contributions, for training in one process
 browser.py          Chromium
 """

@@ -204,11 +204,11 @@ class Cluster:
         self.balancer.backends.append(node.port)
         return node
 
-    def add_aggregator(self, *, lines: bool = True) -> Process:
-        """Start another aggregator. It is not waited for. `lines`: its connections go through tunnels."""
+    def add_aggregator(self) -> Process:
+        """Start another aggregator. It is not waited for. Its connections go through tunnels."""
         command = [sys.executable, "-m", "outerstep", "aggregator"]
         name = f"aggregator-{len(self.aggregators)}"
-        aggregator = Process(name, self.folder, *self._reaching(command, "OUTERSTEP_AGGREGATOR_DATABASE", lines))
+        aggregator = Process(name, self.folder, *self._reaching(command, "OUTERSTEP_AGGREGATOR_DATABASE", True))
         self.aggregators.append(aggregator)
         aggregator.start()
         return aggregator

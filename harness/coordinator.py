@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -249,8 +249,7 @@ class InProcess(Running):
 class CoordinatorProcess:
     """A coordinator process that can be killed and started again on the same port. `start` returns when it is ready.
 
-    It logs to a file beside `data_dir`; with `quiet` only warnings, to stderr. `open_files`: its limit.
-    `blobs`: the URL of its bucket. `prefix`: of the command, to run it behind a line.
+    It logs to a file beside `data_dir`; with `quiet` only warnings, to stderr. `blobs`: the URL of its bucket.
     """
 
     def __init__(
@@ -261,27 +260,13 @@ class CoordinatorProcess:
         certificate: Certificate | None = None,
         python: Path = Path(sys.executable),
         quiet: bool = False,
-        open_files: int | None = None,
         blobs: str | None = None,
-        prefix: Sequence[str] = (),
     ) -> None:
         self.port = free_port()
         self.process: subprocess.Popen[str] | None = None
         self._data_dir = data_dir
         self._log = None if quiet else data_dir.parent / f"{data_dir.name}.log"
-        limited = [] if open_files is None else ["prlimit", f"--nofile={open_files}:{open_files}"]
-        self._command = [
-            *prefix,
-            *limited,
-            str(python),
-            "-m",
-            "outerstep",
-            "coordinator",
-            "--data",
-            str(data_dir),
-            "--host",
-            host,
-        ]
+        self._command = [str(python), "-m", "outerstep", "coordinator", "--data", str(data_dir), "--host", host]
         if certificate is not None:
             self._command += ["--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key)]
         self._command += ["--log-level", "warning"] if quiet else []
@@ -317,12 +302,10 @@ class CoordinatorProcess:
 
 
 @contextmanager
-def coordinator_process(
-    host: str = "127.0.0.1", certificate: Certificate | None = None, blobs: str | None = None
-) -> Iterator[InProcess]:
+def coordinator_process(host: str = "127.0.0.1", certificate: Certificate | None = None) -> Iterator[InProcess]:
     """A coordinator process with a temporary directory; it logs only warnings."""
     with TemporaryDirectory(prefix="outerstep-") as directory:
-        coordinator = CoordinatorProcess(Path(directory), host=host, certificate=certificate, quiet=True, blobs=blobs)
+        coordinator = CoordinatorProcess(Path(directory), host=host, certificate=certificate, quiet=True)
         try:
             yield coordinator.start()
         finally:

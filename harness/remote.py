@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from harness.lines import DEVICE, Line
 
@@ -52,15 +52,12 @@ class Remote:
 
 
 @contextmanager
-def remote(
-    line: Line, module: str, python: Path = Path(sys.executable), log: IO[str] | None = None
-) -> Iterator[Remote]:
-    """Run `python -m module` behind the line; its stderr goes to `log`, by default to ours. After the block its stdin
-    is closed; then its process group is killed."""
-    command = [*line.prefix, str(python), "-m", module]
+def remote(line: Line, module: str) -> Iterator[Remote]:
+    """Run `python -m module` behind the line. After the block its stdin is closed; then its process group is killed."""
+    command = [*line.prefix, sys.executable, "-m", module]
     pipe = subprocess.PIPE
     process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | GLOO, stdin=pipe, stdout=pipe, stderr=log, text=True, start_new_session=True
+        command, cwd=ROOT, env=os.environ | GLOO, stdin=pipe, stdout=pipe, text=True, start_new_session=True
     )
     with process:
         try:

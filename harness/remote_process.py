@@ -1,7 +1,7 @@
 """The side of a process behind a line: it reads orders on stdin and writes answers to stdout, as JSON lines. remote.py
 is the other side.
 
-Times are of the machine's monotonic clock. Only the standard library is used, as this runs in the peers' environments.
+Times are of the machine's monotonic clock.
 """
 
 import json
@@ -31,8 +31,3 @@ def timed(work: Callable[[], dict[str, Any] | None], soon: Callable[[], object] 
     started = time.monotonic()
     found = work()
     answer(started=started, ended=time.monotonic(), **(found or {}))
-
-
-def stay() -> None:
-    """Wait until stdin ends, as other processes may still need this one."""
-    sys.stdin.read()

@@ -27,7 +27,6 @@ from benchmarks.convergence.rows import (
     WORKERS,
 )
 from benchmarks.convergence.table import HEADINGS, cells_of
-from benchmarks.frontier import bare
 from benchmarks.frontier import measuring as frontier
 from benchmarks.frontier.__main__ import main as frontier_main
 from docs import write_convergence
@@ -117,8 +116,6 @@ def test_without_communication_a_run_of_any_length_is_one_round() -> None:
         (main, ["--quick", "--steps", "500"], "--quick has 200 inner steps: leave out --steps"),
         (main, ["--steps", "0"], "--steps 0: it must be at least 1"),
         (main, ["--only", "DiLoCo", "H 500", "--steps", "1200"], "H 500: 1200 steps are no whole rounds"),
-        (bare.main, ["--inner-steps", "0"], "3000 steps are no whole rounds of 0"),
-        (bare.main, ["--inner-steps", "70"], "3000 steps are no whole rounds of 70"),
         pytest.param(
             *(frontier_main, ["--device", "cuda"], "finds no GPU here"),
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
@@ -154,7 +151,7 @@ def test_completion_knows_what_it_reads() -> None:
 
 def test_the_page_is_what_was_found() -> None:
     results = read(RESULTS)
-    page = write_convergence.page(results, frontier.read(frontier.RESULTS), bare.read(bare.RESULTS))
+    page = write_convergence.page(results, frontier.read(frontier.RESULTS))
     assert write_convergence.PAGE.read_text() == page
     assert all(each.identical for each in results)
     assert WORKERS == 8

@@ -23,7 +23,7 @@ from outerstep.plan import allreduce_bytes
 from protocol.digest import digest
 from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec, parse_spec
-from worker.codecs import pack_fragment, round_trip
+from worker.codecs import pack_fragment
 
 RESULTS = Path(__file__).parents[2] / "docs" / "frontier.jsonl"
 HEADERS_BYTES = 3 * 250  # of the three fragments of a sync
@@ -80,18 +80,10 @@ def measure(name: str, steps: int, seed: int, device: str = "cpu") -> Result:
             last.append(training.theta.clone())
     else:
         training, rounds = Training(spec, WORKERS, torch.device(device)), len(row.rounds(steps))
-        for index, inner_steps in enumerate(row.rounds(steps)):
-            outer = row.outer_at(index / max(rounds - 1, 1))
-            first, mean = training.round(
-                inner_steps, row.upload, row.download, outer, decay=row.decay, fragments=row.fragments
-            )
+        for inner_steps in row.rounds(steps):
+            first, mean = training.round(inner_steps, row.upload, row.download, row.outer)
             up, down = up + _bytes(first, row.upload), down + _bytes(mean, row.download)
             last.append(training.point())
-            if row.restart and (index + 1) % row.restart == 0:
-                training.momentum.zero_()
-            if row.mean_moments and (index + 1) % row.mean_moments == 0:
-                size = sum(_average(each) for each in training.inner.moments())
-                up, down = up + size, down + size
     moved = up + down
     return Result(
         name,
@@ -111,12 +103,7 @@ def measure(name: str, steps: int, seed: int, device: str = "cpu") -> Result:
 
 def _spec(row: Row, steps: int, seed: int) -> RunSpec:
     """Return the spec of the product's row, as far as training depends on it."""
-    keys = {
-        "inner.optimizer": row.optimizer,
-        "inner.learning_rate": row.learning_rate,
-        "inner.final_fraction": row.final_fraction,
-        "sync.inner_steps": steps,
-    }
+    keys = {"inner.optimizer": "muon", "inner.learning_rate": row.learning_rate, "sync.inner_steps": steps}
     spec = parse_spec(product.Row(keys=keys).spec(steps, seed))
     if (row.width, row.layers) == (BASE.width, BASE.layers):
         return spec
@@ -125,17 +112,6 @@ def _spec(row: Row, steps: int, seed: int) -> RunSpec:
 
 def _bytes(vector: Tensor, codec: str) -> int:
     return HEADERS_BYTES + sum(len(frame) for frame in pack_fragment(vector, codec, zstd=True))
-
-
-@torch.no_grad()
-def _average(moment: Tensor) -> int:
-    """Average moments over the replicas, with bf16 both ways; return the bytes of one way. (With int8, the smallest
-    second moments become 0, and the steps that are divided by them too large.)"""
-    flat = moment.flatten(1).cpu()
-    sent = torch.stack([round_trip(each.contiguous(), "bf16") for each in flat])
-    mean = round_trip(sent.mean(0), "bf16")
-    moment.copy_(mean.expand_as(flat).view(moment.shape))
-    return sum(len(frame) for frame in pack_fragment(mean, "bf16", zstd=True))
 
 
 def results_of(

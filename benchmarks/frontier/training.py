@@ -74,15 +74,6 @@ class Inner:
         for each in self._parameters:
             each.grad = None
 
-    def moments(self) -> list[Tensor]:
-        """Return all moments, [replicas, …] each, which may be changed in place."""
-        return self._momenta + [
-            value
-            for state in self._adamw.state.values()
-            for name, value in state.items()
-            if name in ("exp_avg", "exp_avg_sq")
-        ]
-
 
 def _orthogonal(matrices: Tensor) -> Tensor:
     """Return the nearest orthogonal matrices by Newton and Schulz, in bf16, as `torch.optim.Muon` does."""
@@ -145,67 +136,35 @@ class Training:
         self._hidden = {names[id(each)] for each in hidden_matrices(self.model)} if muon else set[str]()
         self.momentum, self.outer = torch.zeros_like(self.theta), Outer(1.0, 0.0)
         self._local = self._replicas.stacked(self.theta.repeat(workers, 1).to(device))
-        self.inner = Inner(spec, self._local, self._hidden, device)
+        self._inner = Inner(spec, self._local, self._hidden, device)
         self._take = Captured(self._inner_step, device)
         self._unsent = torch.zeros(workers, len(self.theta))
         self._undelivered = torch.zeros_like(self.theta)
 
-    def round(
-        self,
-        inner_steps: int,
-        upload: str,
-        download: str,
-        outer: Outer,
-        *,
-        decay: float | None = None,
-        fragments: int = 1,
-    ) -> tuple[Tensor, Tensor]:
+    def round(self, inner_steps: int, upload: str, download: str, outer: Outer) -> tuple[Tensor, Tensor]:
         """Train one round of H = `inner_steps`. Return what the first replica encodes with the codec `upload`, and what
-        is encoded with `download` for all, float32[n] each.
-
-        decay      of what the upload codec leaves out, which is then beside the parameters and not in them (SparseLoCo,
-                   arXiv 2508.15706)
-        fragments  parts of the model that are synced one after the other, each H / fragments inner steps after the one
-                   before (Streaming DiLoCo, arXiv 2501.18512)
-        """
+        is encoded with `download` for all, float32[n] each."""
         self.outer = outer
-        deltas, means = torch.empty_like(self.theta), torch.empty_like(self.theta)
-        n = len(self.theta)
-        for p in range(fragments):
-            self.train(inner_steps * (p + 1) // fragments - inner_steps * p // fragments)
-            own = slice(n * p // fragments, n * (p + 1) // fragments)
-            deltas[own], means[own] = self._sync(own, upload, download, decay)
-        return deltas, means
-
-    def _sync(self, own: slice, upload: str, download: str, decay: float | None) -> tuple[Tensor, Tensor]:
-        """Sync the values `own` of the model; return what the first replica and what the coordinator encodes."""
-        local, theta = self._replicas.flat(self._local).cpu(), self.theta[own]
-        deltas = theta - local[:, own]
-        if decay is not None:
-            deltas += decay * self._unsent[:, own]
+        for _ in range(inner_steps):
+            self._advance(torch.stack(self._units(self.workers)))
+        deltas = self.theta - self._replicas.flat(self._local).cpu()
         sent = torch.stack([round_trip(each, upload) for each in deltas])
         if upload in FEEDBACK:
-            self._unsent[:, own] = deltas - sent
+            self._unsent = deltas - sent
         senders = (sent != 0).sum(0).clamp(min=1) if upload == "sparse" else self.workers
         mean = sent.sum(0) / senders
         if download in FEEDBACK:
-            mean += self._undelivered[own]
+            mean += self._undelivered
         delta = round_trip(mean, download)
         if download in FEEDBACK:
-            self._undelivered[own] = round_trip(mean - delta, "int8")
+            self._undelivered = round_trip(mean - delta, "int8")
         outer_step(
-            *(each.numpy() for each in (theta, self.momentum[own], delta)),
-            learning_rate=self.outer.learning_rate,
-            beta=self.outer.momentum,
+            *(each.numpy() for each in (self.theta, self.momentum, delta)),
+            learning_rate=outer.learning_rate,
+            beta=outer.momentum,
         )
-        local[:, own] = theta if decay is not None else theta - self._unsent[:, own]
-        self._set_local(local)
+        self._set_local(self.theta - self._unsent)
         return deltas[0], mean
-
-    def train(self, inner_steps: int) -> None:
-        """Take inner steps without a sync."""
-        for _ in range(inner_steps):
-            self._advance(torch.stack(self._units(self.workers)))
 
     def train_synchronously(self, steps: int, batches: int) -> None:
         """Take steps of one replica, with `batches` units in each."""
@@ -219,13 +178,13 @@ class Training:
 
     def _advance(self, batches: Tensor) -> None:
         """Take the next inner step on int64[replicas, sequences, length + 1]."""
-        self.inner.rate.fill_(learning_rate(self.spec, self.steps, self.spec.inner.learning_rate))
+        self._inner.rate.fill_(learning_rate(self.spec, self.steps, self.spec.inner.learning_rate))
         self._take(batches)
         self.steps += 1
 
     def _inner_step(self, batches: Tensor) -> None:
         self._replicas.losses(self._local, batches).sum().backward()
-        self.inner.step()
+        self._inner.step()
 
     def start_from(self, point: Tensor) -> None:
         """Make `point`, float32[n], the state before the first step."""

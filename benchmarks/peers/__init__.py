@@ -5,5 +5,4 @@ environments.py   a virtual environment per peer, from requirements/, in a cache
                   network namespace
 comparison.py     the systems' reports as rows, a table and a JSON document (pure)
 *_peer.py         one sync of that peer, run in its environment; they share deltas.py and import nothing of Outerstep
-remote_*.py       one worker of that peer behind a long line (benchmarks/wan)
 """

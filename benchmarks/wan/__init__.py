@@ -6,5 +6,4 @@ measuring.py  a coordinator and workers behind their lines; the measurements of 
 plain.py      a plain TCP transfer of the same size, both ends
 changing.py   syncs over a line that changes
 worker.py     a worker: a process behind its line that takes orders (harness/remote_process.py)
-peers.py      torchft and hivemind over the same lines
 """

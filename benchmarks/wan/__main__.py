@@ -1,7 +1,6 @@
-"""Long lines: the time of a sync compared with its line's limit and with other systems, and the time left for training.
+"""Long lines: the time of a sync compared with its line's limit and with gloo, and the time left for training.
 
-    python -m benchmarks.wan [--rows A,C,train] [--repeat 5] [--silence 60] [--keep-windows]
-                             [--peers gloo,torchft,hivemind] [--timeline FOLDER] [--json]
+    python -m benchmarks.wan [--rows A,C,train] [--repeat 5] [--silence 60] [--keep-windows] [--no-gloo] [--json]
 
 Each worker is a process in a separate network namespace behind a line simulated at packet level (harness/lines.py):
 rates, a round trip, losses, and the congestion control of both ends. The coordinator is an ordinary process. A row is
@@ -10,16 +9,13 @@ one such line (rows.py). Measured are, one after another:
   sync      from the first worker's start to the last one's end, on open connections, each after a silence as long as
             inner steps would take; compared with the line's limit and the row's target
   plain     one TCP transfer of the same size over one of the lines, on a new connection: the slower of up and down
-  others    the same mean by gloo in fp32, and by torchft and hivemind if --peers names them
+  gloo      an all-reduce of as many fp32 values
   planner   the seconds that `outerstep plan` predicts, and the difference
   core-s    CPU time of a sync on this machine, of all workers, the coordinator and the lines together; divided by its
             cores, it is the least time of a sync here; `--workers 1` shows what the line alone takes
 
 `--keep-windows` sets net.ipv4.tcp_slow_start_after_idle to 0 at both ends, for the rows with CUBIC: by default, the
 kernel begins with slow start again after each silence.
-
-`--timeline` draws one more sync of each row into a folder, as SVG: what each fragment was in at every moment, and the
-congestion windows of the first worker's connections (timeline.py).
 
 `train`: rounds of inner steps of a fixed length (60 s in all) over 500/110 Mbit/s, 60 ms: the share of the workers'
 time in inner steps: classic, with an overlap of one of the round's inner steps, and with `sync.wait = "never"`.
@@ -38,15 +34,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.wan import changing
-from benchmarks.wan.measuring import WORKERS, Effort, draw, measure, measure_training
-from benchmarks.wan.peers import PEERS
+from benchmarks.wan.measuring import WORKERS, Effort, measure, measure_training
 from benchmarks.wan.rows import ROWS, chosen
 from harness.lines import FRAMING, LEAST_QUEUE_S, MTU, NO_LINES_EXIT, TCP_PAYLOAD, why_not
 
@@ -72,19 +66,17 @@ def main() -> int:
     parser.add_argument(
         "--keep-windows", action="store_true", help="net.ipv4.tcp_slow_start_after_idle = 0 at both ends"
     )
-    parser.add_argument("--peers", default="gloo", help=f"of {','.join(PEERS)}; default gloo")
+    parser.add_argument("--no-gloo", action="store_true", help="without gloo's all-reduces, which take longest")
     parser.add_argument(
         "--quick", action="store_true", help="a twentieth of the parameters, one sync, a second's silence"
     )
-    parser.add_argument("--timeline", type=Path, metavar="FOLDER", help="draw a sync of each row into this folder")
     parser.add_argument("--json", action="store_true", help="print one JSON line after the tables")
     arguments = parser.parse_args()
     try:
-        names, others = chosen(arguments.rows, [*ROWS, *FURTHER]), chosen(arguments.peers, PEERS)
+        names = chosen(arguments.rows, [*ROWS, *FURTHER])
     except ValueError as error:
         parser.error(str(error))
-    tools = ["ss"] if arguments.timeline is not None else []
-    tools += ["openssl"] if any(ROWS[name].tls for name in names if name in ROWS) else []
+    tools = ["openssl"] if any(ROWS[name].tls for name in names if name in ROWS) else []
     if reason := why_not(*tools):
         print(f"Slow lines are not available on this machine: {reason}.", file=sys.stderr)
         return NO_LINES_EXIT
@@ -93,7 +85,9 @@ def main() -> int:
     part = QUICK_PART if arguments.quick else 1
     effort = Effort(arguments.workers, arguments.repeat, arguments.silence, 2, arguments.keep_windows)
     if arguments.quick:
-        effort = replace(effort, syncs=1, silence_s=1.0, others=1)
+        effort = replace(effort, syncs=1, silence_s=1.0, all_reduces=1)
+    if arguments.no_gloo:
+        effort = replace(effort, all_reduces=0)
     syncs, trained, changed = [], [], []
     for name in names:
         print(f"measuring {name}", file=sys.stderr)
@@ -105,11 +99,7 @@ def main() -> int:
             changed = changing.measure(a, changes, effort.silence_s)
         else:
             row = ROWS[name]
-            row = replace(row, parameters=row.parameters // part)
-            syncs.append(measure(row, effort, others))
-            if arguments.timeline is not None:
-                arguments.timeline.mkdir(parents=True, exist_ok=True)
-                (arguments.timeline / f"{name}.svg").write_text(draw(row, effort), encoding="utf-8")
+            syncs.append(measure(replace(row, parameters=row.parameters // part), effort))
     show(syncs, trained, changed)
     if arguments.json:
         machine = {"cpus": os.cpu_count(), "python": platform.python_version()}
@@ -123,10 +113,6 @@ def show(
     if syncs:
         CONSOLE.print(_syncs(syncs))
         CONSOLE.print(LIMIT, highlight=False)
-        for row in syncs:
-            for name, other in row["others"].items():
-                if other["remark"]:
-                    CONSOLE.print(f"{row['row']}: {name} {other['remark']}", highlight=False)
     if training:
         CONSOLE.print(_training(training))
         for each in training:
@@ -141,8 +127,7 @@ def _syncs(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(
         *("row", "line down/up", "ms", "loss", "TCP", "parameters, codecs", "MB up, down", "on the wire"),
         *("limit s", "plain TCP s", "sync s, worst", "planner", "core-s", "ratio", "excess rt"),
-        *(f"{name} s, ×" for name in first["others"]),
-        *("target", "verdict"),
+        *("gloo s, ×", "target", "verdict"),
         title=f"one sync, workers: {first['workers']}; {syncs} syncs, each after {first['silence_s']:g} s of silence"
         + (", with windows kept" if first["keep_windows"] else ""),
     )
@@ -157,14 +142,10 @@ def _syncs(rows: Sequence[dict[str, Any]]) -> Table:
             f"{r['planned_s']:.2f}, {r['planned_s'] / r['median_s'] - 1:+.0%}",
             f"{r['core_s']:.1f}",
             *(f"{r['ratio']:.2f}", f"{r['excess_round_trips']:.1f}"),
-            *(_other(r["others"][name]["sync_s"], r["median_s"]) for name in first["others"]),
+            "–" if r["gloo_s"] is None else f"{r['gloo_s']:.1f}, {r['gloo_s'] / r['median_s']:.1f}",
             *(r["target"], "missed: " + "; ".join(r["missed"]) if r["missed"] else "met"),
         )
     return table
-
-
-def _other(other_s: float | None, sync_s: float) -> str:
-    return "–" if other_s is None else f"{other_s:.1f}, {other_s / sync_s:.1f}"
 
 
 def _training(rows: Sequence[dict[str, Any]]) -> Table:

@@ -1,21 +1,17 @@
-"""A coordinator and workers behind their lines, and the measurements: of a row (syncs, a plain transfer, other
-systems), and of training (the share of the workers' time in inner steps)."""
+"""A coordinator and workers behind their lines, and the measurements: of a row (syncs, a plain transfer, gloo), and of
+training (the share of the workers' time in inner steps)."""
 
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
-from benchmarks.peers.environments import Unavailable
-from benchmarks.wan import peers, timeline
 from benchmarks.wan.plain import plain_s
 from benchmarks.wan.rows import TRAINING_LINE, TRAINING_TARGETS, Row, described, missed
 from harness.coordinator import Running, coordinator_process, make_certificate
@@ -23,7 +19,7 @@ from harness.lines import Line, Shape, on_the_wire, slow_lines
 from harness.remote import Remote, remote, seconds, together
 from outerstep import plan
 from outerstep.common.connections import CONGESTION_VARIABLE
-from protocol.messages import RoundDetail, Scope
+from protocol.messages import Scope
 
 WORKERS = 4
 INNER_STEPS = 6  # per round
@@ -51,13 +47,13 @@ every_rounds = 1000
 
 @dataclass(frozen=True)
 class Effort:
-    """The number of workers; of measured syncs, each after `silence_s` seconds; and of other systems' transfers.
+    """The number of workers; of measured syncs, each after `silence_s` seconds; and of gloo's all-reduces.
     `keep_windows`: without the slow start after each silence."""
 
     workers: int
     syncs: int
     silence_s: float
-    others: int
+    all_reduces: int
     keep_windows: bool = False
 
 
@@ -129,15 +125,14 @@ def _asking_for(tcp: str) -> Iterator[None]:
             os.environ[CONGESTION_VARIABLE] = before
 
 
-def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:
-    """Measure a row, and the same mean by the systems `others`, over the same lines."""
+def measure(row: Row, effort: Effort) -> dict[str, Any]:
+    """Measure a row, and gloo's all-reduce of as many fp32 values over the same lines."""
     with bench(row.shape, row.tcp, workers=effort.workers, tls=row.tls, keep_windows=effort.keep_windows) as made:
         syncs = _syncs(made, row, effort)
         up, down = syncs["payload_bytes"]["up"], syncs["payload_bytes"]["down"]
         plain = {"up": plain_s(made.workers[0], "up", up), "down": plain_s(made.workers[0], "down", down)}
-        other_rows = {name: _other(name, made, row, effort) for name in others}
+        gloo_s = _gloo_s(made, row, effort) if effort.all_reduces else None
     limit_s, median_s = row.limit_s(up, down), statistics.median(syncs["sync_s"])
-    others_s = {name: each["sync_s"] for name, each in other_rows.items() if each["sync_s"] is not None}
     return {
         **described(row),
         **syncs,
@@ -147,42 +142,14 @@ def measure(row: Row, effort: Effort, others: Sequence[str]) -> dict[str, Any]:
         "limit_s": limit_s,
         "planned_s": planned_s(row, effort.workers),
         "plain_s": plain,
+        "gloo_s": gloo_s,
         "median_s": median_s,
         "worst_s": max(syncs["sync_s"]),
         "ratio": median_s / limit_s,
         "excess_round_trips": (median_s - limit_s) / row.shape.round_trip_s,
         "target": str(row.target),
-        "most_s": row.target.max_s(limit_s, row.shape.round_trip_s),
-        "others": other_rows,
-        "missed": missed(row, median_s, limit_s, others_s),
+        "missed": missed(row, median_s, limit_s, gloo_s),
     }
-
-
-def draw(row: Row, effort: Effort) -> str:
-    """Return one sync of a row as a picture, SVG (timeline.py). Looking at its windows makes it a little slower."""
-    keep = effort.keep_windows
-    with (
-        bench(row.shape, row.tcp, workers=effort.workers, tls=row.tls, keep_windows=keep) as made,
-        ExitStack() as stack,
-    ):
-        made.create_run("sync", 2, codecs=(row.upload, row.download))
-        ca = None if made.ca is None else str(made.ca)
-        made.order("sync", "sync", ca=ca, elements=row.parameters, rounds=2, record=True)
-        together(made.workers, 1, 0.0)
-        windows = timeline.Windows(made.lines[0])
-        (answers,) = together(made.workers, 1, effort.silence_s, lambda: stack.enter_context(windows))
-        stack.close()
-        with made.running.client() as http:
-            while (detail := _round(http, 1)).closed_at is None:
-                time.sleep(0.1)
-        spans = timeline.spans_of(answers, detail, time.time() - time.monotonic())
-    kept = ", windows kept" if keep else ""
-    title = f"row {row.name}, {effort.workers} workers, {effort.silence_s:g} s of silence before{kept}: "
-    return timeline.drawn(f"{title}{seconds(answers):.2f} s", spans, windows.samples, row.shape)
-
-
-def _round(http: httpx.Client, number: int) -> RoundDetail:
-    return RoundDetail.model_validate(http.get(f"/v1/runs/sync/rounds/{number}").raise_for_status().json())
 
 
 def planned_s(row: Row, workers: int) -> float:
@@ -225,18 +192,14 @@ def _busy_s() -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
-def _other(name: str, made: Bench, row: Row, effort: Effort) -> dict[str, Any]:
-    """Measure another system's syncs of as many values: their median, or why there is none."""
-    rounds = 1 if row.shape.loss else effort.others  # with losses gloo takes a quarter of an hour
-    if name == "gloo":
-        answers = peers.gloo(made.workers, row.parameters, rounds)
-    else:
-        try:
-            answers = peers.other(name, made.lines, row.parameters, rounds)
-        except Unavailable as reason:
-            return {"sync_s": None, "remark": str(reason)}
-    taken = [seconds(each) for each in answers]
-    return {"sync_s": statistics.median(taken), "syncs_s": taken, "remark": ""}
+def _gloo_s(made: Bench, row: Row, effort: Effort) -> float:
+    """Return the median duration of gloo's all-reduces."""
+    rounds = 1 if row.shape.loss else effort.all_reduces  # with losses one takes a quarter of an hour
+    with tempfile.TemporaryDirectory(prefix="outerstep-wan-") as folder:
+        for rank, worker in enumerate(made.workers):
+            sizes = {"workers": len(made.workers), "elements": row.parameters, "rounds": rounds}
+            worker.order(do="gloo", rank=rank, meeting=f"{folder}/store", **sizes)
+        return statistics.median(seconds(each) for each in together(made.workers, rounds, 0.0))
 
 
 def measure_training(elements: int, rounds: int, round_s: float) -> list[dict[str, Any]]:

@@ -9,63 +9,23 @@ train   rounds of a script with `outerstep.DiLoCo`, whose inner steps take a fix
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 
+from benchmarks.syncing import Flat, SyncingWorker, noise
 from benchmarks.wan.plain import Direction, transfer
-from benchmarks.wan.timeline import StageRecorder
 from harness.remote_process import answer, orders, timed
 from outerstep import DiLoCo
-from protocol import wire
-from protocol.messages import Action, Assignment, JoinRequest
-from worker.joining.recovery import seed
 from worker.link.client import Client, open_http
-from worker.link.membership import Membership
-from worker.rounds.exchange import Exchange, Outcome
-from worker.rounds.in_flight import InFlight
 from worker.state import outer_state
-from worker.state.fragments import Fragments
-from worker.state.outer_state import OuterState
-from worker.state.parameters import tensor_specs
 from worker.state.work import Contribution
 
 TIMEOUT = timedelta(minutes=30)
-
-
-class FollowedClient(Client):
-    """A client whose stages are recorded, after `record`."""
-
-    def record(self, recorder: StageRecorder) -> None:
-        self.stages, self._channel = recorder, replace(self._channel, stages=recorder)
-
-
-class FollowedExchange(Exchange):
-    """Reports to `recorder` which fragment each thread works on."""
-
-    recorder: StageRecorder | None = None
-
-    def contribute(self, contribution: Contribution, on_line: Callable[[], object] = lambda: None) -> Outcome:
-        self._about(contribution)
-        return super().contribute(contribution, on_line)
-
-    def await_delta(self, contribution: Contribution, *events: Any) -> tuple[wire.Payload, list[Outcome]]:
-        self._about(contribution)
-        return super().await_delta(contribution, *events)
-
-    def _about(self, contribution: Contribution) -> None:
-        if self.recorder is not None:
-            self.recorder.of(contribution.fragment)
-
-
-def noise(elements: int, rank: int) -> torch.Tensor:
-    """Draw float32[elements], as hard to compress as a pseudo-gradient."""
-    return torch.randn(elements, generator=torch.Generator().manual_seed(rank)) * 1e-3
 
 
 def all_reduce(rank: int, workers: int, meeting: str, elements: int, rounds: int) -> None:
@@ -83,14 +43,6 @@ def all_reduce(rank: int, workers: int, meeting: str, elements: int, rounds: int
     distributed.destroy_process_group()
 
 
-class Flat(nn.Module):
-    """A model that is one vector of zeros, float32[elements], so that its state 0 compresses to nothing."""
-
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(elements))
-
-
 def main() -> None:
     torch.set_num_threads(1)
     answer(at="started")
@@ -99,59 +51,19 @@ def main() -> None:
         act[order.pop("do")](**order)
 
 
-def synchronise(
-    url: str,
-    ca: str | None,
-    run: str,
-    token: str,
-    rank: int,
-    elements: int,
-    rounds: int,
-    direct: bool = True,
-    record: bool = False,
-) -> None:
-    """Do `rounds` syncs, and answer with the payload bytes that each one moved. `direct`: use the coordinator's store,
-    if it can be used. `record`: answer with what each fragment was in, too (timeline.py)."""
-    delta, model = noise(elements, rank), Flat(elements)
+def synchronise(url: str, ca: str | None, run: str, token: str, rank: int, elements: int, rounds: int) -> None:
+    """Do `rounds` syncs, and answer with the payload bytes that each one moved."""
     with open_http(url, None if ca is None else Path(ca)) as http:
-        client, recorder = FollowedClient(http, run, token), StageRecorder()
-        if record:
-            client.record(recorder)
-        detail = client.run_detail()
-        client.store.offer(detail.direct and direct)
-        spec = detail.spec
-        membership = Membership(client, f"worker-{rank}", JoinRequest(tensors=tensor_specs(model)), None)
-        layout = membership.join().layout
-        state = OuterState(layout, spec.outer, pin_memory=False)
-
-        def ask(state_round: int | None) -> Assignment:
-            return membership.act(partial(client.assignment, worker=membership.worker, state_round=state_round))
-
-        while (asked := ask(None)).action is not Action.RECOVER:
-            if asked.action is Action.SEED:
-                seed(membership, spec, Fragments(model, layout), state)
-        for p in range(len(state)):  # state 0 is known to everybody here
-            state.set(p, torch.zeros(layout.elements[p]), None)
-        exchange = FollowedExchange(membership, spec, state, torch.device("cpu"))
-        if record:
-            exchange.recorder = recorder
+        client = Client(http, run, token)
+        worker = SyncingWorker(client, rank, elements)
 
         def sync(work: list[Contribution]) -> dict[str, Any]:
-            recorder.spans.clear()
             up, down = client.traffic.upload_bytes, client.traffic.download_bytes
-            flight = InFlight(exchange, work[0].round)
-            for each in work:
-                flight.send_made(each)
-            flight.end()
-            moved = {"up": client.traffic.upload_bytes - up, "down": client.traffic.download_bytes - down}
-            return {**moved, "spans": recorder.spans}
+            worker.sync(work)
+            return {"up": client.traffic.upload_bytes - up, "down": client.traffic.download_bytes - down}
 
         for round_ in range(rounds):
-            while (asked := ask(round_)).action is not Action.TRAIN:
-                pass
-            deltas = enumerate(delta.split(layout.elements))
-            work = [Contribution(round_, p, asked.units, 1, 1, 1.0, 1.0, each) for p, each in deltas]
-            timed(partial(sync, work), client.open_ahead)
+            timed(partial(sync, worker.work(round_)), client.open_ahead)
 
 
 def plain(address: str, port: int, way: Direction, size: int) -> None:
