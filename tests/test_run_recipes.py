@@ -1,4 +1,4 @@
-"""The recipes: each trains in miniature, and recipes/README.md is up to date."""
+"""The recipes: each trains in miniature."""
 
 import tomllib
 from pathlib import Path
@@ -56,16 +56,3 @@ def test_a_miniature_changes_only_sizes(path: Path, tmp_path: Path) -> None:
             assert {key: value for key, value in keys.items() if key not in cut}.items() <= small[section].items()
             assert small[section].keys() <= keys.keys() | SMALL.get(section, {}).keys() | {"tokenizer"}
     assert whole["name"] == small["name"] == path.stem
-
-
-def test_the_page_is_current() -> None:
-    page = write_recipes.PAGE.read_text(encoding="utf-8")
-    assert page == write_recipes.page(), "run: python -m docs.write_recipes"
-
-
-def test_the_published_recipes_have_the_published_number_of_steps() -> None:
-    """88,000, as in OpenDiLoCo's scripts."""
-    published = [path for path in RECIPES if path.stem.startswith("opendiloco")]
-    assert len(published) == 6
-    for path in published:
-        assert parse_spec(path.read_text(encoding="utf-8")).total_inner_steps == 88_000

@@ -1,6 +1,5 @@
 """`GET /metrics`: exactly the families of the table, with their types and labels; and what each token sees."""
 
-import runpy
 from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from protocol.messages import RunState, Scope
 from tests.coordinator.crew import crew, events, measure_everything, problem
 from tests.support.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 LIBRARY = ("process_", "python_")
 
 Found = dict[str, Metric]
@@ -79,11 +77,6 @@ def test_every_family_of_the_table_is_exported_and_no_other(played: InThread) ->
         assert all(family.type != "counter" or sample.name.endswith("_total") for sample in metric.samples)
     assert not [name for name in found if name.endswith("_created")]
     assert {"process_resident_memory_bytes", "process_open_fds", "python_gc_collections"} <= set(found)
-
-
-def test_the_page_is_current() -> None:
-    written = runpy.run_path(str(ROOT / "docs" / "write_metrics.py"))["page"]()
-    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == written, "run: python -m docs.write_metrics"
 
 
 def test_names_and_units_are_those_of_prometheus() -> None:

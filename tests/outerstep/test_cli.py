@@ -189,12 +189,6 @@ def test_a_spec_is_read_from_stdin():
     assert err.startswith("outerstep: -: name = 1: ")
 
 
-def test_a_spec_that_is_not_text(tmp_path: Path):
-    path = tmp_path / "run.toml"
-    path.write_bytes(b"\xff\xfe")
-    assert invoke("run", "create", str(path), "--token", "t")[::2] == (2, f"outerstep: {path}: not UTF-8 text\n")
-
-
 def test_no_coordinator_is_worth_retrying():
     with socket.socket() as reserved:  # bound but not listening: connections are refused
         reserved.bind(("127.0.0.1", 0))
@@ -241,15 +235,6 @@ def test_a_missing_extra_is_named_with_its_cure(command: str):
     )
 
 
-@pytest.mark.system
-@pytest.mark.parametrize(("library", "extra"), [("torch", "worker"), ("fastapi", "coordinator")])
-def test_the_demo_needs_both_extras(library: str, extra: str):
-    program = f"import sys; sys.modules[{library!r}] = None; from outerstep.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", program, "demo"], check=False, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.endswith(f"run: pip install 'outerstep[{extra}]'\n")
-
-
 def test_a_missing_module_of_ours_is_a_bug_and_not_a_missing_extra():
     with pytest.raises(ModuleNotFoundError):
         import_extra("worker.no_such_module", extra="worker", command="outerstep worker")
@@ -278,12 +263,3 @@ def test_an_output_that_cannot_be_written_is_one_line():
         75,
         "outerstep: the output or an open file: no space left on device\n",
     )
-
-
-def test_diloco_is_imported_on_first_use():
-    import outerstep
-    from worker.diloco import DiLoCo
-
-    assert outerstep.DiLoCo is DiLoCo
-    with pytest.raises(AttributeError, match="no attribute 'Diloco'"):
-        outerstep.Diloco  # noqa: B018

@@ -46,23 +46,6 @@ def test_what_is_trained_during_a_sync_is_worth_less(mbit: float, share: float, 
     assert found.time == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("speeds", "measured"), [((1, 1), 0.77), ((1, 0.5), 0.88), ((1, 0.2), 0.90), ((1, 0.05), 0.97)]
-)
-def test_it_is_within_15_percent_of_runs_over_lines(speeds: tuple[float, ...], measured: float):
-    """`python -m benchmarks.boxes real --line 10/1`: rounds of 10 s, payloads that take 1.1 s to send."""
-    boxes = [Box(each, 10e6, 1e6) for each in speeds]
-    assert together(139_584, 0.02, boxes, 0.04, 0.0).time == pytest.approx(measured, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("speeds", "measured"), [((1, 1), 0.72), ((1, 0.5), 0.83), ((1, 0.2), 0.86), ((1, 0.05), 0.93)]
-)
-def test_it_is_within_15_percent_of_runs_on_a_real_coordinator(speeds: tuple[float, ...], measured: float):
-    """`python -m benchmarks.boxes real`, as in docs/performance.md."""
-    assert planned(fast(*speeds)).time == pytest.approx(measured, rel=0.15)
-
-
 def test_each_box_has_its_share_and_the_time_without_it():
     found = planned(fast(1, 0.5, 0.5))
     assert [each.inner_steps for each in found.boxes] == [500, 250, 250]
