@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from coordinator.sync import direct_uploads
-from coordinator.sync.direct_uploads import LEFT_S
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member
 from harness.seaweedfs import SeaweedFS
@@ -277,25 +276,6 @@ def test_a_lost_blob_is_collected_again(direct: InThread, monkeypatch: pytest.Mo
     one.step(0)
     two.step(0)
     assert np.array_equal(one.theta[0], two.theta[0])
-
-
-def test_what_is_never_committed_is_deleted(direct: InThread, clock: SettableClock) -> None:
-    (member,) = crew(direct, "r", ["w"], members="lease_s = 3600")
-    assignment = member.assignment(0)
-    payload = payloads(member, assignment)[0]
-    granted = UploadGrant.model_validate(member.grant(0, 0, member.announcement(payload)).json())
-    assert granted.url is not None
-    httpx.put(granted.url, content=payload, headers=granted.headers).raise_for_status()
-    run = direct.coordinator.run("r")
-    assert len(names(run, "contributions")) == 1
-    clock.advance(LEFT_S + 1)
-    direct.coordinator.tick()
-    assert len(names(run, "contributions")) == 1, "the upload may still be on its way"
-    member.http.put(member.path("/lease"), json={}).raise_for_status()
-    clock.advance(3599.5)
-    direct.coordinator.tick()
-    wait_until(lambda: not names(run, "contributions") and not run.deleting)
-    problem(member.commit(0, 0, member.announcement(payload)), "not-uploaded")
 
 
 def test_a_worker_is_granted_a_few_rounds_of_uploads(direct: InThread, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,15 +279,6 @@ def test_a_long_poll_ends_in_401_when_the_lease_ends_meanwhile(
     assert live.members.ready == set()
 
 
-def test_heartbeats_show_the_workers_metrics(shared: InThread, run: str) -> None:
-    (member,) = crew(shared, run, ["w"])
-    metrics = {"round": 0, "inner_step": 3, "loss": 2.5, "tokens_per_second": 10.0, "phase": "train"}
-    reply = member.http.put(member.path("/lease"), json=metrics)
-    assert reply.json()["directive"] == "continue"
-    shown = info(shared, run, "/workers/w")["metrics"]
-    assert {key: shown[key] for key in metrics} == metrics
-
-
 # --- leaving ------------------------------------------------------------------------------------------------------
 
 
@@ -417,25 +408,6 @@ def test_a_worker_that_left_with_another_final_state_is_recorded_as_diverged(sha
 
 
 # --- pause, resume, stop ------------------------------------------------------------------------------------------
-
-
-def test_a_paused_run_closes_its_open_round_and_opens_no_other_until_it_is_resumed(shared: InThread, run: str) -> None:
-    (member,) = crew(shared, run, ["w"], rounds=3)
-    assignment = member.assignment(0)
-    with shared.client() as admin:
-        assert admin.patch(f"/v1/runs/{run}", json={"state": "paused"}).json()["state"] == "paused"
-        for p, values in enumerate(member.pseudo_gradients(0)):
-            assert member.contribute(assignment, p, values).status_code == 201
-        member.step(0)
-        waiting = member.assignment(1)
-        assert (waiting.action, waiting.reason) == ("wait", "the run is paused")
-        assert admin.patch(f"/v1/runs/{run}", json={"state": "paused"}).status_code == 200, "again: nothing happens"
-        admin.patch(f"/v1/runs/{run}", json={"state": "running"})
-    play_round([member], 1)
-    assert [event["kind"] for event in events(shared, run, "paused") + events(shared, run, "running")] == [
-        "paused",
-        "running",
-    ]
 
 
 def test_a_stopped_run_is_over(shared: InThread, run: str) -> None:

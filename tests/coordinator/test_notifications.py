@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from coordinator.alerts import CHECK_S, NO_ROUND_S, ROUND_S, Disk
 from coordinator.notifications import sending, services, webhook
-from coordinator.notifications.notification import EVENT_KINDS, DeliveryError, Notification, shown
+from coordinator.notifications.notification import DeliveryError, Notification, shown
 from coordinator.notifications.sending import MAX_QUEUED, PER_WINDOW, WINDOW_S, Notifier, Sender, receivers_of
 from coordinator.notifications.webhook import request_of
 from coordinator.service import Coordinator
@@ -264,14 +264,6 @@ def test_the_command_sends_a_test(sink: Sink, monkeypatch: pytest.MonkeyPatch, t
     assert "hook-of-9999" not in done.output
     assert "very-secret" not in done.output
     assert CliRunner().invoke(app, ["coordinator", "notify-test"]).exit_code == Exit.USAGE
-
-
-def test_every_event_that_is_notified_is_one_of_the_page() -> None:
-    events = (ROOT / "docs" / "rest.md").read_text(encoding="utf-8")
-    kinds = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
-    for event, kind in EVENT_KINDS.items():
-        assert f"\n| `{event}` |" in events, event
-        assert f"\n| `{kind}` |" in kinds, kind
 
 
 # --- nothing waits ----------------------------------------------------------------------------------------------------

@@ -16,10 +16,9 @@ from sqlalchemy import select
 from torch.utils.data import DataLoader, TensorDataset
 
 from coordinator.store.tables import ContributionRow
-from coordinator.workers.leases import end_lease
 from harness.coordinator import SettableClock
 from protocol.errors import SpecError
-from protocol.messages import RoundDetail, WorkerState
+from protocol.messages import RoundDetail
 from protocol.spec.run import parse_spec
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
@@ -199,27 +198,6 @@ def test_a_worker_without_room_for_copies_waits_and_says_why(
     assert why in said
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("step", [H - 1, H, H + 3])
-def test_killed_while_it_trains_on_it_does_the_round_again(tmp_path: Path, step: int) -> None:
-    """Its contribution may be in the mean already; what it trained beyond H is on no disk, so these units return."""
-
-    def kill(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if (diloco.round, diloco.inner_step) == (1, step):
-            diloco.client.die()  # type: ignore[attr-defined]
-
-    mortal = partial(MortalClient, dies=lambda what, number: (what, number) == ("before download", 1))
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(rounds=4), tmp_path)
-        with pytest.raises(Killed):
-            ones(run, kill, mortal, tmp_path / "a")
-        ones(run, lambda diloco, values: None, state_dir=tmp_path / "a")
-        info, told = run.final(), epoch(run)
-        assert run.told("a").state_digest == info.state_digest
-        assert told.assigned == {}
-        assert info.tokens == told.consumed * info.spec.unit_tokens
-
-
 @pytest.mark.parametrize("short_first", [False, True], ids=["had room", "has room again"])
 def test_a_worker_that_is_started_again_may_have_another_amount_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_first: bool
@@ -249,51 +227,6 @@ def contributors(run: Toy, round_number: int) -> set[str]:
     with run.coordinator.client() as http:
         detail = RoundDetail.model_validate(http.get(f"/v1/runs/toy/rounds/{round_number}").json())
     return set.intersection(*(set(each.contributors) for each in detail.fragments))
-
-
-def lose(run: Toy, name: str) -> None:
-    """End the worker's lease, as silence does."""
-    live = run.coordinator.live("toy")
-    with live.lock, live.change() as change:
-        end_lease(change, name, WorkerState.LOST, "was silent")
-
-
-@pytest.mark.parametrize("lost", [False, True], ids=["within its lease", "for longer than its lease"])
-def test_a_worker_that_is_cut_off_for_longer_contributes_all_of_it_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
-) -> None:
-    """Round 0 closes without it. What it was late with, and what it trained meanwhile, is in its next contribution. The
-    other one has no room to train on, so that its rounds wait for this one."""
-    without_room(monkeypatch, lambda name: name == "b")
-    back, own, clock = threading.Event(), list[int](), SettableClock()
-
-    def on_step(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if (diloco.round, diloco.inner_step) == (0, 1):
-            other.start()
-        if (diloco.round, diloco.inner_step) == (0, 2 * H):
-            wait_until(lambda: "b" in contributors(run, 0))
-            clock.advance(10)
-            wait_until(lambda: run.info().round == 1)
-            if lost:
-                lose(run, "a")
-                diloco.joined.heartbeat.beat()  # it joins again
-            back.set()
-
-    def after_it(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if diloco.round and diloco.inner_step == H - 1:
-            wait_until(lambda: "a" in contributors(run, diloco.round))
-
-    with coordinator_thread(tmp_path / "coordinator", clock=clock) as coordinator:
-        run = Toy(coordinator, spec(rounds=4, min_workers=1, members="round_max_s = 10"), tmp_path)
-        other = threading.Thread(target=lambda: own.extend(ones(run, after_it, name="b")), name="b")
-        units = ones(run, on_step, partial(Cut, back=back))
-        other.join(PATIENCE_S)
-        info, told = run.final(), epoch(run)
-        assert told.assigned == {}
-        assert info.tokens == told.consumed * info.spec.unit_tokens
-        assert not set(units) & set(own)
-        assert run.told("a").tokens == len(units) * info.spec.unit_tokens, "all that it trained on is in the model"
-        assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
 
 
 def test_what_a_worker_trained_while_rounds_closed_without_it_is_dropped(
@@ -340,37 +273,6 @@ def test_what_a_worker_trained_while_rounds_closed_without_it_is_dropped(
         assert told.assigned == {}
         assert info.tokens == told.consumed * info.spec.unit_tokens
         assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
-
-
-@pytest.mark.parametrize("after", [0, 5, 6])
-def test_units_of_a_lost_worker_are_kept_for_it_until_it_cannot_be_training_on_them_any_more(
-    tmp_path: Path, after: int
-) -> None:
-    """With 4 H steps at most: for five rounds after that of their assignment."""
-    lost, once = threading.Event(), threading.Event()
-
-    def on_step(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if diloco.round == 1:
-            lost.set()
-            diloco.client.die()  # type: ignore[attr-defined]
-
-    def work_alone(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if diloco.round == 1 and not once.is_set():
-            assert lost.wait(PATIENCE_S)
-            lose(run, "a")
-            once.set()
-        if diloco.round == 1 + after:
-            held.append(sum(epoch(run).assigned.values()) if "a" in epoch(run).assigned else 0)
-
-    held = list[int]()
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(rounds=10), tmp_path)
-        other = threading.Thread(target=ones, args=(run, work_alone), kwargs={"name": "b"})
-        other.start()
-        with pytest.raises(Killed):
-            ones(run, on_step, partial(MortalClient, dies=lambda what, number: False))
-        other.join(PATIENCE_S)
-        assert (held[0] > 4 * H) == (after < 6), "b has 4 H itself"
 
 
 def test_a_box_that_is_slower_than_the_rounds_contributes_whenever_it_has_done_its_inner_steps(

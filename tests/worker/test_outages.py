@@ -5,7 +5,6 @@ import json
 import re
 import shutil
 import threading
-from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +15,6 @@ import pytest
 import torch
 
 from coordinator.store import sqlite
-from coordinator.store.payloads import MemoryBudget
-from harness.stores import spoil
 from protocol import wire
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
@@ -34,11 +31,6 @@ from worker.errors import RunEnded
 from worker.link.client import Client, open_http
 from worker.rounds.exchange import Exchange
 from worker.state import state_dir
-
-
-def event_kinds(run: Toy) -> list[str]:
-    with run.coordinator.client() as http:
-        return [event["kind"] for event in http.get("/v1/runs/toy/events?limit=1000").json()["items"]]
 
 
 def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
@@ -151,43 +143,6 @@ def test_a_full_disk_is_waited_for_however_long_it_takes() -> None:
     assert len(set(bodies)) == 1
 
 
-class SpoilsTheOther(Client):
-    """Before its first contribution to round 1 it damages the file of a's contribution to fragment 1."""
-
-    def __init__(self, *arguments, run: Toy, spoiled: list[str], **options) -> None:
-        super().__init__(*arguments, **options)
-        self._toy, self._spoiled, self._lock = run, spoiled, threading.Lock()
-
-    def contribute(self, member_token, header, frames, **options):
-        if header.round == 1:
-            with self._lock:
-                self._spoil()
-        super().contribute(member_token, header, frames, **options)
-
-    def _spoil(self) -> None:
-        if not self._spoiled:
-            live = self._toy.coordinator.live("toy")
-            assert live.open is not None
-            fragments = live.open.fragments
-            wait_until(lambda: all("a" in fragment.contributed for fragment in fragments))
-            name = live.names.contribution(1, 1, "a", fragments[1].contributed["a"].digest)
-            spoil(live.blobs, name)
-            self._spoiled.append(name)
-
-
-def test_a_contribution_that_the_coordinator_lost_is_sent_again(tmp_path: Path) -> None:
-    spoiled: list[str] = []
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        coordinator.coordinator.memory = MemoryBudget(0)  # so that it averages what the disk has
-        run = Toy(coordinator, toy.spec(min_workers=2), tmp_path)
-        run.workers(["a", "b"], b={"client_class": partial(SpoilsTheOther, run=run, spoiled=spoiled)})
-        info = run.final()
-        assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
-        assert event_kinds(run).count("contribution-lost") == 1
-        assert info.tokens == 2 * 3 * toy.STEPS * info.spec.unit_tokens
-    assert len(spoiled) == 1
-
-
 def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
     """The database of round 1 under a coordinator that was at round 4, while the worker trains: it recovers the run's
     state, which is an older one than its own, and the run goes on."""
@@ -221,25 +176,6 @@ def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
         worker.join(PATIENCE_S)
         assert not worker.is_alive()
         assert run.told("a").state_digest == run.final().state_digest
-
-
-def test_a_drained_run_lets_its_workers_finish_the_round(tmp_path: Path) -> None:
-    def drain(diloco: DiLoCo) -> None:
-        if (diloco.round, diloco.inner_step) == (1, 2):
-            with coordinator.client() as http:
-                http.patch("/v1/runs/toy", json={"state": "draining"}).raise_for_status()
-            diloco.joined.heartbeat.beat()
-
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(), tmp_path)
-        run.worker("a", on_step=drain)
-        assert (run.told("a").state, run.told("a").state_round) == ("left", 2)
-        wait_until(lambda: run.info().state == "paused")
-        assert run.info().tokens == 2 * toy.STEPS * run.info().spec.unit_tokens
-        with coordinator.client() as http:
-            http.patch("/v1/runs/toy", json={"state": "running"}).raise_for_status()
-        run.worker("b")
-        assert run.told("b").state_digest == run.final().state_digest
 
 
 def test_a_worker_whose_own_disk_is_full_waits_for_room_and_says_so(
