@@ -366,19 +366,6 @@ def test_a_stalled_run_is_notified_once_and_once_more_when_it_goes_on(tmp_path: 
             assert ("run-stalled", "resolved") in found.look()
 
 
-def test_a_removed_run_is_not_said_to_go_on(tmp_path: Path, sink: Sink) -> None:
-    clock = SettableClock()
-    with watched(tmp_path, sink, clock) as found:
-        found.running.create_run(spec_toml("idle"))
-        found.look()
-        clock.advance(NO_ROUND_S + 1)
-        assert found.look() == [("run-stalled", "firing")]
-        with found.running.client() as admin:
-            admin.patch("/v1/runs/idle", json={"state": RunState.STOPPED}).raise_for_status()
-            admin.delete("/v1/runs/idle").raise_for_status()
-        assert found.look() == []
-
-
 def test_a_disk_that_fills_up_and_the_end_of_a_run(tmp_path: Path, sink: Sink) -> None:
     clock, free = SettableClock(), [50]
     with watched(tmp_path, sink, clock) as found:

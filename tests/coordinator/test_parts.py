@@ -171,15 +171,6 @@ def test_nonsense_is_refused(parts: Parts, headers: dict[str, str], slug: str) -
     problem(parts.send(*parts.places[0], headers), slug)
 
 
-def test_nobody_else_adds_to_it(shared: InThread, run: str) -> None:
-    a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    for member in (a, b):
-        member.assignment(0)
-    of_a = Parts(a, a.assignment(0))
-    of_a.member.http.headers["Authorization"] = b.http.headers["Authorization"]
-    problem(of_a.send(*of_a.places[0]), "forbidden")
-
-
 def test_crumbs_are_refused(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partial_uploads, "MAX_GAPS", 20)
     (a,) = crew(shared, run, ["a"], rounds=1)

@@ -3,14 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import Member, spec_toml
-from protocol.codecs import CODECS
 from protocol.messages import Scope
-from protocol.outer_step import outer_step
 from tests.coordinator.crew import play_round
 
 
@@ -54,23 +51,3 @@ def test_two_workers_and_the_coordinator_hold_the_same_state_after_three_rounds(
     for p in range(len(members[0].theta)):
         assert members[0].base(p) == members[1].base(p)
         assert checkpoint["fragments"][p]["state_digest"] == members[0].base(p).hex()
-
-
-def test_the_delta_is_the_mean_in_worker_id_order_whatever_the_order_of_arrival(running: InThread) -> None:
-    running.create_run(spec_toml(rounds=1, min_workers=3, sync='upload_codec = "fp32"\ndownload_codec = "fp32"'))
-    members = join_all(running, "r", ["w2", "w0", "w1"])
-    for member in members:
-        member.assignment(0)
-    for member in members:
-        member.take_part(0)
-    in_order = sorted(members, key=lambda member: member.name)
-    for p, theta in enumerate(members[0].theta):
-        mean = np.zeros(len(theta), np.float32)
-        for member in in_order:
-            mean = mean + np.float32(1 / 3) * member.pseudo_gradients(0)[p]
-        expected_theta, momentum = np.full(len(theta), 0.5, np.float32), np.zeros(len(theta), np.float32)
-        outer_step(expected_theta, momentum, mean.copy(), learning_rate=1.0, beta=0.8)
-        members[0].delta(0, p).raise_for_status()
-        members[0].step(0) if p == 0 else None
-        assert np.array_equal(members[0].theta[p], expected_theta)
-    assert CODECS["fp32"].size(1) == 4

@@ -1,15 +1,12 @@
 """What becomes of contributions that are judged: in the delta, over REST, in the events, in the pool, after a restart."""
 
-import statistics
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from coordinator.screening.judging import spread
 from coordinator.sync.deltas import rebuild_delta_if_damaged
-from coordinator.trust.verdicts import screening
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import F32, Member, spec_toml
 from harness.stores import read, spoil, the
@@ -86,21 +83,6 @@ def test_who_is_left_out_is_not_in_the_delta_and_everybody_can_see_why(
     (event,) = events(shared, run, "screened")
     assert event["data"]["worker"] == "c"
     assert reason in event["message"]
-
-
-def test_the_record_of_a_fragment_says_what_is_usual_in_it(shared: InThread, run: str) -> None:
-    members = crew(shared, run, NAMES, min_workers=4, rounds=4)
-    assert screening(shared.live(run), 0, 0)[:2] == (None, None)
-    for round_ in range(3):
-        contribute(members, round_, {})
-        for member in members:
-            member.step(round_)
-    for p in range(len(members[0].theta)):
-        fragments = [info(shared, run, f"/rounds/{round_}")["fragments"][p] for round_ in range(3)]
-        spreads = [spread([each["cosine"] for each in one["verdicts"].values()]) or 0.0 for one in fragments]
-        expected = statistics.median(each["reference"] for each in fragments), statistics.median(spreads)
-        assert screening(shared.live(run), 3, p)[:2] == expected
-        assert min(spreads) > 0
 
 
 def test_the_units_of_a_worker_that_is_left_out_are_trained_by_somebody_else(shared: InThread, run: str) -> None:

@@ -19,7 +19,6 @@ from worker.errors import BoxError
 from worker.fit import CHOICE, fitted, keep_choice
 from worker.memory import ROOM, Sizes, needs
 from worker.models.building import build_model, sizes_of
-from worker.ranks import Ranks
 from worker.settings import BoxSettings
 from worker.state.state_dir import SNAPSHOT
 
@@ -217,18 +216,6 @@ def test_options_that_exclude_each_other_are_not_reported_as_too_little_memory(m
         with pytest.raises(BoxError, match="cannot choose on cpu: no combination") as raised:
             fitted(spec(), BoxSettings.model_validate({"fit": "auto", **given}), CPU)
         assert "fits" not in str(raised.value)
-
-
-def test_it_says_what_it_cannot_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = BoxSettings(fit="auto")
-    with pytest.raises(BoxError, match="--fit auto is for a single process"):
-        fitted(spec(), settings, CPU, Ranks(0, 2))
-    with pytest.raises(BoxError, match="cannot know the size of a model from model.factory"):
-        fitted(spec('factory = "mine:model"'), settings, CPU)
-    free(monkeypatch, None, None)
-    with pytest.raises(BoxError, match="does not report its free memory"):
-        fitted(spec(), settings, CPU)
-    assert fitted(spec(), BoxSettings(), CPU) == BoxSettings()
 
 
 def test_a_box_is_set_up_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from sqlalchemy import select
 from torch.utils.data import DataLoader, TensorDataset
 
-from coordinator.store.tables import ContributionRow
 from harness.coordinator import SettableClock
 from protocol.errors import SpecError
 from protocol.messages import RoundDetail
@@ -23,10 +21,9 @@ from protocol.spec.run import parse_spec
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
 from tests.worker.test_streaming import Ones, epoch
-from tests.worker.toy import Killed, MortalClient, Toy, at_once, coordinator_thread
+from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
-from worker.rounds.exchange import Exchange
 from worker.rounds.in_flight import InFlight
 
 H = 6
@@ -273,55 +270,6 @@ def test_what_a_worker_trained_while_rounds_closed_without_it_is_dropped(
         assert told.assigned == {}
         assert info.tokens == told.consumed * info.spec.unit_tokens
         assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
-
-
-def test_a_box_that_is_slower_than_the_rounds_contributes_whenever_it_has_done_its_inner_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of its inner steps takes a round of the others. What it has done goes into the round that is open then: into
-    rounds 6 and 12, and into the last round, in which the others wait for it. It begins with H + 1 inner steps. The
-    others have no room to train on, so that each of their rounds has H inner steps."""
-    without_room(monkeypatch, lambda name: name != "slow")
-    slow_steps, rounds, flights = list[int](), 14, list[InFlight]()
-
-    class OfSlow(InFlight):
-        def __init__(self, exchange: Exchange, *arguments: Any) -> None:
-            super().__init__(exchange, *arguments)
-            if exchange.membership.worker == "slow":
-                flights.append(self)
-
-    monkeypatch.setattr("worker.rounds.round.InFlight", OfSlow)
-
-    def slow(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if slow_steps and len(slow_steps) % H == 0 and diloco.round < rounds - 1:  # it has sent what it had done before
-            wait_until(lambda: "slow" in contributors(run, diloco.round))
-        seen = run.info().round
-        slow_steps.append(seen)
-        wait_until(lambda: run.info().round > seen or seen >= rounds - 1)
-        if len(slow_steps) % H == 0:  # it does no step beyond
-            wait_until(lambda: flights[-1].landed)
-
-    def fast(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if diloco.inner_step == 1:
-            wait_until(lambda: len(slow_steps) > diloco.round or not other.is_alive())
-        if (diloco.round, diloco.inner_step) == (rounds - 1, 2):
-            wait_until(lambda: "slow" in contributors(run, rounds - 1) or not other.is_alive())
-
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        members = "grace_factor = 0\ngrace_min_s = 0"  # two of three are a quorum
-        run = Toy(coordinator, spec(rounds=rounds, min_workers=2, members=members), tmp_path)
-        other = threading.Thread(target=ones, args=(run, slow), kwargs={"name": "slow"}, name="slow")
-        other.start()
-        at_once({name: partial(ones, run, fast, name=name) for name in ("fast", "also-fast")})
-        other.join(PATIENCE_S)
-        told, tokens = run.told("slow"), run.info().spec.unit_tokens
-        assert (told.contributions, len(slow_steps)) == (3, 4 * H + 1)
-        with run.coordinator.live("toy").context.database.read() as session:
-            rows = select(ContributionRow.round, ContributionRow.tokens).where(ContributionRow.worker == "slow")
-            weights = {(round_, weight // tokens) for round_, weight in session.execute(rows)}
-        assert weights == {(6, 1), (12, 1), (13, 2 * H)}, "units that are six rounds old weigh a sixth, but in the last"
-        assert told.tokens == len(slow_steps) * tokens, "all of them count"
-        assert told.state_digest == run.final().state_digest
 
 
 def test_a_loader_loads_one_unit_at_a_time_beyond_h(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ coordinator that goes back to a backup; and what an operator does to it."""
 
 import json
 import re
-import shutil
 import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -14,7 +13,6 @@ import httpx
 import pytest
 import torch
 
-from coordinator.store import sqlite
 from protocol import wire
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
@@ -23,7 +21,7 @@ from protocol.spec.run import parse_spec
 from tests.support.full_disk import small_disk
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
@@ -143,41 +141,6 @@ def test_a_full_disk_is_waited_for_however_long_it_takes() -> None:
     assert len(set(bodies)) == 1
 
 
-def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
-    """The database of round 1 under a coordinator that was at round 4, while the worker trains: it recovers the run's
-    state, which is an older one than its own, and the run goes on."""
-    data, backup = tmp_path / "coordinator", tmp_path / "backup"
-    at, restored = threading.Event(), threading.Event()
-
-    def hold(diloco: DiLoCo) -> None:
-        if (diloco.round, diloco.inner_step) == (1, 1) and not backup.exists():
-            with coordinator.live("toy").lock:  # nothing is being written
-                shutil.copytree(data, backup)
-        if (diloco.round, diloco.inner_step) == (4, 2) and not restored.is_set():
-            at.set()
-            assert restored.wait(PATIENCE_S)
-
-    def train() -> None:
-        run.worker("a", on_step=hold)
-
-    with coordinator_thread(data) as coordinator:
-        run = Toy(coordinator, toy.spec(rounds=6), tmp_path)
-        port = int(coordinator.url.rsplit(":", 1)[1])
-        worker = threading.Thread(target=train)
-        worker.start()
-        assert at.wait(PATIENCE_S)
-    for path in data.glob(f"{sqlite.FILE}*"):
-        path.unlink()
-    for path in backup.glob(f"{sqlite.FILE}*"):
-        shutil.copy(path, data)
-    with coordinator_thread(data, port) as run.coordinator:
-        assert run.info().round == 1
-        restored.set()
-        worker.join(PATIENCE_S)
-        assert not worker.is_alive()
-        assert run.told("a").state_digest == run.final().state_digest
-
-
 def test_a_worker_whose_own_disk_is_full_waits_for_room_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,35 +198,6 @@ def test_waiting_for_room_ends_with_the_run(tmp_path: Path) -> None:
         run.worker("a", state_dir=disk.root / "state", on_step=fill, client_class=Waits)
         assert workers[0].round == 1
         assert sorted(each.name for each in (disk.root / "state").glob("*.new")) == []
-
-
-def test_each_worker_has_its_own_h(tmp_path: Path) -> None:
-    """The speed of one round decides about a later one's H; the schedule goes on in steps of the fastest worker."""
-    seen, steps = dict[int, int](), list[int]()
-
-    def note(diloco: DiLoCo) -> None:
-        steps.append(diloco.global_step)
-        assignment = diloco.joined.rounds.assignment
-        assert assignment.step <= diloco.global_step <= assignment.step + assignment.schedule_steps
-        if diloco.round not in seen and not diloco.finished:
-            diloco.joined.heartbeat.beat()  # otherwise it comes when it comes
-            seen[diloco.round] = assignment.inner_steps
-
-    text = toy.spec(rounds=3, steps=40, sync='wait = "never"')
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, text, tmp_path)
-        run.worker("a", on_step=note)
-        info = run.final()
-        assert info.state_digest == run.told("a").state_digest
-        metrics: Metrics = run.told("a").metrics
-        assert metrics.inner_steps_per_second is not None
-        assert metrics.inner_steps_per_second > 0
-    assert seen == {0: 4, 1: 40, 2: 40, 3: 36}, (
-        "its speed is unknown; it is the fastest; what the first round left over"
-    )
-    assert (min(steps), max(steps)) == (1, 120)
-    assert steps == sorted(steps), "the schedule goes on in steps of the fastest worker"
-    assert info.tokens == len(steps) * info.spec.unit_tokens, "what it trained on counts, beyond H as well"
 
 
 def test_a_run_that_goes_back_leaves_no_moments_of_the_dropped_states(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from protocol.errors import CodecError
-from protocol.messages import EpochInfo, RoundDetail
+from protocol.messages import EpochInfo
 from protocol.spec.run import parse_spec
 from tests.support.waiting import PATIENCE_S
 from tests.worker import toy
@@ -226,14 +226,3 @@ def test_training_that_diverged_is_not_sent(tmp_path: Path, sync: str) -> None:
             run.worker("a", on_step=spoil)
         assert run.told("a").state == "left"
         assert run.info().round <= 2, "nobody else could have brought what round 2 waits for"
-
-
-def test_rest_tells_how_long_the_training_waited(tmp_path: Path) -> None:
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(SCHEDULES["spread"]), tmp_path)
-        run.worker("a")
-        run.final()
-        with coordinator.client() as http:
-            detail = RoundDetail.model_validate(http.get("/v1/runs/toy/rounds/1").json())
-        seconds = detail.accounts["a"].seconds
-        assert {"train", "gather", "sync", "upload", "outer-step"} <= seconds.keys()
