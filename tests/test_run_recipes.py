@@ -16,12 +16,15 @@ from tests.support.workers import worker_settings
 from worker.agent import run_worker
 
 RECIPES = sorted(write_recipes.FOLDER.glob("*.toml"))
-OFTEN = {"opendiloco-150m-h500", "muloco-150m", "qlora-32b"}  # trained by `make test`; the others are like one of these
+OFTEN = {"opendiloco-150m-h500", "muloco-150m", "qlora-32b"}  # trained before a merge; the others are like one of these
 
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=path.stem, marks=() if path.stem in OFTEN else pytest.mark.nightly) for path in RECIPES],
+    [
+        pytest.param(path, id=path.stem, marks=pytest.mark.system if path.stem in OFTEN else pytest.mark.nightly)
+        for path in RECIPES
+    ],
 )
 def test_a_recipe_trains_in_miniature(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker on a real coordinator, to the end."""

@@ -82,12 +82,9 @@ def test_errors_are_problems(admin: httpx.Client, member: Member, method: str, p
     ("body", "said"),
     [
         (b"{", "the body is not JSON: Expecting property name"),
-        (b"[]", "dict"),
         (b'{"scope": "king"}', "scope: input should be 'admin', 'operator', 'worker', 'viewer' or 'join'"),
         (b'{"note": "x"}', "scope: this key is missing"),
         (b'{"scope": "admin", "colour": "red"}', "colour: unknown key"),
-        (b'{"scope": "admin", "note": "' + b"x" * 201 + b'"}', "note"),
-        (b"\xff\xfe", "the body is not JSON"),
     ],
 )
 def test_a_malformed_message_is_refused_with_the_key_and_what_is_wrong(
@@ -138,12 +135,7 @@ def test_an_evaluation_of_a_state_that_does_not_exist_yet_is_refused(member: Mem
     ("spec", "slug", "said"),
     [
         (b"\xff", "invalid-spec", "UTF-8"),
-        (b"name = ", "invalid-spec", "TOML"),
-        (b'name = "x"', "invalid-spec", "sync"),
         (spec_toml("x", rounds=-1).encode(), "invalid-spec", "sync.rounds = -1"),
-        (spec_toml("x", sync='upload_codec = "zip"').encode(), "invalid-spec", "sync.upload_codec = 'zip'"),
-        (spec_toml("x", sync="speed = 3").encode(), "invalid-spec", "sync.speed: unknown key"),
-        (spec_toml("../x").encode(), "invalid-spec", "name"),
         (
             b'name = "x"\nmodel = {preset = "tiny", run = "y"}\nsync.rounds = 1',
             "invalid-spec",

@@ -539,6 +539,7 @@ def test_a_commit_whose_reply_is_lost_is_known_after_the_next_takeover(tmp_path:
             running.await_state("r", 2)
 
 
+@pytest.mark.system
 def test_the_database_may_be_restarted(tmp_path: Path) -> None:
     blobs = stores.MemoryBlobs()
     with (

@@ -110,10 +110,6 @@ def test_a_fault_of_the_disk_is_recorded_and_the_aggregation_tried_again_until_i
         assert [a.delta(0, p).content for p in (0, 1)] == undisturbed
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-5])
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
@@ -124,10 +120,7 @@ def flip(path: Path) -> None:
     "damage",
     [
         pytest.param(Path.unlink, id="missing"),
-        pytest.param(truncate, id="truncated"),
         pytest.param(flip, id="one bit flipped"),
-        pytest.param(lambda path: path.write_bytes(b""), id="empty"),
-        pytest.param(lambda path: path.write_bytes(b"OSTP" + bytes(range(200))), id="something else"),
     ],
 )
 def test_the_outer_state_is_derived_again_from_checkpoint_and_deltas(

@@ -38,7 +38,7 @@ def parameters(diloco: DiLoCo) -> list[bytes]:
 
 @pytest.mark.parametrize(
     ("upload", "download"),
-    [("fp32", "fp32"), ("bf16", "bf16"), ("int8", "int8"), ("int4", "int4"), ("2bit", "int8"), ("ternary", "int4")],
+    [("fp32", "fp32"), ("int8", "int8"), ("ternary", "int4")],
 )
 def test_replicas_are_identical(tmp_path: Path, upload: str, download: str) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -160,8 +160,7 @@ def test_skipped_steps_do_not_count(tmp_path: Path) -> None:
     assert seen == [(0, 0), (1, 1), (2, 2), (2, 3), (4, 4), (5, 5), (6, 6), (7, 7)]
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("takes_units", [False, True])
+@pytest.mark.parametrize(("fused", "takes_units"), [(False, True), (True, False)])
 def test_the_infinite_loss_of_a_skipped_step_is_no_divergence(tmp_path: Path, fused: bool, takes_units: bool) -> None:
     """A GradScaler skips the step of a loss that overflows, and what was reported for it ended the worker."""
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -230,12 +229,11 @@ def test_a_step_that_a_fused_optimizer_skips_does_not_count(tmp_path: Path) -> N
     assert seen == [(0, 0), (1, 1), (1, 2), (2, 3), (0, 4), (1, 5), (2, 6), (3, 7)]
 
 
-SKIPPED = {"first": {0}, "middle": {1, 2}, "last": {3}, "all": {0, 1, 2, 3}}
-
-
-@pytest.mark.parametrize("sync", ["", 'overlap = 1\noffsets = "spread"', 'overlap = "eager"'])
-@pytest.mark.parametrize("which", SKIPPED)
-def test_a_unit_whose_step_was_skipped_is_spent_and_counts(tmp_path: Path, which: str, sync: str) -> None:
+@pytest.mark.parametrize(
+    ("skipped", "sync"),
+    [({1, 2}, ""), ({3}, ""), ({0, 1, 2, 3}, ""), ({3}, 'overlap = 1\noffsets = "spread"'), ({3}, 'overlap = "eager"')],
+)
+def test_a_unit_whose_step_was_skipped_is_spent_and_counts(tmp_path: Path, skipped: set[int], sync: str) -> None:
     """A GradScaler that is still looking for its scale. The last unit of a round went back to the pool, and was counted
     as carried work that never came where fragments travel meanwhile; the others were spent."""
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -246,7 +244,7 @@ def test_a_unit_whose_step_was_skipped_is_spent_and_counts(tmp_path: Path, which
         with run.connect(model, optimizer) as diloco:
             for unit in diloco.units():
                 seen.append(unit)
-                if unit in SKIPPED[which]:
+                if unit in skipped:
                     model(toy.batch(unit)[0]).sum().backward()
                     optimizer.zero_grad()
                 else:
