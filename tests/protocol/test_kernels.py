@@ -36,7 +36,7 @@ MAGNITUDES = [1e-44, 1e-42, 1e-38, 1e-20, 1e-3, 1.0, 1e20, 1e36, 1e38]
 
 
 @pytest.fixture(params=kernels.generations() if COMPILED else ["none"])
-def generation(request: pytest.FixtureRequest) -> Iterator[None]:
+def _generation(request: pytest.FixtureRequest) -> Iterator[None]:
     if COMPILED:
         kernels.use(request.param)
         yield
@@ -45,7 +45,7 @@ def generation(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-pytestmark = pytest.mark.usefixtures("generation")
+ON_EVERY_CPU = pytest.mark.usefixtures("_generation")
 
 
 def encoded(name: str, values: F32) -> bytes | str:
@@ -86,6 +86,7 @@ def test_they_are_compiled_where_there_is_a_compiler() -> None:
         assert (codec is not REFERENCE[name]) == (COMPILED and name in CODECS_IN_C)
 
 
+@ON_EVERY_CPU
 @pytest.mark.parametrize("name", CODECS_IN_C)
 @given(values=arrays(np.float32, LENGTHS, elements=FLOATS, fill=FINITE))
 @example(values=np.full(300, -0.0, np.float32))
@@ -94,6 +95,7 @@ def test_encode(name: str, values: F32) -> None:
     assert encoded(name, values) == encoded_by_reference(name, values)
 
 
+@ON_EVERY_CPU
 @pytest.mark.parametrize("name", CODECS_IN_C)
 def test_encode_magnitudes(name: str) -> None:
     """Blocks that differ, some of them all zeros, others with ties: multiples of half the scale."""
@@ -112,6 +114,7 @@ def test_encode_magnitudes(name: str) -> None:
 BAD = [np.nan, -np.nan, np.inf, -np.inf, float(np.finfo(np.float32).max)]
 
 
+@ON_EVERY_CPU
 @pytest.mark.parametrize("name", CODECS_IN_C)
 def test_one_bad_value_anywhere(name: str) -> None:
     for bad, n in product(BAD, [1, 5, 256, 300, 777]):
@@ -123,6 +126,7 @@ def test_one_bad_value_anywhere(name: str) -> None:
                 assert isinstance(encoded(name, values), str)
 
 
+@ON_EVERY_CPU
 @pytest.mark.parametrize("name", CODECS_IN_C)
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
@@ -142,6 +146,7 @@ def test_decode_and_accumulate(name: str, data: st.DataObject) -> None:
     assert ours.tobytes() == theirs.tobytes()
 
 
+@ON_EVERY_CPU
 @pytest.mark.parametrize("name", CODECS_IN_C)
 @given(data=st.data(), rate=st.floats(0, 2), beta=st.floats(0, 1))
 @settings(max_examples=150, deadline=None)
