@@ -1,8 +1,9 @@
 """The dashboard in a real browser, with a real run behind it: what it shows, what is clicked, what strangers write."""
 
+import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -562,6 +563,27 @@ def test_where_nobody_answers_at_first_it_asks_again_and_keeps_the_token(browser
         expect(found.page.get_by_role("alert")).to_contain_text("does not answer")
         found.page.unroute("**/tokens/self")
         expect(found.page.get_by_role("heading", name="Runs")).to_be_visible()
+
+
+def test_where_nobody_looks_nothing_is_asked(browser: Browser, played: Played) -> None:
+    with opened(browser, played.running, f"run={played.run}") as found:
+        page = found.page
+        expect(page.locator('section[aria-label="Events"] li').first).to_be_visible()
+        with page.expect_event("requestfailed", lambda request: request.url.endswith("/events")):
+            hide(page.evaluate, True)
+        del found.asked[:]
+        played.play()
+        with page.expect_request(lambda request: request.url.endswith("/events")):
+            assert found.asked == []
+            hide(page.evaluate, False)
+        expect(page.locator(".now")).to_contain_text("5 of 8 rounds done")
+
+
+def hide(evaluate: Callable[[str], Any], hidden: bool) -> None:
+    evaluate(
+        f"Object.defineProperty(document, 'hidden', {{ value: {json.dumps(hidden)}, configurable: true }});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
 
 
 def test_a_thousand_rounds_and_two_hundred_workers_are_few_requests(
