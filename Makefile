@@ -63,11 +63,11 @@ simulated: $(VENV)/installed-dev
 NIGHTLY_SEEDS ?= 1000
 # Tests of requests, not of one server's limits and settings.
 THROUGH_A_STANDBY := $(addprefix tests/coordinator/test_,$(addsuffix .py,audit carrying crowd dashboard deadlines deltas \
-	events evaluating join_tokens late long_polls members membership methods names operator quarantine rolling_back round \
+	events evaluating join_tokens late long_polls members membership methods names operator quarantine rolling_back \
 	seeding steering tokens transfers units verdicts weights))
 # Tests of what is done with contributions, not of the coordinator's own files.
 WITH_AN_AGGREGATOR := $(addprefix tests/coordinator/test_,$(addsuffix .py,carrying deltas epochs equal_work evaluating \
-	guarding late private quarantine residuals rolling_back round short_rounds steering verdicts weights))
+	guarding late private quarantine residuals rolling_back short_rounds steering verdicts weights))
 nightly: check
 	$(BIN)/python -m pytest -m nightly --durations=30
 	$(PYTEST) -m "not system and not nightly" --blobs=memory

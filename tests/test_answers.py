@@ -1,7 +1,7 @@
 """Both clients, a worker's and an operator's, read answers in the same way and say the same of them."""
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -9,11 +9,9 @@ import httpx
 import pytest
 
 from outerstep.common.answers import raise_for_problem, read_message
-from outerstep.rest import Client as Operator
 from protocol import PROTOCOL_VERSION, messages
 from protocol.errors import PROBLEMS, NotUnderstood, Problem, Remedy, Transient, UnexpectedAnswer
 from worker.line.retry import is_transient
-from worker.link.client import Client as Worker
 
 URL = "http://c/v1/runs/r"
 
@@ -133,40 +131,6 @@ def test_words_of_another_version_are_told_from_broken_ones() -> None:
         with pytest.raises(UnexpectedAnswer, match="the message Assignment") as caught:
             read_message(messages.Assignment, answer)
         assert not isinstance(caught.value, NotUnderstood)
-
-
-def ask(answer: Answer) -> list[str]:
-    """What each client says of the same answer, as if to the same request; neither tries again."""
-
-    class Asked(Exception):
-        pass
-
-    def give_up(_: float) -> None:
-        raise Asked
-
-    http = httpx.Client(
-        transport=httpx.MockTransport(
-            lambda _: httpx.Response(answer.status_code, content=answer.body, headers=dict(answer.headers))
-        ),
-        base_url="http://c",
-    )
-    calls: list[Callable[[], object]] = [
-        lambda: Operator(http).run("r"),
-        # Leaving is the one request that is not sent for ever again, of which test_client.py tells.
-        lambda: Worker(http, "r", "t", sleep=give_up).leave("t", "w", messages.LeaveRequest()),
-    ]
-    said = []
-    for call in calls:
-        with pytest.raises((Problem, Transient, UnexpectedAnswer)) as caught:
-            call()
-        said.append(f"{type(caught.value).__name__}: {caught.value}".replace("DELETE", "GET").replace("/workers/w", ""))
-    return said
-
-
-@pytest.mark.parametrize("case", STRANGERS)
-def test_both_clients_say_the_same(case: str) -> None:
-    operator, worker = ask(STRANGERS[case][0])
-    assert operator == worker
 
 
 def test_what_is_worth_a_retry_is_a_column() -> None:

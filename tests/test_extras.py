@@ -101,13 +101,3 @@ def test_a_worker_starts_without_the_coordinators_libraries(tmp_path: Path) -> N
             pytest.fail("".join(lines))
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE_S) in (0, 75)
-
-
-@pytest.mark.system
-@pytest.mark.parametrize(("installed", "asked"), [("coordinator", "worker"), ("worker", "coordinator")])
-def test_the_missing_extra_is_named(installed: str, asked: str) -> None:
-    arguments = ["worker", "http://127.0.0.1:9", "--run", "r", "--token", "t"] if asked == "worker" else ["coordinator"]
-    with outerstep(installed, *arguments) as process:
-        _, errors = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 2
-        assert f"pip install 'outerstep[{asked}]'" in errors

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,19 +96,6 @@ def with_frame(target: Target, frame: bytes) -> bytes:
     return with_header(head, frame_bytes=[len(frame)]) + frame
 
 
-def bomb(declared: int | None, content: bytes) -> bytes:
-    """A zstd frame of `content` that declares another size, or none."""
-    if declared is None:
-        return zstandard.ZstdCompressor(write_content_size=False).compress(content)
-    frame = bytearray(zstandard.ZstdCompressor(level=19).compress(content))
-    parameters = zstandard.get_frame_parameters(bytes(frame))
-    assert parameters.content_size == len(content)
-    at = bytes(frame).find(struct.pack("<I", len(content)))
-    assert at > 0
-    frame[at : at + 4] = struct.pack("<I", declared)
-    return bytes(frame)
-
-
 def with_scales(target: Target, value: float) -> bytes:
     """int8 scales that decode to NaN, infinity or nonsense."""
     n = len(target.values)
@@ -123,37 +109,16 @@ BIG = 100_000_000
 HOSTILE: dict[str, tuple[Callable[[Target], bytes], str]] = {
     "empty": (lambda t: b"", "invalid-payload"),
     "not a payload": (lambda t: b"hello, context" * 10, "invalid-payload"),
-    "truncated prefix": (lambda t: t.payload()[:7], "invalid-payload"),
-    "truncated header": (lambda t: t.payload()[:40], "invalid-payload"),
     "truncated frames": (lambda t: t.payload()[:-1], "invalid-payload"),
-    "bytes after the end": (lambda t: t.payload() + b"\0", "invalid-payload"),
-    "wrong version": (lambda t: b"OSTP\x02\x00" + t.payload()[6:], "invalid-payload"),
-    "header length beyond the end": (lambda t: PREFIX.pack(b"OSTP", 1, 0, 1 << 31), "invalid-payload"),
-    "header not msgpack": (lambda t: PREFIX.pack(b"OSTP", 1, 0, 4) + b"\xc1\xc1\xc1\xc1", "invalid-payload"),
-    "header a list": (lambda t: PREFIX.pack(b"OSTP", 1, 0, 1) + b"\x90", "invalid-payload"),
-    "header claims a huge array": (
-        lambda t: PREFIX.pack(b"OSTP", 1, 0, 5) + b"\xdd\xff\xff\xff\xff",
-        "invalid-payload",
-    ),
     "deeply nested header": (lambda t: PREFIX.pack(b"OSTP", 1, 0, 5000) + b"\x91" * 5000, "invalid-payload"),
-    "unknown header field": (lambda t: with_header(t.payload(), extra=1), "invalid-payload"),
     "wrong run": (lambda t: with_header(t.payload(), run="other"), "invalid-payload"),
     "wrong round": (lambda t: with_header(t.payload(), round=1), "invalid-payload"),
     "wrong fragment": (lambda t: with_header(t.payload(), fragment=1), "invalid-payload"),
     "wrong worker": (lambda t: with_header(t.payload(), worker="w1"), "invalid-payload"),
     "wrong kind": (lambda t: with_header(t.payload(), kind="state"), "invalid-payload"),
     "wrong codec": (lambda t: t.payload(codec="fp32"), "invalid-payload"),
-    "unknown codec": (lambda t: with_header(t.payload(), codec="pickle"), "invalid-payload"),
     "wrong element count": (lambda t: with_header(t.payload(), elements=len(t.values) - 1), "invalid-payload"),
-    "huge element count": (lambda t: with_header(t.payload(), elements=1 << 31), "invalid-payload"),
-    "absurd element count": (lambda t: with_header(t.payload(), elements=1 << 62), "invalid-payload"),
-    "huge chunk": (lambda t: with_header(t.payload(), chunk_elements=1 << 40), "invalid-payload"),
     "other chunk size": (lambda t: with_header(t.payload(), chunk_elements=1 << 10), "invalid-payload"),
-    "huge frame length": (lambda t: with_header(t.payload(), frame_bytes=[1 << 40]), "invalid-payload"),
-    "too many frames": (lambda t: with_header(t.payload(), frame_bytes=[1] * 5000), "invalid-payload"),
-    "float loss NaN": (lambda t: with_header(t.payload(), loss=float("nan")), "invalid-payload"),
-    "norm infinite": (lambda t: with_header(t.payload(), norm=float("inf")), "invalid-payload"),
-    "negative tokens": (lambda t: with_header(t.payload(), tokens=-5), "invalid-payload"),
     "more tokens than its units": (lambda t: with_header(t.payload(), tokens=10**9), "invalid-payload"),
     "no units": (lambda t: with_header(t.payload(), units=[], tokens=0), "invalid-payload"),
     "empty units": (lambda t: with_header(t.payload(), units=[[3, 3]], tokens=0), "invalid-payload"),
@@ -162,24 +127,8 @@ HOSTILE: dict[str, tuple[Callable[[Target], bytes], str]] = {
     "units beyond its own": (lambda t: t.payload(units=[[3, 7]], tokens=128), "units-not-held"),
     "another base state": (lambda t: t.payload(base=b"\7" * 32), "stale-base"),
     "scale NaN": (lambda t: with_scales(t, float("nan")), "invalid-payload"),
-    "scale infinite": (lambda t: with_scales(t, float("inf")), "invalid-payload"),
-    "scale negative": (lambda t: with_scales(t, -1.0), "invalid-payload"),
-    "scale huge": (lambda t: with_scales(t, 3e38), "invalid-payload"),
     "values above 2^100": (lambda t: with_scales(t, 2.0**94), "invalid-payload"),
     "zstd bomb": (lambda t: with_frame(t, zstandard.compress(bytes(BIG))[:500]), "invalid-payload"),
-    "zstd of unknown size": (
-        lambda t: with_frame(t, bomb(None, bytes(CODECS["int8"].size(len(t.values))))),
-        "invalid-payload",
-    ),
-    "zstd with extra data": (
-        lambda t: with_frame(t, zstandard.compress(bytes(CODECS["int8"].size(len(t.values)))) + b"x"),
-        "invalid-payload",
-    ),
-    "zstd that declares less than it holds": (
-        lambda t: with_frame(t, bomb(CODECS["int8"].size(len(t.values)), bytes(1_000_000))),
-        "invalid-payload",
-    ),
-    "not zstd": (lambda t: with_frame(t, b"\1" * 100), "invalid-payload"),
 }
 
 
@@ -274,7 +223,7 @@ def test_addresses_that_do_not_exist_take_nothing(target: Target) -> None:
     assert target.traces() == before
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_whatever_is_mutated_the_answer_is_a_problem_and_nothing_is_left(target: Target, data: st.DataObject) -> None:
     body = bytearray(target.payload(base=b"\7" * 32))  # even unharmed it would be refused

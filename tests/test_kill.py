@@ -41,9 +41,7 @@ def kill_both(coordinator: CoordinatorProcess, worker: ForkedWorker) -> None:
 @pytest.mark.parametrize(
     ("disturb", "codecs"),
     [
-        pytest.param(kill_the_worker, INT8, id="worker", marks=pytest.mark.nightly),
         pytest.param(kill_the_coordinator, INT8, id="coordinator"),
-        pytest.param(kill_both, INT8, id="both", marks=pytest.mark.nightly),
         # What a worker has not sent yet survives, and what the coordinator has not delivered.
         pytest.param(kill_the_worker, ERROR_FEEDBACK, id="worker, error feedback", marks=pytest.mark.nightly),
         pytest.param(kill_both, ERROR_FEEDBACK, id="both, error feedback", marks=pytest.mark.nightly),

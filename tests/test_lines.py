@@ -11,13 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness import lines
-from harness.lines import FRAMING, MTU, TCP_PAYLOAD, Count, Line, Shape, compile_c, slow_lines
+from harness.lines import FRAMING, MTU, TCP_PAYLOAD, Line, Shape, compile_c, slow_lines
 
 SUPPORT = Path(__file__).parent / "support"
 MBIT, MS = 1e6, 1_000_000
@@ -99,50 +98,6 @@ def test_what_is_set_anew_holds_from_then_on(way: Callable[[str], list[str]]) ->
     told += setting(11 * MS, 8 * MBIT, 10 * MS, loss=1) + "leave 12000000\n"  # gone, with what is under way
     told += setting(12 * MS, 8 * MBIT, 10 * MS) + "enter 12000000 962\nleave 100000000\n"
     assert [fate.split()[2] for fate in way(told)[:-1]] == ["passed", "lost", "passed"]
-
-
-@pytest.fixture(scope="module")
-def card(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[list[int]], list[list[str]]]]:
-    """A network card by itself (support/card.c): the packets into which it cuts one, and what it joins of them."""
-    program = compile_c(SUPPORT / "card.c", tmp_path_factory.mktemp("card") / "card")
-
-    def run(head: int, payload: int, most: int, flags: int, *lost: int) -> tuple[list[list[int]], list[list[str]]]:
-        arguments = [str(each) for each in (head, payload, most, f"{flags:x}", *lost)]
-        printed = subprocess.run([program, *arguments], capture_output=True, text=True, check=True).stdout
-        cut, _, joined = printed.partition("\n\n")
-        numbers = [line.split() for line in cut.splitlines()]
-        return [[*map(int, each[:3]), int(each[3], 16)] for each in numbers], [
-            line.split() for line in joined.splitlines()
-        ]
-
-    return run
-
-
-@needs_cc
-def test_a_card_cuts_what_a_host_sends_at_once(card: Callable[..., tuple[list[list[int]], list[list[str]]]]) -> None:
-    cut, joined = card(52, 1448 * 3 + 100, 1448, 0x19)  # ACK, PSH, FIN
-    start = 0xFFFFFC00
-    assert [size for size, *_ in cut] == [1500, 1500, 1500, 152]
-    assert [number for _, number, *_ in cut] == [0xFFFF, 0, 1, 2]
-    assert [sequence for *_, sequence, _ in cut] == [(start + 1448 * number) % 2**32 for number in range(4)]
-    assert [flags for *_, flags in cut] == [0x10, 0x10, 0x10, 0x19], "what ends a stream is in the last one"
-    # A packet that does more than carry data is not joined.
-    assert joined == [["3", str(52 + 3 * 1448), str(start), "10", "sound"], ["1", "152", str(cut[3][2]), "19", "sound"]]
-
-
-@needs_cc
-def test_a_card_joins_what_follows_without_a_gap(card: Callable[..., tuple[list[list[int]], list[list[str]]]]) -> None:
-    whole, joined = card(52, 60_000, 1448, 0x18)
-    assert joined == [["42", "60052", str(whole[0][2]), "18", "sound"]]
-    _, joined = card(52, 60_000, 1448, 0x18, 0, 5, 6, 40)
-    assert [(int(count), int(sequence)) for count, _, sequence, *_ in joined] == [
-        (4, whole[1][2]),
-        (33, whole[7][2]),
-        (1, whole[41][2]),
-    ]
-    assert {sound for *_, sound in joined} == {"sound"}
-    _, joined = card(40, 60_000, 536, 0x18)
-    assert [int(count) for count, *_ in joined] == [44, 44, 24], "a frame holds so many"
 
 
 @contextmanager
@@ -254,80 +209,6 @@ print(struct.unpack_from("I", s.getsockopt(socket.IPPROTO_TCP, 11, 232), 148)[0]
                 assert int(probing.communicate()[0]) >= 120_000
 
 
-def datagrams(line: Line, count: int, size: int, gap_s: float = 0) -> list[int]:
-    """Send so many datagrams down the line, each with its number; those that arrived, when all have fared somehow."""
-    receive = """
-s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-s.setsockopt(socket.SOL_SOCKET, 33, 1 << 24)
-s.bind((sys.argv[1], 4000))
-print(flush=True)
-while True:
-    which = select.select([s, sys.stdin], [], [])[0]
-    if s in which: print(int.from_bytes(s.recv(2000)[:4], "big"))
-    elif not os.read(0, 1): break
-"""
-    with behind(line, receive, line.far_address) as receiving, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as near:
-        assert receiving.stdout is not None
-        receiving.stdout.readline()
-        before = line.count()[1]
-        for number in range(count):
-            near.sendto(number.to_bytes(4, "big") + bytes(size - 4), (line.far_address, 4000))
-            time.sleep(gap_s)
-        while fared(before, line.count()[1]) < count:
-            time.sleep(0.01)
-        return [int(each) for each in receiving.communicate()[0].split()]
-
-
-def fared(before: Count, after: Count) -> int:
-    return sum(getattr(after, fate) - getattr(before, fate) for fate in ("packets", "lost", "dropped"))
-
-
-@pytest.mark.nightly
-def test_every_packet_is_passed_lost_or_dropped_and_the_same_ones_again_with_the_same_seed() -> None:
-    shape, arrived = Shape(1000, 1000, 0.01, loss=0.05), []
-    for seed in (7, 7, 8):
-        with far(["w"], shape, seed=seed) as (line,):
-            got = datagrams(line, 500, 100)
-            down = line.count()[1]
-        assert (down.packets, down.packets + down.lost, down.dropped) == (len(got), 500, 0)
-        assert (down.bytes, down.lost_bytes) == (down.packets * (128 + FRAMING), down.lost * (128 + FRAMING))
-        arrived.append(got)
-    assert 450 <= len(arrived[0]) < 500
-    assert arrived[0] == arrived[1] != arrived[2]
-
-
-@pytest.mark.nightly
-def test_a_full_queue_drops_the_rest_and_holds_what_it_says() -> None:
-    shape = Shape(1, 0.1)  # a packet takes 0.12 s: the queue has its room before the first is through
-    room = shape.queue_bytes(shape.down_mbit)
-    with far(["w"], shape) as (line,):
-        line.program.order(f"set {line.index} down {shape.down_mbit * 1e6} 0 20000 0")
-        arrived = datagrams(line, 40, 1472)
-        down = line.count()[1]
-    assert room == 1250
-    assert down.packets == len(arrived) >= 20_000 // 1538
-    assert down.packets + down.dropped == 40
-    assert down.dropped > 0
-    assert arrived[: 20_000 // 1538] == list(range(20_000 // 1538))
-
-
-@pytest.mark.nightly
-def test_a_line_that_is_gone_for_a_while_loses_all_and_comes_back() -> None:
-    shape = Shape(10, 10, 0.02)
-    sent = os.urandom(500_000)
-    with far(["w"], shape) as (line,):
-        before = line.count()[1]
-        line.shape(replace(shape, loss=1))
-        assert datagrams(line, 20, 1000) == []
-        gone = line.count()[1]
-        assert (gone.packets, gone.lost) == (before.packets, before.lost + 20)
-        line.shape(replace(shape, up_mbit=5, down_mbit=5))
-        received, took_s = carried_down(line, sent)
-        assert received == sent
-        assert took_s > len(sent) * 8 / 5e6 * 0.98, "and is half as fast as before"
-        assert line.count()[1].lost == gone.lost
-
-
 @pytest.mark.nightly
 def test_lines_end_with_their_parent_and_leave_nothing(tmp_path: Path) -> None:
     """kill -9: not even then."""
@@ -344,12 +225,6 @@ def test_lines_end_with_their_parent_and_leave_nothing(tmp_path: Path) -> None:
         parent.send_signal(signal.SIGKILL)
     while Path(f"/proc/{pid}").exists() or Path(f"/sys/class/net/{device}").exists():
         time.sleep(0.01)
-
-
-@pytest.mark.nightly
-def test_a_wrong_order_is_told_of_with_what_the_program_said() -> None:
-    with far(["w"], Shape(10, 10)) as (line,), pytest.raises(RuntimeError, match="line: no such order: count 7"):
-        line.program.order("count 7")
 
 
 @pytest.mark.parametrize(

@@ -64,17 +64,6 @@ def test_every_alert_has_a_remedy_with_existing_commands() -> None:
         assert set(named) <= commands, name
 
 
-def test_every_panel_has_a_description_a_unit_and_a_free_place() -> None:
-    taken: set[tuple[int, int]] = set()
-    for panel in DASHBOARD["panels"]:
-        at = panel["gridPos"]
-        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
-        assert not cells & taken, panel["title"]
-        taken |= cells
-        assert panel["type"] == "row" or (panel["description"] and panel["fieldConfig"]["defaults"]["unit"])
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-
-
 def test_every_alert_has_a_promtool_test() -> None:
     tried = re.findall(r'alertname="(\w+)"', (SAMPLES / "alerts_test.yml").read_text())
     assert set(tried) == set(ALERTS)

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from coordinator.settings import AggregatorSettings, Settings
+from coordinator.settings import Settings
 from outerstep.cli.demo import NEEDED
 from outerstep.tracking import TRACKERS
 from tests.support.distributions import BASE, EXTRAS, PROJECT, ROOT, closure
@@ -45,13 +44,6 @@ def dockerfile(part: str) -> dict[str, list[str]]:
 def compose() -> dict[str, Any]:
     loaded: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
     return loaded
-
-
-def help_of(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "outerstep", *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    return done.stdout
 
 
 # The other extras are of single commands; whoever wants one has it newly resolved beside the pins.
@@ -102,36 +94,6 @@ def test_an_image_holds_its_own_extras_only(part: str, extras: str) -> None:
     )
 
 
-@pytest.mark.parametrize("part", ["coordinator", "worker"])
-def test_an_image_says_its_version(part: str) -> None:
-    from outerstep import __version__
-
-    assert f'org.opencontainers.image.version="{__version__}"' in dockerfile(part)["LABEL"][0]
-
-
-def test_the_workers_image_has_torch_from_the_index_that_the_build_names() -> None:
-    instructions = dockerfile("worker")
-    assert "TORCH_INDEX=" in instructions["ARG"], "PyPI's, unless it is named"
-    (torch,) = (line for line in instructions["RUN"] if "TORCH_INDEX" in line)
-    assert torch.count("-c /torch/constraints.txt") == torch.count("pip install") == 2
-
-
-def test_the_coordinators_image() -> None:
-    instructions = dockerfile("coordinator")
-    assert instructions["VOLUME"] == ["/data"]
-    assert instructions["EXPOSE"] == ["8470"]
-    command = json.loads(instructions["CMD"][0])
-    assert command == ["outerstep", "coordinator", "--host", "0.0.0.0", "--data", "/data"]
-    offered = help_of("coordinator")
-    assert all(option in offered for option in command if option.startswith("--"))
-    probe = instructions["HEALTHCHECK"][0].partition("CMD ")[2]
-    program = json.loads(probe)
-    assert program[:2] == ["python", "-c"]
-    compile(program[2], "HEALTHCHECK", "exec")
-    assert "http://127.0.0.1:8470/healthz" in program[2]
-    assert Settings.model_fields["port"].default == 8470
-
-
 def test_the_compose_file_is_one() -> None:
     """... by the Compose Specification's own schema (Apache-2.0, github.com/compose-spec/compose-spec)."""
     schema = json.loads((ROOT / "tests" / "containers" / "compose-spec.json").read_text(encoding="utf-8"))
@@ -140,46 +102,6 @@ def test_the_compose_file_is_one() -> None:
     mistyped = compose()
     mistyped["services"]["coordinator"]["stop_grace"] = mistyped["services"]["coordinator"].pop("stop_grace_period")
     assert not validator.is_valid(mistyped)
-
-
-@pytest.mark.system
-def test_the_compose_file() -> None:
-    document = compose()
-    services = document["services"]
-    for name, service in services.items():
-        for mount in service.get("volumes", []):
-            by_default = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", mount)
-            source, _, target = by_default.removesuffix(":ro").rpartition(":")
-            assert source in document["volumes"] or (ROOT / source).is_file(), f"{name}: {target}"
-        if "build" in service:
-            part = "worker" if "worker" in name else "coordinator"
-            assert (ROOT / service["build"]["context"] / service["build"]["dockerfile"]).name == f"Dockerfile.{part}"
-        if service.get("command", [])[:2] == ["outerstep", "worker"]:
-            offered = help_of("worker")
-            assert all(option in offered for option in service["command"] if option.startswith("--"))
-    always = {name for name, service in services.items() if "profiles" not in service}
-    assert always == {"coordinator", "caddy", "tokens", "prometheus"}
-    open_to_all = {name: service["ports"] for name, service in services.items() if "ports" in service}
-    assert set(open_to_all) == {"caddy", "prometheus"}
-    assert all(port.startswith("127.0.0.1:") for port in open_to_all["prometheus"]), "it has no password"
-    port = dockerfile("coordinator")["EXPOSE"][0]
-    assert services["caddy"]["environment"]["OUTERSTEP_UPSTREAM"] == f"${{OUTERSTEP_UPSTREAM:-coordinator:{port}}}"
-    scaled = {name for name, service in services.items() if "scale" in service.get("profiles", [])}
-    assert scaled == {"coordinator-2", "aggregator", "database", "store"}
-    other, first = services["coordinator-2"], services["coordinator"]
-    assert {key for key in other if other[key] != first.get(key)} == {"profiles", "volumes"}
-    for prefix, settings in (("OUTERSTEP_COORDINATOR_", Settings), ("OUTERSTEP_AGGREGATOR_", AggregatorSettings)):
-        given = {variable for service in services.values() for variable in service.get("environment", {})}
-        known = {f"{prefix}{name.upper()}" for name in settings.model_fields}
-        assert {variable for variable in given if variable.startswith(prefix)} <= known
-
-    worker, demo = services["worker"], services["demo-worker"]
-    assert (worker["profiles"], demo["profiles"]) == (["worker"], ["demo"])
-    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
-    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
-    assert "OUTERSTEP_TOKEN" in worker["environment"]
-    assert "TORCH_INDEX" in demo["build"]["args"]
-    assert "OUTERSTEP_TOKEN" in help_of("worker")
 
 
 @pytest.mark.parametrize("service", ["tokens", "demo-run"])
@@ -212,26 +134,6 @@ def test_the_settings_of_several_coordinators(tmp_path: Path) -> None:
     }
     settings = Settings(data_dir=tmp_path, **ours)
     assert settings.admin_token is not None, "without it, `tokens` finds none where the other coordinator led first"
-
-
-def test_the_build_context_holds_what_the_install_reads() -> None:
-    kept = (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n")
-    packages = [
-        name.rstrip("*")
-        for name in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"][
-            "include"
-        ]
-    ]
-    for needed in [
-        *(f"{name}/**" for name in packages),
-        "pyproject.toml",
-        "setup.py",
-        "constraints.txt",
-        "README.md",
-        "LICENSE",
-    ]:
-        assert f"!{needed}" in kept
-    assert "*" in kept
 
 
 def test_the_makefile_refuses_an_old_python(tmp_path: Path) -> None:

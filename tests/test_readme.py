@@ -10,10 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from harness.coordinator import coordinator_thread
-from outerstep.cli import app
 from protocol.messages import Scope
 from protocol.spec.run import parse_spec
 from tests.support.text import write_text
@@ -23,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = {"README": README} | {
     name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    for name in ("data", "models", "multi-gpu", "scripts")
+    for name in ("data", "models", "multi-gpu", "scripts", "settings")
 }
 REMOTE = "https://coordinator.example.org"
 
@@ -58,35 +56,12 @@ def shell(script: str, directory: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_the_two_commands_are_targets_of_the_makefile() -> None:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    commands = re.findall(r"^make (\w+)", blocks("sh")[0], re.MULTILINE)
-    assert commands == ["demo", "test"]
-    for command in commands:
-        assert re.search(rf"^{command}:", makefile, re.MULTILINE)
-
-
 def test_every_picture_is_there_and_small() -> None:
     shown = re.findall(r'<img src="([^"]+)" alt="[^"]+"', README)
     assert len(shown) == README.count("<img ") >= 2
     for name in shown:
         assert (ROOT / name).is_file(), f"{name}: make screenshots"
     assert max(path.stat().st_size for path in (ROOT / "docs" / "pictures").iterdir()) < 200_000
-
-
-def test_the_tree_in_the_readme_is_the_tree() -> None:
-    (tree,) = (block for block in blocks("text") if block.startswith("protocol/"))
-    top = ROOT
-    for line in tree.splitlines():
-        named, *words = re.split(r"  +", line.strip(), maxsplit=1)
-        parent = top if line.startswith(" ") else ROOT
-        folders = [parent / name for name in re.findall(r"(\w+)/", named)]
-        assert folders
-        assert [each for each in folders if not each.is_dir()] == []
-        if parent is ROOT:
-            top = folders[0]
-        for file in re.findall(r"\b(\w+\.py)\b", " ".join(words)):
-            assert any(list(each.glob(f"**/{file}")) for each in folders), file
 
 
 def test_every_spec_on_the_pages_is_one() -> None:
@@ -161,18 +136,3 @@ def test_the_script_in_the_readme_trains(tmp_path: Path, written: Callable[[], s
             (worker,) = client.get("/v1/runs/my-script/workers").raise_for_status().json()["items"]
     assert info["state"] == "finished"
     assert worker["state_digest"] == info["state_digest"]
-
-
-@pytest.mark.parametrize(
-    "command",
-    sorted(
-        {
-            command
-            for text in PAGES.values()
-            for command in re.findall(r"(?:^|`|\$ |-- )(outerstep (?:(?:run|token|data) )?[a-z]+)", text, re.MULTILINE)
-        }
-    ),
-)
-def test_every_command_that_the_pages_name_exists(command: str) -> None:
-    _, *words = command.split()
-    assert CliRunner().invoke(app, [*words, "--help"]).exit_code == 0

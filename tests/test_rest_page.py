@@ -6,7 +6,6 @@ from typing import Any
 
 from docs.write_protocol import openapi
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS, Remedy
-from protocol.messages import Action, RunState, Scope
 
 OPENAPI = openapi()
 PAGE = (Path(__file__).parents[1] / "docs" / "rest.md").read_text(encoding="utf-8")
@@ -40,8 +39,3 @@ def test_every_problem_and_no_other() -> None:
     for remedy in Remedy:
         assert f"- `{remedy}`: " in PAGE
     assert PROBLEM_PREFIX in PAGE
-
-
-def test_every_word_of_the_messages() -> None:
-    for word in [*Action, *RunState, *Scope]:
-        assert re.search(rf"`{word}`|\"{word}\"|\| {word} \|", PAGE), word

@@ -61,6 +61,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert len(named) == len(set(named))
 
 
+@pytest.mark.system
 @pytest.mark.covers("security:site-assets")
 def test_pages_load_nothing_from_elsewhere_and_relative_links_work(site: Path) -> None:
     pages = list(site.rglob("*.html"))
@@ -75,12 +76,14 @@ def test_pages_load_nothing_from_elsewhere_and_relative_links_work(site: Path) -
                 assert (page.parent / named).exists(), f"{page}: {address}"
 
 
+@pytest.mark.system
 def test_a_linked_file_of_the_repository_becomes_a_page(site: Path) -> None:
     page = (site / "repository" / "deploy" / "Caddyfile.html").read_text(encoding="utf-8")
     assert "coordinator.example.org" in page
     assert 'href="repository/deploy/Caddyfile.html"' in (site / "deployment.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.system
 def test_code_in_tables_and_anchors_are_as_on_a_git_host(site: Path) -> None:
     rest = (site / "rest.html").read_text(encoding="utf-8")
     assert "&quot;paused&quot; | &quot;draining&quot;" in rest or '"paused" | "draining"' in rest
@@ -117,6 +120,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.system
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     config = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     navigation = re.compile(r"^nav:\n(  .*\n)+", re.MULTILINE)

@@ -20,7 +20,7 @@ from harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
 from harness.member import Member, spec_toml
 from outerstep.common.exit_codes import Exit
 from protocol import PROTOCOL_VERSION, __version__
-from protocol.messages import Action, JoinRequest, Scope
+from protocol.messages import JoinRequest, Scope
 from protocol.versions import request_headers
 from protocol.wire import MAGIC, PREFIX, VERSION
 from tests.support.http_server import Handler, serving
@@ -268,26 +268,6 @@ def test_a_worker_passes_over_keys_and_directives_that_it_does_not_know(running:
         assert worker.wait() == Exit.DONE, worker.log.read_text()
         shown = outerstep(Path(sys.executable), "run", "show", "r", "--url", url, token=running.admin_token)
         assert "finished" in shown.stdout, shown.stderr
-
-
-@pytest.mark.nightly
-def test_a_worker_that_is_told_to_do_what_it_does_not_know_ends_with_a_sentence(
-    running: InThread, tmp_path: Path
-) -> None:
-    def alter(path: str, document: dict[str, Any]) -> None:
-        if document.get("action") == Action.TRAIN:
-            document["action"] = "meditate"
-
-    running.create_run(tiny_spec("r", write_text(tmp_path / "text", seed=1), seed=1, rounds=2, min_workers=1))
-    with serving(forwarder(running, alter)) as url:
-        worker = WorkerProcess(url, "r", "w", running.token(Scope.WORKER), tmp_path / "w")
-        worker.start()
-        assert worker.wait() == Exit.REFUSED
-    last = worker.log.read_text().splitlines()[-1]
-    assert "does not know: action" in last
-    assert "meditate" in last
-    assert f"the client is {OURS}, the coordinator {OURS}" in last
-    assert "Traceback" not in worker.log.read_text()
 
 
 # --- the data directory -----------------------------------------------------------------------------------------------

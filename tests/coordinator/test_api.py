@@ -82,12 +82,9 @@ def test_errors_are_problems(admin: httpx.Client, member: Member, method: str, p
     ("body", "said"),
     [
         (b"{", "the body is not JSON: Expecting property name"),
-        (b"[]", "dict"),
         (b'{"scope": "king"}', "scope: input should be 'admin', 'operator', 'worker', 'viewer' or 'join'"),
         (b'{"note": "x"}', "scope: this key is missing"),
         (b'{"scope": "admin", "colour": "red"}', "colour: unknown key"),
-        (b'{"scope": "admin", "note": "' + b"x" * 201 + b'"}', "note"),
-        (b"\xff\xfe", "the body is not JSON"),
     ],
 )
 def test_a_malformed_message_is_refused_with_the_key_and_what_is_wrong(
@@ -138,12 +135,7 @@ def test_an_evaluation_of_a_state_that_does_not_exist_yet_is_refused(member: Mem
     ("spec", "slug", "said"),
     [
         (b"\xff", "invalid-spec", "UTF-8"),
-        (b"name = ", "invalid-spec", "TOML"),
-        (b'name = "x"', "invalid-spec", "sync"),
         (spec_toml("x", rounds=-1).encode(), "invalid-spec", "sync.rounds = -1"),
-        (spec_toml("x", sync='upload_codec = "zip"').encode(), "invalid-spec", "sync.upload_codec = 'zip'"),
-        (spec_toml("x", sync="speed = 3").encode(), "invalid-spec", "sync.speed: unknown key"),
-        (spec_toml("../x").encode(), "invalid-spec", "name"),
         (
             b'name = "x"\nmodel = {preset = "tiny", run = "y"}\nsync.rounds = 1',
             "invalid-spec",
@@ -244,15 +236,12 @@ def ask_and_wait(running: InThread, method: str, path: str, *headers: str) -> tu
     ("method", "path"),
     [
         ("POST", "/v1/tokens"),
-        ("POST", "/v1/runs"),
-        ("PUT", "/v1/runs/r/workers/w"),
         ("PUT", "/v1/runs/r/rounds/0/fragments/0/contributions/w"),
-        ("PUT", "/v1/runs/r/checkpoints/0/fragments/0"),
         ("PATCH", "/v1/nowhere"),
     ],
 )
 @pytest.mark.parametrize("body", [f"Content-Length: {1 << 40}", "Transfer-Encoding: chunked"], ids=["huge", "endless"])
-@pytest.mark.parametrize("token", [None, "Bearer", "Bearer ost_unknown", "Basic b3N0X3Vua25vd24="])
+@pytest.mark.parametrize("token", [None, "Bearer ost_unknown"])
 def test_whoever_shows_no_token_is_refused_before_a_byte_of_the_body(
     shared: InThread, method: str, path: str, body: str, token: str | None
 ) -> None:
@@ -271,12 +260,6 @@ def test_every_address_wants_a_token_before_it_looks_at_the_body(shared: InThrea
         with httpx.Client(base_url=shared.url, verify=False) as client:
             refused = client.request(method, re.sub(r"\{\w+\}", "0", path), content=b"{no json")
         problem(refused, "unauthorized")
-
-
-def test_a_message_that_is_announced_to_be_huge_is_refused_before_a_byte_of_it(shared: InThread) -> None:
-    authorization = f"Authorization: Bearer {shared.admin_token}"
-    answer, _ = ask_and_wait(shared, "POST", "/v1/tokens", f"Content-Length: {1 << 40}", authorization)
-    assert answer.status == 413
 
 
 def test_every_address_limits_what_it_reads(shared: InThread) -> None:
@@ -315,26 +298,6 @@ def test_a_worker_whose_lease_has_ended_learns_of_it_on_the_same_connection(shar
         refused = client.put(member.contribution_path(0, 0), content=bytes(8 << 20))
         problem(refused, "unauthorized")
         assert "connection" not in refused.headers
-
-
-def test_an_upload_must_say_its_length_and_digest_and_stay_within_what_a_fragment_can_be(member: Member) -> None:
-    path = member.contribution_path(0, 0)
-    problem(member.http.put(path, content=(b"x" for _ in range(2))), "length-required")
-    assert "Content-Digest" in problem(member.http.put(path, content=b"xx"), "invalid-message")["detail"]
-    problem(member.http.put(path, content=b"xx", headers={"Content-Digest": "blake3=:AAAA:"}), "invalid-message")
-    problem(member.http.put(path, content=b"xx", headers={"Content-Digest": "sha-256=:AAAA:"}), "invalid-message")
-    connection = http.client.HTTPConnection(member.http.base_url.host, member.http.base_url.port, timeout=PATIENCE_S)
-    connection.putrequest("PUT", path)
-    connection.putheader("Authorization", member.http.headers["authorization"])
-    connection.putheader("Content-Length", str(1 << 40))
-    connection.endheaders()
-    refused = connection.getresponse()  # before a byte of the body
-    assert refused.status == 413
-    assert json.loads(refused.read())["type"] == PROBLEM_PREFIX + "payload-too-large"
-    connection.close()
-    good = member.payload(member.assignment(0), 0, member.pseudo_gradients(0)[0])
-    other = member.put(path, good).request.headers["content-digest"]
-    problem(member.http.put(path, content=good[:-1] + b"?", headers={"Content-Digest": other}), "digest-mismatch")
 
 
 # --- paging -------------------------------------------------------------------------------------------------------

@@ -1,9 +1,7 @@
 """What a store of blobs promises, of each store that there is; and what only a directory has to take care of."""
 
 import errno
-import gc
 import itertools
-import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.store import directory_blobs
-from coordinator.store.blobs import Blobs, FileReader, OwnedBucket, RunNames, round_of
+from coordinator.store.blobs import Blobs, OwnedBucket, RunNames, round_of
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
 from harness.seaweedfs import SeaweedFS
@@ -226,26 +224,3 @@ def test_a_state_that_is_replaced_while_the_bytes_are_counted_counts_for_nothing
     states.path(0, 0).write_bytes(b"state")
     states.path(0, 1).symlink_to("gone")
     assert states.bytes() == 5
-
-
-def test_a_reader_that_nobody_closes_is_closed_with_its_last_reference(data: DataDirectory) -> None:
-    """An answer that was made, and not sent as its client was gone, does not cost a descriptor for ever."""
-    path = data.root / "file"
-    path.write_bytes(b"bytes")
-    reader = FileReader(path)
-
-    def opened() -> bool:
-        links = Path("/proc/self/fd").iterdir()
-        return str(path) in {os.readlink(link) for link in links if link.is_symlink()}
-
-    assert opened()
-    del reader
-    gc.collect()
-    assert not opened()
-
-
-def test_a_file_is_read_by_the_interface_of_a_blob(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"0123456789")
-    with FileReader(tmp_path / "file") as reader:
-        memory = memoryview(bytearray(4))
-        assert (reader.size, reader.read_into(memory, 8), bytes(memory[:2])) == (10, 2, b"89")

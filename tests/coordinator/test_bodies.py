@@ -65,36 +65,6 @@ def senders(running: InThread, run: str) -> Iterator[list[Sender]]:
             each.close()
 
 
-@pytest.mark.usefixtures("memory")
-def test_a_body_may_come_byte_by_byte_or_together_with_its_head(shared: InThread, run: str) -> None:
-    with senders(shared, run) as (first, second, *_):
-        first.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for byte in first.head() + first.body:
-            first.connection.send(bytes([byte]))
-        assert first.answer() == 201
-        second.connection.sendall(second.head() + second.body)
-        assert second.answer() == 201
-
-
-@pytest.mark.usefixtures("memory")
-def test_bodies_may_follow_one_another_without_waiting_for_the_answers(shared: InThread, run: str) -> None:
-    with senders(shared, run) as (first, second, *_):
-        first.connection.sendall(first.head() + first.body + second.head() + second.body)
-        assert [first.answer(), first.answer()] == [201, 201]
-
-
-@pytest.mark.usefixtures("memory")
-def test_a_client_that_wants_to_be_told_to_go_on_is(shared: InThread, run: str) -> None:
-    with senders(shared, run) as (first, *_):
-        first.connection.sendall(first.head("Expect: 100-continue"))
-        told = b""
-        while not told.endswith(b"\r\n\r\n"):
-            told += first.connection.recv(1)
-        assert told == b"HTTP/1.1 100 Continue\r\n\r\n"
-        first.connection.sendall(first.body)
-        assert first.answer() == 201
-
-
 def test_a_body_that_breaks_off_leaves_nothing_behind(shared: InThread, run: str, memory: MemoryBudget) -> None:
     with senders(shared, run) as (first, second, *_):
         first.connection.sendall(first.head() + first.body[: len(first.body) // 2])

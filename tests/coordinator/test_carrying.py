@@ -55,25 +55,6 @@ def test_more_units_than_it_was_assigned_cannot_be_carried(shared: InThread, run
     assert ask(c, 1, late).action is Action.TRAIN
 
 
-def test_a_request_from_before_the_work_was_dropped_gives_no_units(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    """The worker was assigned units again that it did not know of, so nobody trained on them (simulation seed
-    710086)."""
-    c, late = late_member(shared, run, clock, 1)
-    assert ask(c, 1, late).action is Action.TRAIN
-    assert ask(c, 1, []).action is Action.TRAIN
-    detail = problem(claim(c, 1, late), "units-not-held")["detail"]
-    assert detail == "c began round 1 with no work of earlier rounds, after this request was sent; drop that work"
-    with shared.client() as admin:
-        listed = admin.get(f"/v1/runs/{run}/units/ranges").raise_for_status().json()["items"]
-    (start, stop), *_ = late
-    assert [each["state"] for each in listed if start <= each["start"] < stop] == ["free"]
-    assert c.joined is not None
-    c.join(shared.admin_token, previous=c.joined.member_token)
-    assert claim(c, 1, late).json()["action"] == "train", "it has found its work in a snapshot"
-
-
 def claim(member: Member, round_: int, units: list[list[int]]) -> httpx.Response:
     return member.http.put(member.path("/assignment"), json={"state_round": round_, "carried": units})
 

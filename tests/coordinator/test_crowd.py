@@ -1,11 +1,9 @@
 """What keeps a coordinator of a thousand workers responsive: who waits for whom, and who is woken by what."""
 
 import asyncio
-import gc
 import resource
 import sqlite3
 import threading
-import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -18,10 +16,10 @@ from anyio.to_thread import current_default_thread_limiter
 from coordinator.run.waiters import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Waiters, delta_of
 from coordinator.sync import retention
 from coordinator.workers import assigning
-from harness.coordinator import CoordinatorProcess, InThread, SettableClock
+from harness.coordinator import CoordinatorProcess, InThread
 from harness.stores import read, the
 from protocol.messages import Action, Assignment
-from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, play_round, problem
+from tests.coordinator.crew import crew, info, play_round, problem
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -86,13 +84,6 @@ def test_who_reads_holds_up_nobody_who_trains(shared: InThread, run: str, monkey
         assert all(each.result()["items"][-1]["round"] == 0 for each in asking)
 
 
-def test_a_heartbeat_does_not_revive_a_lease_that_has_ended(shared: InThread, run: str) -> None:
-    (member,) = crew(shared, run, ["a"])
-    shared.live(run).members.leave("a")
-    assert member.http.put(member.path("/lease"), json={}).status_code == 401
-    assert "a" not in shared.live(run).members
-
-
 def test_the_assignment_of_an_open_round_is_known_without_the_database(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], min_workers=2)
     a.assignment(0)
@@ -148,52 +139,6 @@ def test_who_waits_for_a_delta_waits_neither_for_the_run_nor_for_the_database(sh
     assert published.content == read(live.blobs, the(live, "deltas", 0, 0))
 
 
-def test_a_report_is_in_the_books_before_its_worker_trains_on(shared: InThread, run: str) -> None:
-    (a,) = crew(shared, run, ["a"])
-    a.assignment(0)
-    report = {"round": 0, "epoch": 1, "upload_bytes": 1, "download_bytes": 2, "seconds": {}}
-    a.http.put(a.path("/assignment"), json={"state_round": 0, "carried": [], "report": report}).raise_for_status()
-    assert info(shared, run)["account"]["download_bytes"] == 2
-
-
-def test_who_rejoins_gets_the_units_that_are_left_in_the_database(shared: InThread, run: str) -> None:
-    a, b = crew(shared, run, ["a", "b"], min_workers=2)
-    b.assignment(0)
-    before = a.assignment(0).units
-    a.http.delete(a.path()).raise_for_status()
-    late = b.assignment(0)
-    a.join(shared.admin_token)
-    a.theta = b.theta
-    assert late.units == b.assignment(0).units
-    assert a.assignment(0).units == before  # from the pool, not from memory of the lease that ended
-
-
-@pytest.mark.in_sqlite
-def test_units_of_a_round_that_a_worker_missed_are_taken_back_although_its_assignment_is_known(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    a, b, c = members = crew(shared, run, ["a", "b", "c"], min_workers=2, members=GRACE_OF_A_SECOND)
-    for member in members:
-        member.assignment(0)
-    missed = b.assignment(0).units
-    for member in (a, c):
-        member.take_part(0)
-    clock.advance(2)
-    shared.await_state(run, 1)
-    for member in members:
-        member.step(0)
-    a.assignment(1)  # opens the round for all three
-    asked = b.http.put(b.path("/assignment"), json={"state_round": 1, "carried": []})
-    units = Assignment.model_validate(asked.json()).units
-    with closing(sqlite3.connect(shared.data_dir / "outerstep.db")) as database:
-        rows = database.execute(
-            "SELECT start, stop FROM unit_ranges JOIN runs ON runs.id = run_id "
-            "WHERE runs.name = ? AND worker = 'b' AND unit_ranges.state = 'assigned'",
-            [run],
-        )
-        assert [list(row) for row in rows] == units != missed
-
-
 @pytest.mark.parametrize(
     ("topic", "woken"),
     [(delta_of(1), {delta_of(1)}), (EVENTS, {EVENTS}), (None, {EVENTS, ASSIGNMENTS, delta_of(0), delta_of(1)})],
@@ -229,21 +174,6 @@ def test_of_a_crowd_that_is_woken_a_few_are_let_go_at_a_time_and_who_came_first_
             return counts
 
     assert asyncio.run(passes()) == [RELEASED_AT_ONCE * each for each in range(1, 6)]
-
-
-def test_nobody_is_kept_who_no_longer_waits() -> None:
-    async def kept() -> list[object]:
-        waiters = Waiters()
-        waiters.attach(asyncio.get_running_loop())
-        known = []
-        for _ in range(3):
-            with waiters.register("r", EVENTS) as woken:
-                known.append(weakref.ref(woken))
-            del woken
-        gc.collect()
-        return [each() for each in known]
-
-    assert asyncio.run(kept()) == [None] * 3
 
 
 def test_the_server_may_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:

@@ -107,15 +107,6 @@ def test_what_a_browser_has_it_does_not_get_again(http: httpx.Client) -> None:
         assert http.get(path, headers={"If-None-Match": '"another"'}).status_code == 200
 
 
-def test_head_answers_as_get_and_nothing_can_be_sent(http: httpx.Client) -> None:
-    whole, head = http.get("/"), http.head("/")
-    assert (head.status_code, head.content) == (200, b"")
-    assert head.headers["content-length"] == str(len(whole.content)) or "content-encoding" in whole.headers
-    for path in ("/", f"/dashboard/{serving.version()}/main.js"):
-        refused = http.post(path)
-        assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
-
-
 def test_a_rest_client_gets_a_problem_for_an_unknown_address(http: httpx.Client) -> None:
     assert "/docs" in problem(http.get("/", headers={"Accept": "application/json"}), "not-found")["detail"]
 

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,12 @@ import pytest
 from playwright.sync_api import Browser, Locator, expect
 
 from coordinator.alerts import Disk
-from coordinator.dashboard import serving
 from coordinator.store.database import Fault
 from coordinator.store.tables import EvaluationRow, FragmentRow, RoundRow, WorkerRow
-from coordinator.store.tokens import secret_hash
 from coordinator.upkeep.storage import Storage
 from harness.browser import Tab, chromium, tab
 from harness.coordinator import CoordinatorProcess, InThread, coordinator_thread
 from harness.member import Member, spec_toml
-from outerstep.common.quantities import bytes_text, count_text
-from outerstep.plan import allreduce_bytes
 from protocol.messages import Cause, DataSummary, Scope
 from tests.coordinator.crew import crew, events, info, play_round
 from tests.support.browser import needs_chromium
@@ -451,11 +447,10 @@ def test_what_strangers_write_is_text(
             is_text()
 
 
-@pytest.mark.parametrize("color_scheme", ["light", "dark"])
-def test_on_a_phone_nothing_is_wider_than_it(browser: Browser, played: Played, color_scheme: str) -> None:
+def test_on_a_phone_nothing_is_wider_than_it(browser: Browser, played: Played) -> None:
     running = played.running
     width = "document.documentElement.scrollWidth"
-    with opened(browser, running, f"run={played.run}", **{**PHONE, "color_scheme": color_scheme}) as found:
+    with opened(browser, running, f"run={played.run}", **PHONE) as found:
         page = found.page
         expect(page.locator("table.workers tbody tr")).to_have_count(3)
         names = page.locator("table.workers tbody th")
@@ -546,79 +541,11 @@ def test_answers_that_break_off_in_the_middle_are_an_outage(browser: Browser, pl
         expect(page.get_by_text("Something went wrong")).to_have_count(0)
 
 
-def test_what_was_last_known_is_not_shown_as_if_it_were_so_now(browser: Browser, played: Played) -> None:
-    """Badges stayed green, buttons could be pressed, and the time to go stood still."""
-    running = played.running
-    with tab(browser, **WIDE) as found:
-        page = found.page
-        page.goto(f"{running.url}/#token={running.admin_token}&run={played.run}")
-        expect(page.locator(".now")).to_contain_text(re.compile(r"\d\s(s|min) to go"))
-        expect(page.get_by_role("button", name="Evict bob")).to_be_enabled()
-        page.route("**/v1/**", lambda route: route.abort())
-        expect(page.locator(".now")).to_contain_text("– to go")
-        expect(page.locator("h1 + span .badge")).to_have_text("unreachable")
-        expect(page.get_by_role("button", name="Evict bob")).to_be_disabled()
-        expect(page.locator(".now .deadline")).to_be_hidden()
-        page.unroute("**/v1/**")
-        page.get_by_role("link", name="Runs").click()
-        card = page.get_by_role("link").filter(has=page.get_by_role("heading", name=played.run, exact=True))
-        expect(card.locator(".badge")).to_have_text("running")
-        page.route("**/v1/**", lambda route: route.abort())
-        expect(card.locator(".badge")).to_have_text("unreachable")
-
-
-def test_what_has_not_been_answered_yet_is_not_said_to_be_nothing(browser: Browser, played: Played) -> None:
-    with opened(browser, played.running, "") as found:
-        page = found.page
-        page.route("**/units?*", lambda _: None)  # its answer is not here yet
-        with page.expect_request("**/units?*") as asked:
-            page.goto(f"{played.running.url}/#run={played.run}")
-        units_panel = page.locator('section[aria-label="Work units"]')
-        expect(page.locator("table.workers tbody tr")).to_have_count(3)
-        expect(units_panel).to_contain_text("Loading")
-        assert "/units" in asked.value.url
-        assert "No epoch" not in units_panel.inner_text()
-
-
 def test_the_command_that_joins_has_the_coordinator_s_address(browser: Browser, running: InThread, run: str) -> None:
     running.create_run(spec_toml(run))
     with opened(browser, running, f"run={run}") as found:
         workers = found.page.locator('section[aria-label="Workers"]')
         expect(workers).to_contain_text(f"outerstep worker {running.url} --run {run}")
-
-
-def test_long_names_make_nothing_wider_and_box_4_comes_before_box_14(browser: Browser, running: InThread) -> None:
-    run, long_name = "r" + "w" * 62, "x" + "w" * 62
-    played = Played(running, run, crew(running, run, [long_name, "box-14", "box-4"], rounds=8))
-    played.play(4)
-    for options in (WIDE, PHONE):
-        with opened(browser, running, f"run={run}", **options) as found:
-            page = found.page
-            expect(page.locator("table.workers tbody th")).to_have_text(["box-4", "box-14", long_name])
-            box = page.get_by_text(long_name, exact=True).first.bounding_box()
-            assert box is not None
-            assert box["width"] < 250, "other columns have no room"
-            labels = page.locator('section[aria-label="Loss"] .xtick text')
-            expect(labels).to_have_text(["0", "1", "2", "3"])
-            for fragment, there in ((f"run={run}", ".tiles"), ("", ".card"), ("tokens", "table.tokens tbody tr")):
-                page.goto(f"{running.url}/#{fragment}")
-                expect(page.locator(there).first).to_be_visible()
-                assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), fragment
-
-
-def test_where_all_streams_of_a_token_are_taken_events_come_all_the_same(browser: Browser, played: Played) -> None:
-    """A viewer's link may be open on many screens."""
-    running = played.running
-    viewer, callers = running.token(Scope.VIEWER), running.coordinator.quotas
-    with ExitStack() as taken, tab(browser, **WIDE) as found:
-        for _ in range(running.coordinator.settings.streams_per_token):
-            taken.enter_context(callers.stream(secret_hash(viewer)))
-        found.page.goto(f"{running.url}/#token={viewer}&run={played.run}")
-        log = found.page.get_by_role("log")
-        expect(log).to_contain_text("round 4 opened")
-        played.play()
-        expect(log).to_contain_text("round 5 opened")
-        assert [each for each in found.complaints if "429" not in each] == []
 
 
 def test_what_is_not_there_is_told_with_a_way_back(browser: Browser, running: InThread) -> None:
@@ -636,59 +563,6 @@ def test_where_nobody_answers_at_first_it_asks_again_and_keeps_the_token(browser
         expect(found.page.get_by_role("alert")).to_contain_text("does not answer")
         found.page.unroute("**/tokens/self")
         expect(found.page.get_by_role("heading", name="Runs")).to_be_visible()
-
-
-def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running: InThread) -> None:
-    account = {"seconds": {"train": 2.0, "sync": 1.0, "upload": 0.7, "wait": 0.5}}
-    slow = {"seconds": {"train": 6.0, "sync": 1.0, "upload": 0.7}, "dropped_steps": 12}
-    details: list[dict[str, Any]] = [
-        {
-            "round": n,
-            "opened_at": 100 + n,
-            "accounts": {"a": account, "b": account, "c": slow} if n == 0 else {"a": account, "c": slow},
-            "waits": {"a": {"upload": 0.7, "workers": 0.1, "coordinator": 0.0, "download": 0.2, "opening": 0.5}},
-            "waiting": {"share": 0.25, "never": 0.2, "doubled_h": 0.1},
-            "closed_at": 110 + n,
-            "adds": {
-                "a": {"tokens": 0.75, "weight": 0.75, "held_s": None},
-                "c": {"tokens": 0.25, "weight": 0.2, "held_s": 2.4 + n},
-            },
-            "late": [{"worker": "c", "fragment": 0, "late_s": 3.5}] if n == 1 else [],
-            "fragments": [{"contributors": ["a", "b", "c"] if n == 0 else ["a"]}],
-        }
-        for n in range(2)
-    ]
-    workers = [{"name": name, "state": "live", "epoch": 1, "joined_at": 1.0} for name in "abc"]
-    workers += [{"name": "new", "state": "live", "epoch": 1, "joined_at": 101.5}]  # in the middle of the second round
-    with opened(browser, running, "") as found:
-        found.page.get_by_role("heading", name="Runs").wait_for()
-        module = f"{running.url}/dashboard/{serving.version()}/derived.js"
-        rows = found.page.evaluate(
-            f"async ([details, workers]) => (await import('{module}')).timeline(details, workers)", [details, workers]
-        )
-        text = found.page.evaluate(f"async (detail) => (await import('{module}')).waitingText(detail)", details[1])
-        costs = [
-            found.page.evaluate(f"async (detail) => (await import('{module}')).costsText(detail)", each)
-            for each in details
-        ]
-    assert "In round 1 the workers waited 25.0 % of their time" in text
-    assert 'without sync.wait = "always" up to 20.0 % would be saved, with twice as many inner steps 10.0 %' in text
-    cells = {row["worker"]: row["cells"] for row in rows}
-    assert {row["worker"]: row["slow"] for row in rows} == {"a": 0.75, "b": 1.0, "c": 2.25, "new": None}
-    assert cells["a"][0]["stages"] == {"train": 2.0, "send": 0.7, "wait": 0.8, "other": 0, "all": 3.5}
-    assert cells["a"][0]["waits"] == details[0]["waits"]["a"]
-    assert cells["b"][0]["waits"] is None
-    assert (cells["c"][0]["adds"], cells["b"][0]["adds"]) == (details[0]["adds"]["c"], None)
-    dropped = "c dropped 12 inner steps before round {}: the others were a round further before it had their deltas; "
-    dropped += "more sync.inner_steps give its line time."
-    assert costs == [
-        dropped.format(0),
-        f"{dropped.format(1)} c costs more than it gives: 34.0 % of round 1 was spent waiting for it, and it gave 25.0 % of the tokens; "
-        'with sync.wait = "never" nobody waits for it.',
-    ]
-    assert [cell["gone"] for cell in cells["b"]] == [False, True]
-    assert [cell["late_s"] for cell in cells["c"]] == [None, 3.5]
-    assert [cell["gone"] for cell in cells["new"]] == [False, False]
 
 
 def test_where_nobody_looks_nothing_is_asked(browser: Browser, played: Played) -> None:
@@ -787,28 +661,9 @@ def test_a_run_is_shown_beside_its_baseline_or_another_run(browser: Browser, run
         expect(panel).not_to_contain_text("perplexity")
 
 
-def test_figures_are_those_of_the_commands(browser: Browser, running: InThread) -> None:
-    """The page writes numbers, and counts bytes of all-reduce, as `outerstep` does."""
-    numbers = [0, 7, 999, 1000, 12_345, 999_499, 999_500, 1_234_567, 98_700_000_000]
-    module = f"{running.url}/dashboard/{serving.version()}"
-    with opened(browser, running, "") as found:
-        found.page.get_by_role("heading", name="Runs").wait_for()
-        shown = found.page.evaluate(
-            f"""async (numbers) => {{
-              const units = await import("{module}/units.js");
-              const {{ allreduceBytes }} = await import("{module}/derived.js");
-              return [numbers.map(units.count), numbers.map(units.bytes), allreduceBytes(4, 139584, 960)];
-            }}""",
-            numbers,
-        )
-    spaced = [[text.replace("\u00a0", " ") for text in texts] for texts in shown[:2]]
-    assert spaced == [[count_text(each) for each in numbers], [bytes_text(each) for each in numbers]]
-    assert shown[2] == allreduce_bytes(4, 139_584, 960)
-
-
-@pytest.mark.parametrize("events_kept", [3, 250, 2600])
-def test_the_last_of_many_events_are_found(browser: Browser, running: InThread, run: str, events_kept: int) -> None:
+def test_the_last_of_many_events_are_found(browser: Browser, running: InThread, run: str) -> None:
     """The listing begins with the oldest: the page finds its end without reading all of it."""
+    events_kept = 2600
     running.create_run(spec_toml(run))
     with running.live(run).change() as change:
         for n in range(events_kept):
@@ -816,7 +671,7 @@ def test_the_last_of_many_events_are_found(browser: Browser, running: InThread, 
     with opened(browser, running, f"run={run}") as found:
         log = found.page.get_by_role("log")
         expect(log).to_contain_text(f"number {events_kept - 1}")
-        assert log.locator("li").count() >= min(25, events_kept)
+        assert log.locator("li").count() >= 25
         assert sum("/events?" in url for url in found.asked) < 20
 
 

@@ -40,103 +40,6 @@ def test_a_round_closes_without_the_straggler_once_quorum_and_grace_have_passed(
     assert late["message"].startswith("round 0, first in fragment 0: closed without c after 1 s of grace")
 
 
-def test_fragments_that_close_without_different_workers_are_told_of_each(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    members = crew(shared, run, ["a", "b", "c", "d", "e"], rounds=2, members=GRACE_OF_A_SECOND)
-    for round_ in range(2):
-        assignments = [member.assignment(round_) for member in members]
-        without = [("e",), ("d", "e")]
-        for member, assignment in zip(members, assignments, strict=True):
-            for p, values in enumerate(member.pseudo_gradients(round_)):
-                if member.name not in without[p]:
-                    assert member.contribute(assignment, p, values).status_code == 201
-        clock.advance(1)
-        shared.coordinator.tick()
-        for member in members:
-            member.step(round_)
-    told = [event["data"] for event in events(shared, run, "late")]
-    assert told == [
-        {"round": round_, "fragment": fragment, "workers": workers}
-        for round_ in range(2)
-        for fragment, workers in [(0, ["e"]), (1, ["d", "e"])]
-    ]
-    reasons = [fragment["reason"] for fragment in info(shared, run, "/rounds/1")["fragments"]]
-    assert reasons[0] == "all 4 workers have contributed; did not wait for e", "it has never contributed"
-    assert reasons[1].startswith("closed without d after 1 s of grace")
-
-
-def test_the_grace_is_in_proportion_to_the_time_that_the_quorum_took(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    a, b, c = crew(shared, run, NAMES, members="lease_s = 1000\ngrace_factor = 0.5\ngrace_min_s = 1\ngrace_max_s = 600")
-    c.assignment(0)
-    clock.advance(40)
-    contribute_all(a, 0)
-    contribute_all(b, 0)
-    assert info(shared, run, "/rounds/0")["fragments"][0]["closes_in_s"] == 20
-
-
-def test_work_that_was_late_is_refused_kept_by_its_worker_and_counts_in_its_next_contribution(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    members = a, b, c = crew(shared, run, NAMES, rounds=2, min_workers=2, members=GRACE_OF_A_SECOND)
-    for member in members:
-        member.assignment(0)
-    late = c.assignment(0)
-    contribute_all(a, 0)
-    contribute_all(b, 0)
-    clock.advance(1)
-    shared.coordinator.tick()
-    assert c.delta(0, 1).status_code == 200
-    for p, values in enumerate(c.pseudo_gradients(0)):
-        refusal = problem(c.contribute(late, p, values), "round-closed")
-        assert "carry the work into round" in refusal["detail"]
-        assert "round" in refusal
-    for member in members:
-        member.step(0)
-    following = c.assignment(1)
-    assert following.action == "train"
-    assert not {tuple(each) for each in following.units} & {tuple(each) for each in late.units}
-    named = late.units + following.units
-    tokens = sum(stop - start for start, stop in named) * c.spec.unit_tokens
-    contribute_all(c, 1, units=named, carried=[0])  # its weight is that of one round
-    contribute_all(a, 1)
-    contribute_all(b, 1)
-    assert a.delta(1, 0).status_code == 200
-    assert info(shared, run, "/workers/c")["tokens"] == tokens
-    assert info(shared, run)["tokens"] == tokens + 2 * a.spec.unit_tokens * 10
-
-
-def test_a_worker_that_left_is_not_called_late(shared: InThread, run: str) -> None:
-    a, b, c = crew(shared, run, NAMES, rounds=1, min_workers=2)
-    c.assignment(0)
-    contribute_all(a, 0)
-    c.http.delete(c.path())
-    contribute_all(b, 0)
-    assert a.delta(0, 0).status_code == 200
-    assert events(shared, run, "late") == []
-
-
-def test_a_contribution_of_a_worker_that_died_afterwards_counts(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    a, b, c = crew(shared, run, NAMES, rounds=1, min_workers=2, members="lease_s = 60")
-    for member in (a, b, c):
-        member.assignment(0)
-    contribute_all(c, 0)
-    clock.advance(50)
-    for member in (a, b):
-        member.http.put(member.path("/lease"), json={})
-    clock.advance(11)
-    shared.coordinator.tick()
-    assert info(shared, run, "/workers/c")["state"] == "lost"
-    contribute_all(a, 0)
-    contribute_all(b, 0)
-    assert a.delta(0, 0).status_code == 200
-    assert info(shared, run, "/rounds/0")["fragments"][0]["contributors"] == NAMES
-
-
 @pytest.mark.covers("security:replayed-upload")
 def test_the_same_contribution_again_is_200_and_another_one_is_409(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
@@ -154,26 +57,6 @@ def test_the_same_contribution_again_is_200_and_another_one_is_409(shared: InThr
     assert a.delta(0, 0).status_code == 200
     assert a.contribute(assignment, 0, first).status_code == 200, "even after the round"
     problem(a.contribute(assignment, 0, other), "contribution-conflict")
-
-
-def test_work_against_another_outer_state_is_refused_and_recorded(shared: InThread, run: str) -> None:
-    (a,) = crew(shared, run, ["a"], rounds=1)
-    assignment = a.assignment(0)
-    a.theta[0][0] += 1
-    problem(a.contribute(assignment, 0, a.pseudo_gradients(0)[0]), "stale-base")
-    assert events(shared, run, "diverged")[0]["data"] == {"worker": "a", "round": 0, "fragment": 0}
-    a.theta[0][0] = 0.5
-    assert a.contribute(assignment, 0, a.pseudo_gradients(0)[0]).status_code == 201
-
-
-def test_a_contribution_before_its_round_is_refused_with_the_reason(shared: InThread, run: str) -> None:
-    a, _ = crew(shared, run, ["a", "b"], rounds=3, min_workers=2)
-    for member in (a, _):
-        member.assignment(0)
-    ahead = a.assignment(0).model_copy(update={"round": 1})
-    assert (
-        "round 1 is not open" in problem(a.contribute(ahead, 0, a.pseudo_gradients(1)[0]), "round-not-open")["detail"]
-    )
 
 
 def test_a_box_whose_gpu_hangs_holds_no_round_although_its_heartbeats_go_on(

@@ -31,16 +31,6 @@ def test_the_bytes_are_a_payload_of_their_kind_and_their_digest_is_the_etag(memb
     assert header.fragment == 1
 
 
-def test_the_listings_tell_the_same_digests(shared: InThread, member: Member) -> None:
-    delta = member.http.get("/v1/runs/blobs/rounds/0/fragments/1/delta")
-    fragment = info(shared, "blobs", "/rounds/0")["fragments"][1]
-    assert (fragment["delta_digest"], fragment["delta_bytes"]) == (digest(delta.content).hex(), len(delta.content))
-    state = member.http.get("/v1/runs/blobs/checkpoints/1/fragments/1")
-    described = info(shared, "blobs", "/checkpoints/latest")["fragments"][1]
-    assert (described["digest"], described["bytes"]) == (digest(state.content).hex(), len(state.content))
-    assert described["state_digest"] == member.base(1).hex()
-
-
 @pytest.mark.parametrize("wanted", ["{etag}", "W/{etag}", '"other", {etag}', "*"])
 def test_what_the_client_has_already_is_not_sent_again(member: Member, address: str, wanted: str) -> None:
     etag = member.http.get(address).headers["etag"]
@@ -84,18 +74,6 @@ def test_a_range_that_cannot_be_had_is_a_problem_that_tells_the_size(member: Mem
     refused = member.http.get(address, headers={"Range": wanted})
     assert f"within the {size} bytes" in problem(refused, "range-not-satisfiable")["detail"]
     assert refused.headers["content-range"] == f"bytes */{size}"
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    ["lines=0-1", "bytes", "bytes=", "bytes=-", "bytes=a-b", "bytes=5-2", "bytes=0-1,", "bytes=0-1,x", "bytes=0--1", "bytes=0-1,99999999-", "bytes=" + ",".join(["0-1"] * 101)],
-)  # fmt: skip
-def test_a_range_of_another_unit_or_without_sense_or_of_many_parts_gets_the_whole(
-    member: Member, address: str, wanted: str
-) -> None:
-    whole, reply = member.http.get(address), member.http.get(address, headers={"Range": wanted})
-    assert (reply.status_code, reply.content) == (200, whole.content)
-    assert "content-range" not in reply.headers
 
 
 def test_a_delta_that_is_not_there_yet_says_what_is_waited_for(shared: InThread, run: str) -> None:

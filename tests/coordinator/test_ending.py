@@ -11,7 +11,7 @@ import httpx
 import numpy as np
 import pytest
 
-from coordinator.run.waiters import ASSIGNMENTS, EVENTS, delta_of
+from coordinator.run.waiters import ASSIGNMENTS, EVENTS
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.identity import Actor
@@ -152,18 +152,6 @@ def test_revoking_a_token_ends_the_long_polls_of_its_members(shared: InThread, r
     problem(asked.reply(), "unauthorized")
 
 
-def test_revoking_a_token_ends_its_own_long_polls(shared: InThread, run: str) -> None:
-    (member,) = crew(shared, run, ["a"], min_workers=1)
-    member.assignment(0)
-    token = made(shared, scope="viewer")
-    with shared.client(token["token"]) as viewer:
-        path = f"/v1/runs/{run}/rounds/0/fragments/0/delta"
-        asked = Asking(viewer, "GET", path, headers={"Prefer": "wait=60"})
-        waits(shared, run, delta_of(0))
-        revoke(shared, token)
-        problem(asked.reply(), "unauthorized")
-
-
 @pytest.mark.covers("reliability:revoked-token", "security:revoked-token")
 def test_what_was_on_its_way_when_its_worker_was_sent_away_is_refused(shared: InThread, run: str) -> None:
     """With the first fragment the units were consumed, so those that came later were taken from whoever sent them."""
@@ -220,35 +208,5 @@ def test_a_token_that_expires_ends_as_one_that_is_revoked(tmp_path: Path) -> Non
         assert "w" not in run.members
         (listed,) = [each for each in service.tokens.listed(10, None) if each.id == token.id]
         assert listed.expires_at == token.expires_at, "it is shown until it is revoked"
-    finally:
-        service.close()
-
-
-def test_the_last_use_is_written_once_a_minute(tmp_path: Path) -> None:
-    now = SettableClock()
-    service = Coordinator(Settings(data_dir=tmp_path), now=now)
-    try:
-        token = service.new_token(TokenRequest(scope=Scope.VIEWER), Actor())
-
-        def written() -> float | None:
-            with sqlite3.connect(tmp_path / "outerstep.db") as database:
-                found = database.execute("SELECT last_used_at FROM tokens WHERE id = ?", (token.id,)).fetchone()
-            return None if found[0] is None else float(found[0])
-
-        def shown() -> float | None:
-            return next(each.last_used_at for each in service.tokens.listed(10, None) if each.id == token.id)
-
-        assert shown() is None
-        service.identify(token.token)
-        used = now()
-        service.tick()
-        assert (shown(), written()) == (used, None)
-        now.advance(61)
-        service.tick()
-        assert (shown(), written()) == (used, used)
-        now.advance(1)
-        service.identify(token.token)
-        service.tick()
-        assert (shown(), written()) == (now(), used)
     finally:
         service.close()

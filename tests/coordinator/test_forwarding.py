@@ -155,7 +155,7 @@ def test_whatever_the_target_a_standby_connects_to_nobody_but_the_leader(pair: P
     token = b"Authorization: Bearer " + pair.leader.admin_token.encode()
     with canary() as elsewhere:
         place = b"127.0.0.1:%d" % elsewhere.getsockname()[1]
-        targets = [target % place if b"%s" in target else target for target in HOSTILE] + [*made_targets(place, 250)]
+        targets = [target % place if b"%s" in target else target for target in HOSTILE] + [*made_targets(place, 100)]
         for number, target in enumerate(targets):
             method = ("GET", "GET", "OPTIONS", "POST", "HEAD")[number % 5]
             request = head_of(method, target, *([token] if number % 3 else []), b"Content-Length: 0")
@@ -167,18 +167,6 @@ def test_whatever_the_target_a_standby_connects_to_nobody_but_the_leader(pair: P
                     assert answer.slug, (target, answer)
                 assert target[:1] == b"/" or answer.status == 400, (target, answer)
             assert found[0].status == found[1].status or any(each.status == 503 for each in found), (target, found)
-
-
-@pytest.mark.parametrize("method", ["GET", "OPTIONS", "CONNECT"])
-@pytest.mark.parametrize(
-    "target", [b"*", b"*@c:1/x", b"http://c/healthz", b"c:80", b"", b"/\xc3\xa9"], ids=bytes.decode
-)
-def test_a_target_that_is_no_path_is_refused_before_anything_else(pair: Pair, method: str, target: bytes) -> None:
-    for running in pair:
-        answer = ask(running, head_of(method, target))
-        assert (answer.status, answer.slug) == (400, "invalid-request")
-        assert "must begin with /" in json.loads(answer.body)["detail"]
-        assert answer.headers["Connection"] == "close"
 
 
 @pytest.mark.parametrize(

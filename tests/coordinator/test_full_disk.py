@@ -227,31 +227,6 @@ def test_a_database_that_another_process_has_locked_is_told_as_the_cause(
     assert lines == ["ERROR", "WARNING"]
 
 
-@pytest.mark.in_sqlite
-def test_a_database_whose_own_disk_is_full_is_told_as_the_files_disk_is(tmp_path: Path) -> None:
-    """The probe of the files' disk finds room all the while; that is not taken for room in the database."""
-    clock, full = SettableClock(), False
-    with coordinator_thread(tmp_path / "data", clock=clock) as running:
-        FullDisk(tmp_path / "data", lambda _: full).watch(running.coordinator.database.reading)
-        a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2, members="lease_s = 1000")
-        for member in (a, b):
-            member.assignment(0)
-        full = True
-        problem(a.contribute(a.assignment(0), 0, a.pseudo_gradients(0)[0]), "storage-full")
-        for _ in range(2 * int(QUIET_S)):
-            running.coordinator.tick()
-            clock.advance(1)
-        full = False
-        running.coordinator.tick()
-        kinds = ("storage-full", "storage-room")
-        assert [len(events(running, "r", kind)) for kind in kinds] == [1, 0]
-        clock.advance(QUIET_S)
-        running.coordinator.tick()
-        assert [len(events(running, "r", kind)) for kind in kinds] == [1, 1]
-        play_round([a, b], 0)
-        running.await_state("r", 1)
-
-
 def test_a_bucket_that_hangs_is_named_though_no_write_fails(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It answers nothing for minutes, and meanwhile the run seemed to wait for its workers."""
     clock, answers = SettableClock(), threading.Event()

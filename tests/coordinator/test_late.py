@@ -1,6 +1,5 @@
 """Late contributions are told with how late they were, and divergences are counted."""
 
-from coordinator.store.tables import LateContributionRow
 from harness.coordinator import InThread, SettableClock
 from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, events, info, problem
 
@@ -25,16 +24,6 @@ def test_the_rounds_record_says_who_was_late_and_by_how_much(shared: InThread, r
     assert info(shared, run, "/workers/c")["contributions"] == 0
 
 
-def test_nobody_else_gets_into_the_record(shared: InThread, run: str) -> None:
-    a, b = crew(shared, run, ["a", "b"], rounds=2)
-    assignment = a.assignment(0)
-    a.take_part(0)
-    a.step(0)
-    problem(b.contribute(assignment, 0, b.pseudo_gradients(0)[0]), "round-closed")
-    with shared.coordinator.database.read() as session:
-        assert session.query(LateContributionRow).filter_by(run_id=shared.live(run).id).count() == 0
-
-
 def test_a_divergence_is_counted_once_per_round_whatever_the_number_of_fragments(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=2, min_workers=2)
     for member in (a, b):
@@ -56,21 +45,3 @@ def test_a_divergence_is_counted_once_per_round_whatever_the_number_of_fragments
         member.step(0)
     shared.await_state(run, 1)
     assert info(shared, run)["divergences"] == 1, "it was healed, and never averaged"
-
-
-def test_a_round_without_a_quorum_closes_by_the_cap(shared: InThread, run: str, clock: SettableClock) -> None:
-    names = ["a", "b", "c", "d"]
-    members = crew(shared, run, names, rounds=1, members="lease_s = 1000\nround_max_s = 60")
-    for member in members:
-        member.assignment(0)
-    members[0].take_part(0)
-    reason = info(shared, run, "/rounds/0")["fragments"][0]["reason"]
-    assert reason.startswith("waiting for 3 of 4 workers (b, c, d); closes in 60 s")
-    clock.advance(61)
-    shared.coordinator.tick()
-    members[0].step(0)
-    reason = info(shared, run, "/rounds/0")["fragments"][0]["reason"]
-    assert (
-        reason
-        == "closed without b, c, d after 60 s, the longest that a round may take; 1 of 4 workers have contributed"
-    )

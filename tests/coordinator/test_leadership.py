@@ -454,38 +454,6 @@ def test_a_standby_forwards_everything_and_takes_over(tmp_path: Path, url: str) 
         assert finished["message"] == "the run is finished after 3 rounds"
 
 
-def test_leader_and_standby_are_shown_and_measured_apart(
-    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with two(tmp_path, url) as (leader, standby):
-        roles = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if "  role " in line]
-        assert roles[0] == "leads"
-        assert roles[1].startswith(f"standby: it forwards requests to {leader.url}")
-        wait_until(lambda: len(standby.client().get("/v1/status").json()["coordinators"]) == 2)
-        found = standby.client().get("/v1/status").json()
-        assert {each["address"]: each["leads"] for each in found["coordinators"]} == {
-            leader.url: True,
-            standby.url: False,
-        }
-        assert found["findings"] == []
-        for running, leads in ((leader, 1), (standby, 0)):
-            metrics = running.client().get("/metrics").raise_for_status().text
-            assert f"outerstep_leads {leads}.0\n" in metrics
-            assert "outerstep_leader_term 1.0\n" in metrics
-            assert "outerstep_coordinators 2.0\n" in metrics
-            assert "outerstep_superseded_writes_total 0.0\n" in metrics
-        admin = standby.client()
-        of_run = {"scope": "viewer", "note": "", "run": "r"}
-        crew(leader, "r", ["w"])
-        token = admin.post("/v1/tokens", json=of_run).json()["token"]
-        found = standby.client(token).get("/metrics").raise_for_status().text
-        assert 'outerstep_run_round{run="r"}' in found, "the leader has the metrics of runs"
-        assert "outerstep_leads" not in found
-        problem(standby.client("ost_" + "x" * 43).get("/metrics"), "unauthorized")
-        problem(httpx.get(f"{standby.url}/metrics"), "unauthorized")
-        assert httpx.head(f"{standby.url}/readyz").status_code == 200
-
-
 def test_a_standby_sends_deltas_and_checkpoints_itself(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,30 +488,6 @@ def test_a_standby_sends_deltas_and_checkpoints_itself(
                 assert standby.client().get(path).content == whole.content
 
 
-def test_a_standby_whose_store_is_out_of_reach_lets_the_leader_send(
-    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At once: each attempt to read the store would take as long as it takes to give up."""
-    tried: list[str] = []
-
-    def blobs() -> Any:
-        tried.append("read")
-        return fails()
-
-    with two(tmp_path, url) as (leader, standby):
-        crew(leader, "r", ["a"], rounds=1)
-        path = "/v1/runs/r/checkpoints/0/fragments/0"
-        assert standby.server.shared is not None
-        monkeypatch.setattr(standby.server.shared, "_blobs", blobs)
-        with standby.client() as client, leader.client() as other:
-            whole = other.get(path).raise_for_status().content
-            assert client.get(path).content == whole
-            assert tried == ["read"]
-            monkeypatch.setattr(Election, "store_fault", "it does not answer")
-            assert client.get(path).content == whole
-            assert tried == ["read"]
-
-
 def fails() -> Any:
     raise OuterstepError("this process cannot reach the bucket")
 
@@ -558,27 +502,6 @@ def test_a_client_is_told_no_name_of_a_blob(tmp_path: Path, url: str) -> None:
             found = running.client().get(path, headers={TICKET_HEADER: forged})
             assert len(found.content) > 1000
             assert downloads.BLOB_HEADER not in found.headers
-
-
-def test_a_standby_has_the_dashboard(tmp_path: Path, url: str) -> None:
-    """Also while nobody leads."""
-    with two(tmp_path, url) as (leader, standby), standby.client() as client:
-        with leader.client() as other:
-            page = other.get("/")
-            assert client.get("/").content == page.content
-        assert standby.server.shared is not None
-        standby.server.shared.terms.election.withdraw()
-        leader.server.should_exit = True
-        wait_until(lambda: client.get("/readyz").status_code == 503)
-        file = re.search(r'"(dashboard/[^"]+\.js)"', page.text)
-        assert file is not None
-        for name, of in (("/", page.headers), (f"/{file[1]}", {"Content-Type": "text/javascript; charset=utf-8"})):
-            found = client.get(name).raise_for_status()
-            assert found.headers["Content-Type"] == of["Content-Type"]
-            assert found.headers["X-Content-Type-Options"] == "nosniff"
-            assert client.head(name).headers["Content-Length"] == found.headers["Content-Length"]
-        problem(client.get("/dashboard/none.js"), "not-ready")
-        problem(client.get("/", headers={"Accept": "application/json"}), "not-ready")
 
 
 @pytest.mark.covers("security:forged-forwarding")
@@ -616,6 +539,7 @@ def test_a_commit_whose_reply_is_lost_is_known_after_the_next_takeover(tmp_path:
             running.await_state("r", 2)
 
 
+@pytest.mark.system
 def test_the_database_may_be_restarted(tmp_path: Path) -> None:
     blobs = stores.MemoryBlobs()
     with (

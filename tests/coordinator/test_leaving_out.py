@@ -235,18 +235,6 @@ def test_an_evaluator_gets_what_makes_the_state_without_a_worker(shared: InThrea
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_a_difference_moves_nothing_that_no_contribution_has_moved():
-    """Such as the rows of tokens that nobody had: a codec without zero would move all of them the same way."""
-    difference, found = np.zeros(512, np.float32), np.empty(512, np.float32)
-    difference[::25] = [1.0, -1.0, 0.25] * 7
-    codec = CODECS[DIFFERENCES]
-    raw = np.empty(codec.size(512), np.uint8)
-    codec.encode(difference, raw)
-    codec.decode(raw, found)
-    np.testing.assert_allclose(found, difference, atol=0.05)
-    assert not found[difference == 0].any()
-
-
 @pytest.mark.covers("security:lying-evaluator")
 def test_one_evaluator_alone_leaves_nobody_out(shared: InThread, run: str):
     _, b, c, m = members = begin(shared, run)

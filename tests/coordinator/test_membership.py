@@ -220,16 +220,6 @@ def test_a_silent_worker_is_lost_its_token_ends_and_its_units_go_to_others(
     assert units_of(shared, run, "free") == []
 
 
-def test_a_lost_worker_joins_again_in_a_new_epoch(shared: InThread, run: str, clock: SettableClock) -> None:
-    (member,) = crew(shared, run, ["w"], members=MINUTE)
-    clock.advance(61)
-    shared.coordinator.tick()
-    again = recovered(enlist(shared, run, "w"))
-    assert again.joined.epoch == 2
-    problem(member.http.put(member.path("/lease"), json={}), "unauthorized")
-    play_round([again], 0)
-
-
 def lapsed(shared: InThread, run: str, clock: SettableClock) -> LiveRun:
     """The run, in which the lease of `w` has ended: for calls as a handler makes them, having checked the token before."""
     crew(shared, run, ["w"], members=MINUTE)
@@ -279,15 +269,6 @@ def test_a_long_poll_ends_in_401_when_the_lease_ends_meanwhile(
     assert live.members.ready == set()
 
 
-def test_heartbeats_show_the_workers_metrics(shared: InThread, run: str) -> None:
-    (member,) = crew(shared, run, ["w"])
-    metrics = {"round": 0, "inner_step": 3, "loss": 2.5, "tokens_per_second": 10.0, "phase": "train"}
-    reply = member.http.put(member.path("/lease"), json=metrics)
-    assert reply.json()["directive"] == "continue"
-    shown = info(shared, run, "/workers/w")["metrics"]
-    assert {key: shown[key] for key in metrics} == metrics
-
-
 # --- leaving ------------------------------------------------------------------------------------------------------
 
 
@@ -304,23 +285,6 @@ def test_a_worker_that_leaves_gives_its_units_back_and_its_last_state_is_shown(s
     assert units_of(shared, run, "free") == [tuple(each) for each in units]
     assert heartbeat(member) == 401
     assert events(shared, run, "left")
-
-
-def test_an_admin_can_make_a_worker_leave_and_its_metrics_stay(shared: InThread, run: str) -> None:
-    (member,) = crew(shared, run, ["w"])
-    member.http.put(member.path("/lease"), json={"upload_bytes": 7})
-    with shared.client() as admin:
-        assert admin.delete(member.path()).status_code == 204
-        problem(admin.delete(member.path()), "not-found")
-        problem(admin.delete(f"/v1/runs/{run}/workers/nobody"), "not-found")
-    assert heartbeat(member) == 401
-    assert info(shared, run, "/workers/w")["metrics"]["upload_bytes"] == 7
-
-
-def test_a_member_cannot_make_another_leave(shared: InThread, run: str) -> None:
-    a, b = crew(shared, run, ["a", "b"])
-    problem(a.http.delete(b.path()), "forbidden")
-    assert heartbeat(b) == 200
 
 
 # --- assignments --------------------------------------------------------------------------------------------------
@@ -417,37 +381,6 @@ def test_a_worker_that_left_with_another_final_state_is_recorded_as_diverged(sha
 
 
 # --- pause, resume, stop ------------------------------------------------------------------------------------------
-
-
-def test_a_paused_run_closes_its_open_round_and_opens_no_other_until_it_is_resumed(shared: InThread, run: str) -> None:
-    (member,) = crew(shared, run, ["w"], rounds=3)
-    assignment = member.assignment(0)
-    with shared.client() as admin:
-        assert admin.patch(f"/v1/runs/{run}", json={"state": "paused"}).json()["state"] == "paused"
-        for p, values in enumerate(member.pseudo_gradients(0)):
-            assert member.contribute(assignment, p, values).status_code == 201
-        member.step(0)
-        waiting = member.assignment(1)
-        assert (waiting.action, waiting.reason) == ("wait", "the run is paused")
-        assert admin.patch(f"/v1/runs/{run}", json={"state": "paused"}).status_code == 200, "again: nothing happens"
-        admin.patch(f"/v1/runs/{run}", json={"state": "running"})
-    play_round([member], 1)
-    assert [event["kind"] for event in events(shared, run, "paused") + events(shared, run, "running")] == [
-        "paused",
-        "running",
-    ]
-
-
-def test_a_stopped_run_is_over(shared: InThread, run: str) -> None:
-    (member,) = crew(shared, run, ["w"], rounds=3)
-    assignment = member.assignment(0)
-    with shared.client() as admin:
-        assert admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).json()["state"] == "stopped"
-        problem(admin.patch(f"/v1/runs/{run}", json={"state": "running"}), "run-ended")
-    assert member.assignment(0).action == "finish"
-    assert member.http.put(member.path("/lease"), json={}).json()["directive"] == "stop"
-    problem(member.contribute(assignment, 0, member.pseudo_gradients(0)[0]), "run-ended")
-    problem(member.delta(0, 0), "run-ended")
 
 
 # --- a restart ----------------------------------------------------------------------------------------------------

@@ -1,14 +1,10 @@
 """HEAD wherever GET is answered, and what an address says of the methods that it takes."""
 
-import threading
-
 import httpx
 import pytest
 
 from harness.coordinator import InThread
 from harness.member import Member
-from tests.coordinator.crew import crew
-from tests.support.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -25,37 +21,6 @@ def test_head_answers_as_get_without_the_body(member: Member, rest: str, asked: 
 def same(reply: httpx.Response) -> dict[str, str]:
     """The headers that do not differ between two answers to the same request."""
     return {name: value for name, value in reply.headers.items() if name not in ("date", "x-request-id")}
-
-
-def test_ranges_are_of_get_alone(member: Member) -> None:
-    address = "/v1/runs/blobs/checkpoints/1/fragments/1"
-    whole, head = member.http.get(address), member.http.head(address, headers={"Range": "bytes=0-0"})
-    assert (head.status_code, head.headers["content-length"]) == (200, str(len(whole.content)))
-
-
-@pytest.mark.usefixtures("endless_polls")
-def test_head_waits_and_is_refused_as_get_is(shared: InThread, run: str) -> None:
-    (a,) = crew(shared, run, ["a"])
-    awaited = f"/v1/runs/{run}/rounds/0/fragments/0/delta"
-    with shared.client() as reader:
-        assert reader.head("/v1/runs/none").status_code == 404
-        assert reader.head(awaited).headers["retry-after"] == "1"
-        replies: list[httpx.Response] = []
-        thread = threading.Thread(target=lambda: replies.append(reader.head(awaited, headers={"Prefer": "wait=9999"})))
-        thread.start()
-        a.take_part(0)
-        thread.join(PATIENCE_S)
-        assert (replies[0].status_code, replies[0].content) == (200, b"")
-    with shared.client("ost_unknown") as nobody:
-        refused = nobody.head(awaited)
-        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
-
-
-def test_head_of_the_live_stream_of_events_ends(shared: InThread, member: Member) -> None:
-    with shared.client() as reader:
-        reply = reader.head("/v1/runs/blobs/events", headers={"Accept": "text/event-stream"})
-        assert reply.headers["content-type"].startswith("text/event-stream")
-        assert reader.get("/v1/runs/blobs").status_code == 200, "the connection lives on"
 
 
 @pytest.mark.parametrize(

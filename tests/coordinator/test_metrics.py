@@ -1,8 +1,7 @@
 """`GET /metrics`: exactly the families of the table, with their types and labels; and what each token sees."""
 
-import runpy
 from collections import defaultdict
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -15,14 +14,12 @@ from coordinator.metrics.families import FAMILIES, OF_RUNS, OF_THE_SERVER, PREFI
 from coordinator.metrics.runs import run_values, snapshot
 from coordinator.metrics.server import of_peers
 from coordinator.peers import Peers
-from coordinator.trust.guard import GuardRecord
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import spec_toml
 from protocol.messages import RunState, Scope
 from tests.coordinator.crew import crew, events, measure_everything, problem
 from tests.support.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 LIBRARY = ("process_", "python_")
 
 Found = dict[str, Metric]
@@ -81,11 +78,6 @@ def test_every_family_of_the_table_is_exported_and_no_other(played: InThread) ->
     assert {"process_resident_memory_bytes", "process_open_fds", "python_gc_collections"} <= set(found)
 
 
-def test_the_page_is_current() -> None:
-    written = runpy.run_path(str(ROOT / "docs" / "write_metrics.py"))["page"]()
-    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == written, "run: python -m docs.write_metrics"
-
-
 def test_names_and_units_are_those_of_prometheus() -> None:
     names = [family.name for family in FAMILIES]
     assert len(names) == len(set(names))
@@ -125,32 +117,6 @@ def test_the_metrics_of_a_run(played: InThread) -> None:
     assert value(found, "worker_tokens_per_second", worker="b", **of) == 1500
     assert value(found, "worker_inner_step", worker="b", **of) == 4
     assert value(found, "worker_joins_total", worker="b", **of) == 1
-
-
-def test_a_late_contribution_is_counted(shared: InThread, clock: SettableClock, run: str) -> None:
-    grace = "lease_s = 100\ngrace_factor = 0\ngrace_min_s = 1\ngrace_max_s = 1"
-    a, b, c = members = crew(shared, run, ["a", "b", "c"], rounds=2, min_workers=2, members=grace)
-    assigned = {member.name: member.assignment(0) for member in members}
-    for member in (a, b):
-        member.take_part(0)
-    clock.advance(2)
-    a.step(0)
-    for fragment, content in enumerate(c.pseudo_gradients(0)):
-        problem(c.contribute(assigned["c"], fragment, content), "round-closed")
-    assert values(scraped(shared), "run_contributions_total", run=run)[("late",)] == len(a.theta)
-
-
-def test_a_pause_by_the_guard_is_shown_until_the_operator_resumes(shared: InThread, run: str) -> None:
-    crew(shared, run, ["a"])
-    live = shared.live(run)
-    with shared.client() as admin:
-        for state, spoilt, expected in (("paused", False, 0), ("paused", True, 1), ("running", False, 0)):
-            if spoilt:
-                with live.change() as change:
-                    change.row.guard = asdict(GuardRecord(judged=1, good=0, paused=True))
-            else:
-                admin.patch(f"/v1/runs/{run}", json={"state": state}).raise_for_status()
-            assert value(scraped(shared), "run_paused_by_guard", run=run) == expected
 
 
 def test_requests_are_counted_by_route_and_not_by_address(shared: InThread) -> None:

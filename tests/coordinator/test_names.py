@@ -8,7 +8,7 @@ import pytest
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member, spec_toml
 from protocol.messages import Scope
-from tests.coordinator.crew import crew, info, problem, recovered
+from tests.coordinator.crew import crew, info, problem
 
 MINUTE = "lease_s = 60"
 
@@ -100,15 +100,6 @@ def test_a_token_is_for_so_many_names_over_all_runs(shared: InThread, run: str) 
     problem(join(shared, runs[0], "z", two), "forbidden")
     release(shared, runs[0], "x")
     assert join(shared, runs[0], "z", two).status_code == 200, "a name that was released does not count"
-
-
-def test_a_worker_from_before_names_belonged_to_tokens_keeps_its_name(shared: InThread, run: str) -> None:
-    (member,) = crew(shared, run, ["w"])
-    release(shared, run, "w")  # as a database of then has it
-    again = Member(shared.client(), run, "w")
-    again.join(shared.admin_token, previous=member.joined.member_token)
-    assert recovered(again).joined.epoch == 2
-    problem(join(shared, run, "w", shared.token(Scope.WORKER)), "worker-name-owned")
 
 
 def test_names_are_kept_over_a_restart(tmp_path: Any) -> None:

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from coordinator.alerts import CHECK_S, NO_ROUND_S, ROUND_S, Disk
 from coordinator.notifications import sending, services, webhook
-from coordinator.notifications.notification import EVENT_KINDS, DeliveryError, Notification, shown
+from coordinator.notifications.notification import DeliveryError, Notification, shown
 from coordinator.notifications.sending import MAX_QUEUED, PER_WINDOW, WINDOW_S, Notifier, Sender, receivers_of
 from coordinator.notifications.webhook import request_of
 from coordinator.service import Coordinator
@@ -266,14 +266,6 @@ def test_the_command_sends_a_test(sink: Sink, monkeypatch: pytest.MonkeyPatch, t
     assert CliRunner().invoke(app, ["coordinator", "notify-test"]).exit_code == Exit.USAGE
 
 
-def test_every_event_that_is_notified_is_one_of_the_page() -> None:
-    events = (ROOT / "docs" / "rest.md").read_text(encoding="utf-8")
-    kinds = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
-    for event, kind in EVENT_KINDS.items():
-        assert f"\n| `{event}` |" in events, event
-        assert f"\n| `{kind}` |" in kinds, kind
-
-
 # --- nothing waits ----------------------------------------------------------------------------------------------------
 
 
@@ -372,19 +364,6 @@ def test_a_stalled_run_is_notified_once_and_once_more_when_it_goes_on(tmp_path: 
         with found.running.client() as admin:
             admin.patch("/v1/runs/idle", json={"state": RunState.STOPPED}).raise_for_status()
             assert ("run-stalled", "resolved") in found.look()
-
-
-def test_a_removed_run_is_not_said_to_go_on(tmp_path: Path, sink: Sink) -> None:
-    clock = SettableClock()
-    with watched(tmp_path, sink, clock) as found:
-        found.running.create_run(spec_toml("idle"))
-        found.look()
-        clock.advance(NO_ROUND_S + 1)
-        assert found.look() == [("run-stalled", "firing")]
-        with found.running.client() as admin:
-            admin.patch("/v1/runs/idle", json={"state": RunState.STOPPED}).raise_for_status()
-            admin.delete("/v1/runs/idle").raise_for_status()
-        assert found.look() == []
 
 
 def test_a_disk_that_fills_up_and_the_end_of_a_run(tmp_path: Path, sink: Sink) -> None:

@@ -95,28 +95,6 @@ def test_local_copies_stay_within_their_limit(s3: S3Server, blobs: ObjectBlobs, 
     assert copies(data) == []
 
 
-def test_a_long_piece_is_read_in_one_request(s3: S3Server, blobs: ObjectBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = os.urandom(9000)
-    blobs.put(NAME, content)
-    monkeypatch.setattr(objects, "PART_BYTES", 1000)
-    with blobs.open(NAME, fresh=True) as reader:
-        s3.asked.clear()
-        memory = bytearray(5000)
-        assert reader.read_into(memoryview(memory), 100) == 5000
-        assert memory == content[100:5100]
-        assert asked(s3, "GET") == 1
-        assert reader.read_into(memoryview(memory), 8000) == 1000
-        assert memory[:1000] == content[8000:]
-        assert reader.read_into(memoryview(memory), 9000) == 0
-
-
-def test_a_blob_beyond_a_fourth_of_the_limit_is_read_from_the_store(blobs: ObjectBlobs, data: DataDirectory) -> None:
-    content = os.urandom(1001)
-    blobs.put(NAME, content)
-    assert read(blobs, NAME) == content
-    assert copies(data) == []
-
-
 def test_without_space_on_the_disk_no_copies_are_kept(
     blobs: ObjectBlobs, data: DataDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

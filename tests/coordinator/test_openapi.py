@@ -6,21 +6,13 @@ from typing import Any
 
 import pytest
 
-from protocol.digest import content_digest
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
-from protocol.wire import MEDIA_TYPE
 from tests.support.openapi import problems_of, schema
 
 OPERATIONS = [
     pytest.param(path, operation, id=f"{method.upper()} {path}")
     for path, methods in schema()["paths"].items()
     for method, operation in methods.items()
-]
-DELTA = "/v1/runs/{run}/rounds/{number}/fragments/{fragment}/delta"
-CHECKPOINT = "/v1/runs/{run}/checkpoints/{number}/fragments/{fragment}"
-UPLOADS = [
-    "/v1/runs/{run}/rounds/{number}/fragments/{fragment}/contributions/{worker}",
-    "/v1/runs/{run}/checkpoints/0/fragments/{fragment}",
 ]
 
 
@@ -60,38 +52,3 @@ def test_every_problem_is_told_somewhere_and_every_reference_leads_somewhere() -
         found: Any = schema()
         for name in reference.removeprefix("#/").split("/"):
             found = found[name]
-
-
-@pytest.mark.parametrize("path", UPLOADS)
-def test_uploads(path: str) -> None:
-    operation = schema()["paths"][path]["put"]
-    assert list(operation["requestBody"]["content"]) == [MEDIA_TYPE]
-    headers = asked(operation)
-    assert headers["content-length"]
-    assert headers["content-digest"]
-    (pattern,) = [each["schema"]["pattern"] for each in operation["parameters"] if each["name"] == "Content-Digest"]
-    assert re.fullmatch(pattern, content_digest(bytes(range(32))))
-    assert {"200", "201", "408", "411"} <= set(operation["responses"])
-
-
-@pytest.mark.parametrize("path", [DELTA, CHECKPOINT])
-def test_immutable_bytes(path: str) -> None:
-    operation = schema()["paths"][path]["get"]
-    assert {"if-none-match", "range", "if-range"} <= set(asked(operation))
-    answers = operation["responses"]
-    assert list(answers["200"]["content"]) == list(answers["206"]["content"]) == [MEDIA_TYPE]
-    assert all({"ETag", "Cache-Control"} <= set(answers[status]["headers"]) for status in ("200", "206", "304"))
-    assert all("Content-Range" in answers[status]["headers"] for status in ("206", "416"))
-    assert "410" in answers
-
-
-def test_long_polls_and_streams() -> None:
-    paths = schema()["paths"]
-    for operation in (paths[DELTA]["get"], paths["/v1/runs/{run}/workers/{worker}/assignment"]["put"]):
-        assert "prefer" in asked(operation)
-        assert "Preference-Applied" in operation["responses"]["200"]["headers"]
-    assert "Retry-After" in paths[DELTA]["get"]["responses"]["404"]["headers"]
-    events = paths["/v1/runs/{run}/events"]["get"]
-    assert "last-event-id" in asked(events)
-    assert set(events["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
-    assert "Allow" in events["responses"]["405"]["headers"]

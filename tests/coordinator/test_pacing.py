@@ -250,30 +250,6 @@ def test_one_in_quarantine_does_not_begin_the_round_for_the_others(
     assert honest.assignment(1).inner_steps == 40
 
 
-@pytest.mark.covers("security:false-pace")
-def test_who_lies_about_its_pace_gets_no_more_for_it_over_http(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    shared.create_run(auto(run, 20, rounds=4, min_workers=2))
-    honest, liar = members = [enlist(shared, run, "honest"), enlist(shared, run, "liar")]
-    assert honest.assignment(None).action == "seed"
-    honest.seed()
-    recovered(liar)
-    for round_, expected in enumerate([[2, 2], [10, 20], [20, 10]]):  # its first round shows too little
-        for member, pace in ((honest, 2.0), (liar, 1e300)):
-            say_pace(member, pace)
-            member.assignment(round_)
-        given = [member.assignment(round_) for member in members]
-        steps = [each.inner_steps for each in given]
-        assert steps == expected, "it has shown half a step per second, and twice that is believed"
-        clock.advance(steps[0] / 2)
-        honest.contribute_all(given[0])
-        clock.advance(steps[1] / 0.5 - steps[0] / 2)
-        liar.contribute_all(given[1])
-        for member in members:
-            member.step(round_)
-
-
 def test_after_a_restart_each_gets_what_it_has_contributed_to_the_last_round(tmp_path: Path) -> None:
     lives, clock = Lives(tmp_path / "data"), SettableClock()
     with lives.life(clock=clock, now=clock) as running:

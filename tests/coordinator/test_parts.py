@@ -126,18 +126,6 @@ def test_parts_that_are_not_the_whole_that_they_announce_begin_anew(parts: Parts
     assert parts.send(*parts.places[-1]).status_code == 201
 
 
-def test_what_was_accepted_is_not_what_is_sent_later(parts: Parts, shared: InThread, run: str) -> None:
-    """A part of other bytes for a place that has arrived is taken, and changes nothing."""
-    for place in parts.places[:-1]:
-        missing(parts.send(*place))
-    start, stop = parts.places[0]
-    bad = bytes(stop - start)
-    headers = {"Content-Range": f"bytes {start}-{stop - 1}/{len(parts.body)}"}
-    headers["Repr-Digest"] = content_digest(digest(parts.body))
-    missing(parts.member.put(parts.path, bad, **headers))
-    assert parts.send(*parts.places[-1]).status_code == 201
-
-
 def test_a_part_of_a_round_that_closed_is_refused_before_the_rest_is_sent(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=3, min_workers=1)
     for member in (a, b):
@@ -181,15 +169,6 @@ def test_the_last_part_is_checked_like_the_whole(shared: InThread, run: str) -> 
 )
 def test_nonsense_is_refused(parts: Parts, headers: dict[str, str], slug: str) -> None:
     problem(parts.send(*parts.places[0], headers), slug)
-
-
-def test_nobody_else_adds_to_it(shared: InThread, run: str) -> None:
-    a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    for member in (a, b):
-        member.assignment(0)
-    of_a = Parts(a, a.assignment(0))
-    of_a.member.http.headers["Authorization"] = b.http.headers["Authorization"]
-    problem(of_a.send(*of_a.places[0]), "forbidden")
 
 
 def test_crumbs_are_refused(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,19 +216,6 @@ def test_state_0_in_parts(shared: InThread, run: str, monkeypatch: pytest.Monkey
     (a,) = crew(shared, run, ["a"], rounds=1)
     assert answers.count(202) > answers.count(201) == len(a.theta)
     play_round([a], 0)
-
-
-def test_a_range_of_a_delta_that_is_still_in_memory(shared: InThread, run: str) -> None:
-    (a,) = crew(shared, run, ["a"], rounds=1)
-    play_round([a], 0)
-    whole = a.delta(0, 0).content
-    path = f"/v1/runs/{run}/rounds/0/fragments/0/delta"
-    part = a.http.get(path, headers={"Range": "bytes=10-29"})
-    assert part.status_code == 206
-    assert part.content == whole[10:30]
-    assert part.headers["Content-Range"] == f"bytes 10-29/{len(whole)}"
-    behind = problem(a.http.get(path, headers={"Range": f"bytes={len(whole)}-"}), "range-not-satisfiable")
-    assert "within" in behind["detail"]
 
 
 def test_who_has_all_of_it_keeps_it_though_another_one_was_first(tmp_path: Path) -> None:

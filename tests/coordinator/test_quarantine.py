@@ -1,7 +1,5 @@
 """Quarantine: whose contributions are left out again and again takes no part for a while, and has a way back."""
 
-from pathlib import Path
-
 import pytest
 
 from coordinator.trust.quarantine import BACK, MOST_ROUNDS, QUARANTINED, Reputation
@@ -9,7 +7,6 @@ from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
-from tests.coordinator.test_restart import Lives
 
 GRACE = "grace_min_s = 10\ngrace_max_s = 10"
 LONG = 1000.0  # times what is usual: left out
@@ -146,18 +143,6 @@ def test_the_operator_ends_it(shared: InThread, run: str) -> None:
     (event,) = events(shared, run, "readmitted")
     assert event["message"] == "m takes part again"
     assert hostile.assignment(5).action == "train"
-
-
-def test_a_restart_ends_nothing(tmp_path: Path) -> None:
-    lives = Lives(tmp_path / "data")
-    patient = "lease_s = 3600\ngrace_min_s = 600"
-    with lives.life() as running:
-        *members, hostile = crew(running, "r", ["a", "b", "m"], rounds=30, min_workers=2, members=patient)
-        for round_ in range(5):
-            play(running, members, hostile, round_)
-    with lives.life() as running:
-        assert hostile.assignment(5).action == "wait"
-        assert info(running, "r", "/workers/m")["quarantined_until"] == 15
 
 
 @pytest.mark.covers("security:repeat-offender")

@@ -1,10 +1,8 @@
 """What the coordinator says it waits for is true in every state of a run, wherever it says it."""
 
-import pytest
-
 from harness.coordinator import InThread, SettableClock
-from harness.member import Member, spec_toml
-from tests.coordinator.crew import crew, enlist, info, play_round, problem
+from harness.member import Member
+from tests.coordinator.crew import crew, info, play_round, problem
 
 
 def heartbeat(member: Member) -> tuple[str, str]:
@@ -24,17 +22,6 @@ def why_not(shared: InThread, run: str, round_: int) -> str:
     return str(detail).removeprefix(f"round {round_} is not open: ")
 
 
-def test_before_state_0_is_there(shared: InThread, run: str) -> None:
-    shared.create_run(spec_toml(run))
-    assert info(shared, run)["reason"] == "waiting for the first worker"
-    a = enlist(shared, run, "a")
-    assert info(shared, run)["reason"] == heartbeat(a)[1] == "waiting for state 0"
-    assert a.assignment(None).action == "seed"
-    assert (
-        info(shared, run)["reason"] == heartbeat(a)[1] == why_not(shared, run, 0) == "waiting for a to upload state 0"
-    )
-
-
 def test_while_a_round_waits_for_workers_and_while_it_is_open(shared: InThread, run: str) -> None:
     """Of round 1 it was said that round 0 waits for workers, while that was open."""
     a, b = members = crew(shared, run, ["a", "b"], rounds=3, min_workers=2)
@@ -47,27 +34,6 @@ def test_while_a_round_waits_for_workers_and_while_it_is_open(shared: InThread, 
     refused = problem(a.contribute(ahead, 0, a.pseudo_gradients(1)[0]), "round-not-open")
     assert refused["detail"] == "round 1 is not open: round 0 is open"
     play_round(members, 0)
-
-
-@pytest.mark.parametrize(("state", "directive"), [("paused", "continue"), ("draining", "drain")])
-def test_while_the_last_round_for_now_is_open_and_after_it(
-    shared: InThread, run: str, state: str, directive: str
-) -> None:
-    a, b = crew(shared, run, ["a", "b"], rounds=3, min_workers=2)
-    for member in (a, b):
-        member.assignment(0)
-    a.take_part(0)
-    steer(shared, run, state)
-    said = f"round 0 is open; the run is {state}, so no other round opens"
-    assert heartbeat(a) == (directive, said)
-    assert why_not(shared, run, 1) == said
-    assert info(shared, run)["reason"].startswith("round 0: waiting for 1 of 2 workers (b); ")
-    b.take_part(0)
-    for member in (a, b):
-        member.step(0)
-    said = f"the run is {state}"
-    assert heartbeat(b) == (directive, said)
-    assert info(shared, run)["reason"] == why_not(shared, run, 1) == said
 
 
 def test_once_the_run_is_stopped_nothing_is_open_or_waited_for(shared: InThread, run: str) -> None:
@@ -84,13 +50,6 @@ def test_once_the_run_is_stopped_nothing_is_open_or_waited_for(shared: InThread,
     record = info(shared, run, "/rounds/0")
     assert record["reason"] == record["fragments"][0]["reason"] == "given up: the run was stopped"
     assert record["fragments"][0]["closes_in_s"] is None
-
-
-def test_once_the_run_is_finished(shared: InThread, run: str) -> None:
-    (a,) = crew(shared, run, ["a"], rounds=1)
-    play_round([a], 0)
-    assert heartbeat(a) == ("stop", "the run is finished")
-    assert info(shared, run)["reason"] == "the run is finished after 1 of 1 rounds"
 
 
 def test_a_silent_worker_is_the_reason_until_it_is_heard_of_again(

@@ -11,7 +11,6 @@ import pytest
 from coordinator import reports
 from coordinator.http.response_cache import READ_BYTES, ReadCache
 from coordinator.run.live_run import LiveRun
-from coordinator.run.waiters import EVENTS, PAUSE_S, Waiters
 from harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, Scope
 from tests.coordinator.crew import crew
@@ -169,47 +168,3 @@ def test_streams_of_one_event_are_read_once(tmp_path: Path, monkeypatch: pytest.
             running.client().patch("/v1/runs/r", json={"state": "paused"}).raise_for_status()
             assert {next(each)["event"] for each in streams} == {"paused"}
         assert 1 <= reads.count(last) < 8
-
-
-def test_streams_are_woken_one_after_another_and_at_the_end_at_once() -> None:
-    class Loop(asyncio.SelectorEventLoop):
-        """A loop whose clock a test sets."""
-
-        passed = 0.0
-
-        def time(self) -> float:
-            return self.passed
-
-    loop = Loop()
-
-    async def story() -> None:
-        waiters = Waiters()
-        waiters.attach(asyncio.get_running_loop())
-
-        async def follow(woken: list[float]) -> None:
-            with waiters.register("r", EVENTS) as event:
-                await event.wait()
-            woken.append(loop.passed)
-
-        async def turns() -> None:
-            for _ in range(5):
-                await asyncio.sleep(0)
-
-        woken: list[float] = []
-        following = [asyncio.create_task(follow(woken)) for _ in range(4)]
-        await turns()
-        waiters.wake("r", EVENTS)
-        await turns()
-        assert woken == [0]
-        for passed in (PAUSE_S, 2 * PAUSE_S):
-            loop.passed = passed
-            await turns()
-        assert woken == [0, PAUSE_S, 2 * PAUSE_S]
-        waiters.close()
-        await asyncio.gather(*following)
-        assert woken == [0, PAUSE_S, 2 * PAUSE_S, 2 * PAUSE_S]
-
-    try:
-        loop.run_until_complete(story())
-    finally:
-        loop.close()

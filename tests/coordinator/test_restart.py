@@ -12,28 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, select
+from sqlalchemy import select
 
 from coordinator.server import make_server
 from coordinator.settings import Settings
 from coordinator.store.data_directory import StateFiles
 from coordinator.store.database import Database
 from coordinator.store.tables import (
-    CheckpointFragmentRow,
-    CheckpointRow,
-    FragmentRow,
-    OuterStateRow,
     RunRow,
 )
 from coordinator.sync import outer_state
 from harness import stores
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import spec_toml
-from harness.stores import names, the
+from harness.stores import names
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import (
     crew,
-    enlist,
     events,
     info,
     play_one_round_of_two,
@@ -100,19 +95,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
         return [a.delta(0, p).content for p in (0, 1)]
 
 
-def test_an_aggregation_that_was_interrupted_is_done_again_to_the_same_bytes(
-    lives: Lives, undisturbed: list[bytes]
-) -> None:
-    with lives.life() as running:
-        a, *_ = play_one_round_of_two_without_deltas(running)  # so it ends before the publication
-    with lives.database() as database, database.read() as session:
-        assert [row.state for row in session.query(FragmentRow)] == ["aggregating", "aggregating"]
-    with lives.life() as running:
-        assert [a.delta(0, p).content for p in (0, 1)] == undisturbed
-        running.await_state("r", 1)
-        assert info(running, "r")["state"] == "finished"
-
-
 def test_a_fault_of_the_disk_is_recorded_and_the_aggregation_tried_again_until_it_succeeds(
     tmp_path: Path, undisturbed: list[bytes]
 ) -> None:
@@ -128,10 +110,6 @@ def test_a_fault_of_the_disk_is_recorded_and_the_aggregation_tried_again_until_i
         assert [a.delta(0, p).content for p in (0, 1)] == undisturbed
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-5])
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
@@ -142,10 +120,7 @@ def flip(path: Path) -> None:
     "damage",
     [
         pytest.param(Path.unlink, id="missing"),
-        pytest.param(truncate, id="truncated"),
         pytest.param(flip, id="one bit flipped"),
-        pytest.param(lambda path: path.write_bytes(b""), id="empty"),
-        pytest.param(lambda path: path.write_bytes(b"OSTP" + bytes(range(200))), id="something else"),
     ],
 )
 def test_the_outer_state_is_derived_again_from_checkpoint_and_deltas(
@@ -167,27 +142,6 @@ def test_the_outer_state_is_derived_again_from_checkpoint_and_deltas(
         running.await_state("r", 4)
         digests = [each["state_digest"] for each in info(running, "r", "/checkpoints/4")["fragments"]]
         assert digests == [member.base(p).hex() for p in (0, 1)]
-
-
-def test_a_step_that_a_crash_interrupted_is_taken_at_the_start(lives: Lives) -> None:
-    with lives.life() as running:
-        (member,) = crew(running, "r", ["w"], rounds=1)
-        play_round([member], 0)
-        running.await_state("r", 1)
-        checkpoint = the(running.live("r"), "checkpoints", 1, 1)
-    with lives.database() as database, database.write() as session:  # published, but not stepped
-        session.execute(delete(CheckpointRow).where(CheckpointRow.round == 1))
-        outer = session.get_one(OuterStateRow, (1, 1))
-        outer.round, outer.state_digest = 0, session.get_one(CheckpointFragmentRow, (1, 0, 1)).state_digest
-        session.execute(
-            delete(CheckpointFragmentRow).where(CheckpointFragmentRow.round == 1, CheckpointFragmentRow.fragment == 1)
-        )
-    lives.states.path(1, 1).unlink()
-    with lives.life() as running:
-        assert the(running.live("r"), "checkpoints", 1, 1) == checkpoint
-        assert running.live("r").outer.states == [(1, member.base(0)), (1, member.base(1))]
-        assert info(running, "r", "/checkpoints/latest")["round"] == 1
-        assert info(running, "r")["state_digest"] == info(running, "r", "/checkpoints/1")["state_digest"]
 
 
 def test_a_start_on_a_full_disk_is_refused_and_is_no_damage(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,20 +192,6 @@ def test_uploads_that_were_never_acknowledged_are_swept_and_acknowledged_ones_st
         assert b.delta(0, 0).status_code == 200
 
 
-def test_a_seeding_that_was_interrupted_begins_afresh(lives: Lives) -> None:
-    with lives.life() as running:
-        running.create_run(spec_toml("r"))
-        a = enlist(running, "r", "a")
-        assert a.assignment(None).action == "seed"
-        assert a.seed_fragment(0, 0.25).status_code == 201
-    with lives.life() as running:
-        b = enlist(running, "r", "b")
-        assert b.assignment(None).action == "seed"
-        assert a.assignment(None).action == "wait"
-        b.seed(0.5)
-        play_round([b], 0)
-
-
 def test_a_run_keeps_the_defaults_of_the_version_that_created_it(lives: Lives) -> None:
     with lives.life() as running:
         running.create_run(spec_toml("r"))
@@ -296,17 +236,6 @@ def test_all_runs_tokens_and_history_are_there_again(lives: Lives) -> None:
             assert new.pop("last_seen_s") >= 0
         assert after == before
         play_round([member], 1)
-
-
-def test_a_stopped_run_stays_stopped(lives: Lives) -> None:
-    with lives.life() as running:
-        (member,) = crew(running, "r", ["w"], rounds=2)
-        member.assignment(0)
-        with running.client() as admin:
-            admin.patch("/v1/runs/r", json={"state": "stopped"})
-    with lives.life() as running:
-        assert info(running, "r")["state"] == "stopped"
-        assert member.assignment(0).action == "finish"
 
 
 def test_a_stored_run_with_a_setting_of_another_version_is_refused_by_name(lives: Lives) -> None:

@@ -145,17 +145,3 @@ def test_killed_before_the_rows_the_next_start_deletes_rows_and_blobs(
         assert kept_below(running, "r", 8) == ([4], [3], [])
         with running.coordinator.database.read() as session:
             assert {row.round for row in session.query(CheckpointFragmentRow)} == {4}
-
-
-def test_killed_between_rows_and_blobs_the_next_start_deletes_the_blobs(tmp_path: Path) -> None:
-    with coordinator_thread(tmp_path / "data") as running:
-        (member,) = crew(running, "r", ["w"], rounds=6, checkpoints="every_rounds = 2\nkeep = 1")
-        live = running.live("r")
-        live.blobs = Deleting(live.blobs, lambda name, delete: None)
-        for round_ in range(4):
-            play_round([member], round_)
-        running.await_state("r", 4)
-        assert [each["round"] for each in info(running, "r", "/checkpoints")["items"]] == [4]
-        assert kept_below(running, "r", 8) == ([0, 2, 4], [0, 1, 2, 3], [0, 1, 2, 3])
-    with coordinator_thread(tmp_path / "data") as running:
-        assert kept_below(running, "r", 8) == ([4], [3], [])

@@ -48,21 +48,6 @@ def test_state_0_is_served_by_the_reply_s_digest_and_compared_by_its_state_diges
     assert len(served.content) == reply["bytes"]
 
 
-def test_when_the_seeder_dies_the_next_one_seeds_afresh(shared: InThread, run: str, clock: SettableClock) -> None:
-    shared.create_run(spec_toml(run, members="lease_s = 60"))
-    a = enlist(shared, run, "a")
-    assert a.assignment(None).action == "seed"
-    assert a.seed_fragment(0, 0.25).status_code == 201
-    clock.advance(61)
-    shared.coordinator.tick()
-    b = enlist(shared, run, "b")
-    assert b.assignment(None).action == "seed"
-    assert b.http.get(f"/v1/runs/{run}/checkpoints/0/fragments/0").status_code == 404, "a's fragment is gone"
-    b.seed(0.5)
-    checkpoint = info(shared, run, "/checkpoints/0")
-    assert [each["state_digest"] for each in checkpoint["fragments"]] == [b.base(0).hex(), b.base(1).hex()]
-
-
 @pytest.mark.covers("security:idle-seeder")
 def test_a_seeder_that_only_beats_is_replaced(shared: InThread, run: str, clock: SettableClock) -> None:
     shared.create_run(spec_toml(run, members=f"lease_s = {3 * SEEDER_S:.0f}"))

@@ -1,8 +1,6 @@
 """Rounds that all workers hand in early: the schedule follows what was trained, and the run has a round for the rest."""
 
-from pathlib import Path
-
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread
 from harness.member import Member, spec_toml
 from protocol.messages import Assignment
 from tests.coordinator.crew import crew, enlist, events, info, play_round
@@ -70,18 +68,6 @@ def test_who_leaves_early_shortens_nobody_else_s_round(shared: InThread, run: st
     shown = info(shared, run)
     assert (shown["state"], shown["round"], shown["step"]) == ("finished", 1, 5)
     assert not events(shared, run, "short-round")
-
-
-def test_the_place_survives_a_restart(tmp_path: Path) -> None:
-    """It is in the database: what a round adds to it is there with the round."""
-    with coordinator_thread(tmp_path) as running:
-        members = crew(running, "r", ["a"], rounds=1)
-        hand_in(members[0], members[0].assignment(0), 2)
-        running.await_state("r", 1)
-    with coordinator_thread(tmp_path) as running:
-        assert info(running, "r")["step"] == 2
-        (member,) = come_again(running, "r", members, 1)
-        assert place(member.assignment(1)) == (2, 3, 3)
 
 
 def test_with_an_h_of_their_own_every_round_is_a_whole_one(shared: InThread, run: str) -> None:

@@ -1,15 +1,12 @@
 """What becomes of contributions that are judged: in the delta, over REST, in the events, in the pool, after a restart."""
 
-import statistics
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from coordinator.screening.judging import spread
 from coordinator.sync.deltas import rebuild_delta_if_damaged
-from coordinator.trust.verdicts import screening
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import F32, Member, spec_toml
 from harness.stores import read, spoil, the
@@ -88,32 +85,6 @@ def test_who_is_left_out_is_not_in_the_delta_and_everybody_can_see_why(
     assert reason in event["message"]
 
 
-def test_the_record_of_a_fragment_says_what_is_usual_in_it(shared: InThread, run: str) -> None:
-    members = crew(shared, run, NAMES, min_workers=4, rounds=4)
-    assert screening(shared.live(run), 0, 0)[:2] == (None, None)
-    for round_ in range(3):
-        contribute(members, round_, {})
-        for member in members:
-            member.step(round_)
-    for p in range(len(members[0].theta)):
-        fragments = [info(shared, run, f"/rounds/{round_}")["fragments"][p] for round_ in range(3)]
-        spreads = [spread([each["cosine"] for each in one["verdicts"].values()]) or 0.0 for one in fragments]
-        expected = statistics.median(each["reference"] for each in fragments), statistics.median(spreads)
-        assert screening(shared.live(run), 3, p)[:2] == expected
-        assert min(spreads) > 0
-
-
-def test_who_is_shortened_counts_in_part(shared: InThread, run: str) -> None:
-    members = crew(shared, run, NAMES, min_workers=4)
-    contribute(members, 0, {"c": times(5)})
-    header, values = delta(members[0], 0, 0)
-    factors = {each.worker: each.factor for each in header.contributors}
-    assert 0.15 < factors["c"] < 0.25, "as long as the others, and no longer"
-    expected = sum(honest(each, 0)[0] * (5 * factors["c"] if each.name == "c" else 1.0) for each in members) / 4
-    np.testing.assert_allclose(values, expected, atol=4e-3)
-    assert "shortened" in info(shared, run, "/rounds/0")["fragments"][0]["verdicts"]["c"]["reason"]
-
-
 def test_the_units_of_a_worker_that_is_left_out_are_trained_by_somebody_else(shared: InThread, run: str) -> None:
     members = crew(shared, run, NAMES, min_workers=4)
     assignments = contribute(members, 0, {"c": times(1e6)})
@@ -151,18 +122,6 @@ def test_with_the_plain_mean_nobody_is_left_out_but_told_of(shared: InThread, ru
     assert (verdict["factor"], verdict["reason"]) == (1.0, "")
     assert verdict["ratio"] > 50
     assert not events(shared, run, "screened")
-
-
-def test_a_worker_alone_is_held_to_what_was_usual(shared: InThread, run: str) -> None:
-    (alone,) = crew(shared, run, ["a"], rounds=4)
-    for round_ in range(2):
-        contribute([alone], round_, {})
-        alone.step(round_)
-    contribute([alone], 2, {"a": times(1e6)})
-    header, values = delta(alone, 2, 0)
-    assert header.contributors[0].factor < 2e-5
-    usual = float(np.linalg.norm(honest(alone, 1)[0]))
-    assert float(np.linalg.norm(values)) < 15 * usual
 
 
 def test_a_short_first_round_says_nothing_about_the_norms_of_whole_ones(shared: InThread, run: str) -> None:

@@ -100,22 +100,6 @@ def test_four_names_that_send_nothing_hold_up_two_honest_workers_for_no_longer_t
             member.step(round_)
 
 
-def test_a_run_whose_boxes_are_all_of_one_token_goes_on_as_ever(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    one = shared.token(Scope.WORKER, names=4)
-    members = joined(shared, run, dict.fromkeys(SYBILS, one))
-    for member in members.values():
-        member.assignment(0)
-    for name in SYBILS[:2]:
-        send(members[name], 0)
-    assert info(shared, run, "/rounds/0")["fragments"][0]["closes_in_s"] == 14_400, "half of them are no quorum"
-    send(members["m3"], 0)
-    clock.advance(1)
-    shared.coordinator.tick()
-    assert contributors(members["m1"], 0) == SYBILS[:3]
-
-
 def test_a_restart_knows_whose_the_contributions_are_also_of_workers_that_have_left(tmp_path: Path) -> None:
     lives = Lives(tmp_path / "data")
     with lives.life() as running:

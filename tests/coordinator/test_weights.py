@@ -5,12 +5,10 @@ from types import SimpleNamespace
 from typing import cast
 
 import httpx
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.aggregation.tasks import NOT_LATE
 from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import AssignmentRow, ContributionRow
 from coordinator.sync.admission import WEIGHED_ROUNDS, _unused_weight
@@ -100,25 +98,6 @@ def test_work_that_is_all_carried_weighs_at_most_the_last_of_its_rounds(
     assert send(c, assignment, UNITS, **named).status_code == 201
 
 
-def test_old_work_that_weighs_less_may_be_as_long_as_its_steps_make_it(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    """A worker that is behind lets its work weigh less. It was shortened to what so little work would be long: a fast
-    worker's update for three steps to that of one (simulation seed 710013)."""
-    (a, b, c), late = late_crew(shared, run, clock, 1, sync='wait = "never"')
-    asked = ask(c, 1, late)
-    values = c.pseudo_gradients(1)[0] * np.float32(2.5)  # it has twice the units of each other one
-    c.contribute(asked, 0, values, units=late, tokens=c.spec.unit_tokens).raise_for_status()
-    for member in (a, b):
-        assignment = member.assignment(1)
-        (start, _), *_ = assignment.units
-        send(member, assignment, 2, units=[[start, start + 2]]).raise_for_status()
-    header = Payload.from_bytes(a.delta(1, 0).content).header
-    assert isinstance(header, DeltaHeader)
-    assert [each.tokens // a.spec.unit_tokens for each in header.contributors] == [2, 2, 1]
-    assert [each.factor for each in header.contributors] == [1.0, 1.0, 1.0]
-
-
 def test_a_fragment_sent_in_the_middle_of_a_round_weighs_what_two_rounds_have_of_it(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
@@ -139,15 +118,6 @@ def test_a_fragment_sent_at_the_beginning_of_a_round_weighs_a_round_though_it_na
     assignment = a.assignment(0)
     problem(send(a, assignment, UNITS + 1, units=[[0, 1]]), "invalid-payload")
     assert send(a, assignment, UNITS, units=[[0, 1]]).status_code == 201
-
-
-def test_a_fragment_with_the_work_of_one_unit_is_judged_by_that(shared: InThread, run: str) -> None:
-    """Its worker may let it weigh a round, and so much work would be longer (simulation seed 730149)."""
-    (a,) = crew(shared, run, ["a"], sync="overlap = 2")
-    send(a, a.assignment(0), 1, units=[[0, 1]]).raise_for_status()
-    opening = shared.live(run).open
-    assert opening is not None
-    assert opening.fragments[0].contributed["a"].lateness == NOT_LATE
 
 
 @pytest.mark.parametrize(("long", "allowed"), [(0, True), (2, False)])

@@ -1,53 +1,15 @@
 """`make gpu` itself: what it says where there is no GPU, and which parts it leaves out the next time."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions, requires
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests.gpu.__main__ import NEEDED, NO_GPU, PARTS, PYTEST, ROOT, passed_parts, run
-
-HERE = {"code": "1", "torch": "2", "gpu": "a"}
-
-
-def started(*arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "tests.gpu", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout
-
-
-@pytest.mark.system
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: it would run everything")
-def test_without_a_gpu_it_says_so_and_is_no_success() -> None:
-    code, said = started()
-    assert code == NO_GPU
-    assert "there is no GPU here that torch" in said
-
-
-def test_a_folder_without_wheels_is_told(tmp_path: Path) -> None:
-    assert started("--wheels", str(tmp_path)) == (NO_GPU, f"GPU_WHEELS: there are no wheels in {tmp_path}\n")
-
-
-def test_what_has_passed_is_not_run_again_for_the_same_code_torch_and_gpu(tmp_path: Path) -> None:
-    results = tmp_path / "build" / "gpu.jsonl"
-    assert passed_parts(results, HERE) == set()
-    assert run("speaks", ["-c", "print('a'); print('b')"], 60, results, HERE)
-    assert not run("fails", ["-c", "raise SystemExit(4)"], 60, results, HERE)
-    assert passed_parts(results, HERE) == {"speaks"}
-    assert passed_parts(results, {**HERE, "code": "2"}) == set()
-    assert [json.loads(line)["last"] for line in results.read_text().splitlines()] == ["b", ""]
-
-
-def test_a_part_that_hangs_is_killed_and_has_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not run("hangs", ["-c", "input_ = __import__('threading').Event().wait()"], 0.5, tmp_path / "r", HERE)
-    assert "hangs: FAILED: it was killed after 0.5 s" in capsys.readouterr().out
+from tests.gpu.__main__ import NEEDED, PARTS, PYTEST, ROOT
 
 
 def _distribution(requirement: str) -> str:

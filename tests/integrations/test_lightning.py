@@ -12,6 +12,8 @@ from tests.integrations import script
 from tests.integrations.script import Script, result
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.system
+
 H, ROUNDS = 3, 3
 TOTAL = H * ROUNDS
 
@@ -111,7 +113,6 @@ def linear(steps: list[int]) -> Any:
     return pytest.approx([0.01 * (1 - step / TOTAL) for step in steps])
 
 
-@pytest.mark.system
 def test_two_of_them_end_with_the_same_model_and_have_trained_on_other_data(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(f"{SPEC}[members]\nmin_workers = 2\n")
@@ -184,7 +185,6 @@ def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_pa
     assert b["rates"] == linear(b["steps"])
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("order", [{"shuffle": False}, {"seeded": True}], ids=["as they are", "by a generator"])
 def test_what_a_script_should_hear_of_is_told(tmp_path: Path, order: dict[str, bool]) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:

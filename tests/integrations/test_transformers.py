@@ -14,6 +14,8 @@ from tests.integrations.script import Script, result
 from tests.support.waiting import wait_until
 from worker.errors import BoxError
 
+pytestmark = pytest.mark.system
+
 H, ROUNDS = 3, 3
 
 SPEC = f"""
@@ -89,7 +91,6 @@ def told(running: InThread, name: str) -> WorkerInfo:
     return script.told(running, "trainer", name)
 
 
-@pytest.mark.system
 def test_two_trainers_end_with_the_same_model_and_have_trained_on_other_data(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(f"{SPEC}[members]\nmin_workers = 2\n")
@@ -132,7 +133,6 @@ def told_of(result: dict[str, Any]) -> tuple[list[int], str]:
     return result["steps"], result["digest"]
 
 
-@pytest.mark.system
 def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(SPEC)

@@ -8,7 +8,7 @@ from rich.console import Console
 from outerstep.display import LineDisplay, costs_texts, round_table, table, worker_table
 from outerstep.follow import Look
 from protocol.messages import Event, RoundDetail, RoundInfo, RunInfo, WorkerInfo
-from tests.outerstep.examples import event_document, rollback_document, round_document, run_document, worker_document
+from tests.outerstep.examples import event_document, round_document, run_document, worker_document
 
 ONE = (worker_document("worker-0"),)
 
@@ -54,43 +54,9 @@ def test_each_round_is_one_line_once_when_it_is_published():
     ]
 
 
-def test_a_round_s_line_has_the_rate_of_that_round():
-    """The present rate stood in the lines of past rounds too."""
-
-    def of(round_number: int, phase: str, rate: float) -> tuple[dict, ...]:
-        worker = worker_document("worker-0")
-        worker["metrics"] |= {"round": round_number, "phase": phase, "learning_rate": rate}
-        return (worker,)
-
-    printed = lines_of(
-        look(round_document(0), round_document(1), workers=of(2, "sync", 3e-4)),
-        look(round_document(2), workers=of(3, "train", 3e-4)),  # the rate that it had at the end of round 2
-        look(round_document(3), workers=of(3, "wait", 2e-4)),
-    )
-    assert [line.partition("  rate ")[2].split()[0] for line in printed] == ["–", "–", "3.00e-04", "2.00e-04"]
-
-
-def test_rounds_that_are_trained_anew_after_a_rollback_are_lines_again():
-    ahead = look(*(round_document(number, loss=float(number)) for number in range(4)), round=4)
-    back = look(round_document(1, loss=7.25), events=(rollback_document(9, 1),), round=2)
-    told, again = lines_of(ahead, back)[4:]
-    assert told.endswith("went back to state 1")
-    assert again.startswith("round 1    loss 7.2500")
-    assert again.endswith("losses ▁█")
-
-
-def test_of_several_rounds_at_once_the_newest_alone_says_what_is_to_go():
-    first, second = lines_of(look(round_document(0), round_document(1), eta_s=75.0))
-    assert ("to go –  " in first, "to go 1 min 15 s  " in second) == (True, True)
-
-
 def test_events_are_printed_as_they_were_written():
     [line] = lines_of(look(events=(event_document(1, "[red]worker[/red] joined"),)))
     assert line.endswith("  [red]worker[/red] joined")
-
-
-def test_events_that_repeat_what_a_round_says_are_left_out():
-    assert lines_of(look(events=({**event_document(1), "kind": "round-opened"},))) == []
 
 
 def test_an_outage_is_told_once_and_so_is_its_end():
@@ -111,21 +77,6 @@ def test_what_holds_a_run_up_is_told_once_and_so_is_its_end():
 def test_the_end_is_told():
     [line] = lines_of(look(state="finished", reason="all 4 rounds are done", held_out_loss=1.5))
     assert line == "run demo: all 4 rounds are done; last held-out loss 1.5000"
-
-
-def test_the_use_of_a_gpu_is_shown_where_one_is_known():
-    plain = [WorkerInfo.model_validate(worker_document(name)) for name in ("a", "b")]
-    told = plain[0].model_copy(
-        update={"metrics": plain[0].metrics.model_copy(update={"mfu": 0.4567, "peak_memory_bytes": 61_300_000_000})}
-    )
-    assert {"MFU", "memory"}.isdisjoint(printed_table(plain).split())
-    memory = told.model_copy(update={"metrics": told.metrics.model_copy(update={"mfu": None})})
-    header, first, _ = printed_table([memory, plain[1]]).splitlines()
-    assert (header.split()[-2:], first.split()[-2:]) == (["down", "memory"], ["61.3", "GB"])
-    header, first, second = printed_table([told, plain[1]]).splitlines()
-    assert header.split()[-2:] == ["MFU", "memory"]
-    assert first.split()[-3:] == ["45.7%", "61.3", "GB"]
-    assert second.split()[-2:] == ["–", "–"]
 
 
 def test_what_each_worker_added_to_the_last_round_and_who_costs_more_than_it_gives():

@@ -101,16 +101,6 @@ def test_what_workers_waited_for_is_of_the_last_round_that_they_have_reported():
     assert history.detailed == [1, 2, 2, 2, 3]
 
 
-def test_what_workers_waited_for_in_a_round_that_was_rolled_back_is_not_shown():
-    history = History(moment(4, 2), moment(2, 3), moment(3, 4, "finished"))
-    waits = {"waits": {"a": {"workers": 3.0}}, "waiting": {"share": 0.25, "never": 0.2, "doubled_h": 0.1}}
-    history.reported[3] = waits
-    found = [
-        None if look.reported is None else look.reported.round for look in follow(history.client(), "demo", **WAITING)
-    ]
-    assert found == [3, None, None]
-
-
 @pytest.mark.parametrize("gone_on_to", [2, 4, 6])
 def test_a_run_that_was_rolled_back_is_told_from_there_however_far_it_has_gone_since(gone_on_to: int):
     back = moment(gone_on_to, 2)
@@ -144,14 +134,6 @@ def test_an_outage_is_waited_for_ever_longer_and_nothing_is_missed():
 def test_the_first_look_must_succeed():
     with pytest.raises(Transient):
         next(follow(History(httpx.ConnectError("refused")).client(), "demo", **WAITING))
-
-
-def test_a_fault_of_the_coordinator_is_waited_for():
-    history = History(moment(1, 0), Problem("not-ready", "the disk is slow"), moment(4, 0, "finished"))
-    slept: list[float] = []
-    looks = list(follow(history.client(), "demo", patience_s=1, sleep=slept.append))
-    assert [look.trouble for look in looks] == [None, "not-ready: the disk is slow", None]
-    assert slept == [1]
 
 
 def test_a_refusal_ends_it():

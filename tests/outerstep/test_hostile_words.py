@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from rich.text import Text
 from typer.testing import CliRunner
 
 from outerstep.cli import app
@@ -135,19 +134,6 @@ def test_facts_that_no_coordinator_keeps_are_rejected(facts: dict[str, object]) 
     assert [line for line in result.output.splitlines() if not line.isprintable()] == []
 
 
-def test_a_workers_rounds_tell_what_counted_and_what_was_late() -> None:
-    with serving(Hostile) as url:
-        shown = CliRunner().invoke(
-            app,
-            ["run", "worker", "demo", "box-7"],
-            prog_name="outerstep",
-            env={"OUTERSTEP_URL": url, "OUTERSTEP_TOKEN": "t"},
-        )
-    *_, names, row = shown.stdout.splitlines()
-    assert names.split()[:4] == ["round", "fragments", "counts", "late"]
-    assert re.match(r" +0 +1 of 2 +0\.25 +1 min 15 s +– +– +– +too long ", row), row
-
-
 def test_json_says_just_what_was_said() -> None:
     with serving(Hostile) as url:
         result = CliRunner().invoke(
@@ -176,12 +162,6 @@ def test_the_picture_on_a_terminal_has_only_the_escapes_of_its_own() -> None:
     own = re.sub(r"\x1b\[(\?25[lh]|\d*[AK]|2K)|\r", "", shown)  # the cursor hidden and shown, lines drawn anew
     assert all(line.isprintable() for line in own.split("\n")), repr(own)
     assert "box-7 joined \\x1b]0;owned\\x07\\x1b[2J\\x9b31m\\nround 7" in own
-
-
-def test_a_console_keeps_its_colours() -> None:
-    out = io.StringIO()
-    PrintableConsole(file=out, force_terminal=True, color_system="standard").print(Text("a\x1b[2Jb", style="red"))
-    assert out.getvalue() == "\x1b[31ma\\x1b[2Jb\x1b[0m\n"
 
 
 @pytest.mark.covers("security:terminal-escapes")

@@ -112,16 +112,9 @@ def test_the_command_prints_a_row_per_box_and_the_time_together():
     ("arguments", "said"),
     [
         ([*GIVEN, "--up", "10mbit"], "each --box has its line: leave out --up"),
-        ([*GIVEN, "--workers", "2"], "each --box has its line: leave out --workers"),
         ([*GIVEN, "--steps", "2000"], "only with the default settings: leave out --steps"),
-        ([*GIVEN, "--utilisation", "0.5"], "only with the default settings: leave out --utilisation"),
-        ([*GIVEN, "--latency", ""], "--latency: ''"),
-        ([*GIVEN, "--epochs", "2"], "--epochs needs --data"),
         (["--box", "1,100/10"], "--box needs --params and the --step-time of the fastest box"),
-        ([*GIVEN, "--box", "2"], "--box: '2' is not a box"),
         ([*GIVEN, "--memory", "24gb"], "leave out --step-time, --box"),
-        (["--params", "1e9", "--memory", "24gb", "--latency", "1s"], "leave out --latency"),
-        (["--data", "run.toml", "--loss", "0.01"], "leave out --loss"),
     ],
 )
 def test_what_cannot_be_meant_is_told_with_its_flag(arguments: list[str], said: str):

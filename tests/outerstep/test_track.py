@@ -13,7 +13,6 @@ import pytest
 from harness.coordinator import coordinator_thread
 from outerstep.common.exit_codes import Exit
 from outerstep.rest import Client
-from outerstep.tracking import TRACKERS
 from outerstep.tracking.records import Record, follow_records, tracked_name
 from outerstep.tracking.to_jsonl import Tracker as JsonLines
 from protocol.errors import OuterstepError, Problem
@@ -365,10 +364,3 @@ def test_what_a_tracker_cannot_do_is_told_as_what_it_is(
     monkeypatch.setattr("outerstep.tracking.to_jsonl.Tracker.write", write)
     found, _, err = finished.outerstep("run", "track", "demo", "--to", "jsonl", "--out", str(tmp_path / "out.jsonl"))
     assert (found, said in err) == (code, True), err
-
-
-def test_every_extra_of_a_tracker_is_one_of_pips() -> None:
-    import tomllib
-
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert {kind.extra for kind in TRACKERS.values()} - {None} <= set(project["optional-dependencies"])

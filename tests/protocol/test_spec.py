@@ -8,7 +8,6 @@ import pytest
 from protocol.codecs import CODECS
 from protocol.errors import SpecError
 from protocol.spec.run import MAX_SPEC_BYTES, UNITS_PER_WORKER, RunSpec, parse_spec
-from protocol.spec.sections import OPTIMIZERS
 
 LEAST = """
 name = "demo"
@@ -48,28 +47,6 @@ def test_a_spec_survives_json() -> None:
 def test_a_spec_does_not_change() -> None:
     with pytest.raises(ValueError, match="frozen"):
         parse_spec(LEAST).seed = 1  # type: ignore[misc]
-
-
-VAST = {
-    "sync.inner_steps": 1 << 62,
-    "sync.overlap": 1 << 39,
-    "model.vocab_size": 1 << 39,
-    "data.sequence_length": 1 << 39,
-    "inner.batch_size": 1 << 39,
-    "inner.learning_rate": 1e300,
-    "inner.warmup_steps": 1 << 62,
-    "outer.learning_rate": 1e300,
-    "members.grace_max_s": 1e300,
-    "checkpoints.keep": 1 << 39,
-    "evaluation.max_tokens": 1 << 39,
-    "retention.events": 1 << 39,
-}
-
-
-@pytest.mark.parametrize("key", VAST)
-def test_numbers_beyond_all_runs_are_refused(key: str) -> None:
-    with pytest.raises(SpecError, match=rf"{key}.* less than or equal to"):
-        parse_spec(f"{key} = {VAST[key]}\nname = 'demo'\nmodel.preset = 'tiny'\nsync.rounds = 4\n")
 
 
 @pytest.mark.covers("security:huge-spec-numbers")
@@ -136,8 +113,6 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
         ["model: give exactly one of preset, config, factory and pretrained; only scripts"],
     ),
     "no rounds": (edited("rounds = 4\n", ""), ["sync.rounds: this key is missing"]),
-    "no rounds at all": (edited("rounds = 4", "rounds = 0"), ["sync.rounds = 0", "greater than 0"]),
-    "rounds as text": (edited("rounds = 4", 'rounds = "many"'), ["sync.rounds = 'many'", "integer"]),
     "an unknown key": (
         edited("rounds = 4", "rounds = 4\nround = 5"),
         ["sync.round: unknown key; did you mean sync.rounds?"],
@@ -145,17 +120,6 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "a key in the wrong place": (
         "rounds = 4\n" + LEAST,
         ["rounds: unknown key; did you mean sync.rounds?"],
-    ),
-    "a key that is like nothing": (LEAST + "[inner]\nepochs = 3\n", ["inner.epochs: unknown key"]),
-    "an unknown section": (LEAST + "[outr]\n", ["outr: unknown key; did you mean outer?"]),
-    "an aggregation of an earlier version": (
-        edited("rounds = 4", 'rounds = 4\naggregation = "median"'),
-        ["sync.aggregation = 'median'", "'screened', 'clipped' or 'mean'"],
-    ),
-    "a section of an earlier version": (LEAST + "[privacy]\nclip_norm = 1.0\n", ["privacy: unknown key"]),
-    "an unknown codec": (
-        edited("rounds = 4", 'rounds = 4\nupload_codec = "int5"'),
-        ["sync.upload_codec = 'int5'", *(f"'{name}'" for name in CODECS)],
     ),
     "an overlap of a round": (edited("rounds = 4", "rounds = 4\noverlap = 500"), ["sync: overlap = 500", '"eager"']),
     "eager and spread": (
@@ -167,12 +131,6 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
         ['inner.learning_rate = 0.1 does nothing with data.source = "custom"'],
     ),
     "an overlap without waiting": (edited("rounds = 4", "rounds = 4\noverlap = 4"), ['need wait = "always"']),
-    "an alpha of more than all": (edited("rounds = 4", "rounds = 4\nalpha = 1.1"), ["sync.alpha", "or equal to 1"]),
-    "an unknown preset": (edited('"tiny"', '"huge"'), ["model.preset = 'huge'", "'tiny', 'llama-150m' or 'llama-1b'"]),
-    "no model chosen": (
-        edited('preset = "tiny"', ""),
-        ["model: give exactly one of preset, config, factory and pretrained; only scripts"],
-    ),
     "two models chosen": (
         edited('preset = "tiny"', 'preset = "tiny"\nfactory = "a:b"'),
         ["exactly one of preset, config, factory and pretrained", "['preset', 'factory']"],
@@ -185,7 +143,6 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
         edited('preset = "tiny"', "config = {hidden_size = 8}"),
         ['config needs a model_type, for example model_type = "llama"'],
     ),
-    "a factory that is none": (edited('preset = "tiny"', 'factory = "my model"'), ["model.factory = 'my model'"]),
     "a vocabulary of a model that has its own": (
         edited('preset = "tiny"', 'factory = "a:b"\nvocab_size = 300'),
         ["vocab_size needs preset"],
@@ -193,12 +150,7 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "a revision of nothing": (edited('"tiny"', '"tiny"\nrevision = "main"'), ["revision needs pretrained"]),
     "a round of no run": (edited('"tiny"', '"tiny"\nround = 3'), ["round needs run: give both, or leave round out"]),
     "adapters on a model that knows nothing": (edited('"tiny"', '"tiny"\n[model.lora]'), ["lora needs pretrained"]),
-    "adapters without modules": (
-        edited('preset = "tiny"', 'pretrained = "m"\nlora.target_modules = []'),
-        ["model.lora.target_modules", "at least 1 item"],
-    ),
     "a run that starts from itself": (edited('"tiny"', '"tiny"\nrun = "demo"'), ["'demo' is this run itself"]),
-    "momentum of one": (LEAST + "[outer]\nmomentum = 1.0\n", ["outer.momentum = 1.0", "less than 1"]),
     "two momenta": (
         edited("rounds = 4", 'rounds = 4\nupload_codec = "sparse"'),
         ['sync.upload_codec = "sparse" needs outer.momentum = 0, not 0.8'],
@@ -209,11 +161,6 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
             "sync.download_codec = 'ternary'",
             *(f"'{name}'" for name, codec in CODECS.items() if not codec.error_feedback),
         ],
-    ),
-    "an infinite rate": (LEAST + "[inner]\nlearning_rate = inf\n", ["inner.learning_rate = inf", "finite"]),
-    "an unknown optimizer": (
-        LEAST + '[inner]\noptimizer = "adam"\n',
-        ["inner.optimizer = 'adam'", *OPTIMIZERS, "module:function"],
     ),
     "AdamW's setting with SGD": (
         LEAST + '[inner]\noptimizer = "sgd"\nbeta1 = 0.9\n',
@@ -231,23 +178,14 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
         LEAST + '[inner]\nschedule = "constant"\nfinal_fraction = 0.1\n',
         ['inner.final_fraction = 0.1 does nothing with schedule = "constant": leave it out'],
     ),
-    "a norm of nothing": (LEAST + "[inner]\nclip_norm = 0.0\n", ["inner.clip_norm", "greater than 0", "'none'"]),
     "grace upside down": (
         LEAST + "[members]\ngrace_min_s = 9.0\ngrace_max_s = 1.0\n",
         ["members", "grace_min_s = 9.0 is larger than grace_max_s = 1.0"],
-    ),
-    "fragments too small": (
-        edited("rounds = 4", "rounds = 4\nfragment_elements = 10"),
-        ["sync.fragment_elements = 10", "greater than or equal to 256"],
     ),
     "too few learned positions": (
         edited('preset = "tiny"', 'config = { model_type = "gpt2", n_positions = 64 }')
         + "\n[data]\nsequence_length = 65\n",
         ["data.sequence_length = 65 is more than the 64 positions of the model (n_positions)"],
-    ),
-    "too few rotary positions": (
-        edited('preset = "tiny"', 'config = { model_type = "llama", max_position_embeddings = 64 }'),
-        ["data.sequence_length = 256 is more than the 64 positions of the model (max_position_embeddings)"],
     ),
     "two faults": (
         edited("rounds = 4", "rounds = -1\nzstd = 7"),
@@ -290,11 +228,6 @@ def test_the_model_says_what_the_inner_optimizer_is_by_default(
     assert spec.inner.learning_rate == pytest.approx(expected[1])
     again = RunSpec.model_validate_json(spec.model_dump_json())
     assert again == spec
-
-
-def test_sparse_without_momentum() -> None:
-    spec = parse_spec(edited("rounds = 4", 'rounds = 4\nupload_codec = "sparse"') + "\n[outer]\nmomentum = 0.0\n")
-    assert spec.sync.upload_codec == "sparse"
 
 
 def test_your_own_optimizer_may_read_any_setting() -> None:

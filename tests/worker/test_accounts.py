@@ -8,8 +8,6 @@ import pytest
 from protocol.messages import RoundDetail, Stage
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
-from worker.diloco import DiLoCo
-from worker.line.transfer import SEND_BYTES
 
 
 def round_detail(run: Toy, number: int) -> RoundDetail:
@@ -51,22 +49,3 @@ def test_every_byte_and_every_second_of_a_run_is_in_some_account(tmp_path: Path)
             assert all(account.seconds.get(stage, 0.0) <= account.seconds[Stage.SYNC] for stage in within)
     assert rounds[1].upload_bytes == rounds[1].account.upload_bytes  # nothing but its contributions went up, and once
     assert 2 * rounds[1].delta_bytes == rounds[1].account.download_bytes
-
-
-def test_who_leaves_in_the_middle_of_a_round_tells_what_it_has_done(tmp_path: Path) -> None:
-    def stop(diloco: DiLoCo) -> None:
-        if (diloco.round, diloco.inner_step) == (1, 2):
-            diloco.client.stop.set()
-
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(), tmp_path)
-        run.worker("a", on_step=stop)
-        told = run.told("a")
-        left = round_detail(run, 1).accounts["a"]
-        run.worker("a")
-        returned = run.told("a")
-    assert told.account.upload_bytes == told.metrics.upload_bytes
-    assert 0 < left.upload_bytes < SEND_BYTES
-    assert left.seconds[Stage.TRAIN] > 0
-    both = told.metrics.upload_bytes + returned.metrics.upload_bytes  # each process counts from its own start
-    assert returned.account.upload_bytes == both > returned.metrics.upload_bytes

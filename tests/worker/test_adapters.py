@@ -1,6 +1,5 @@
 """Low-rank adapters: what is trained and sent, what is compared, and the exports."""
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -201,15 +200,3 @@ def test_peft_loads_the_adapters_of_a_script(
     loaded = peft.PeftModel.from_pretrained(again, tmp_path / "adapters")
     assert not torch.equal(logits_of(loaded, TOKENS), untrained)
     torch.testing.assert_close(logits_of(loaded, TOKENS), logits_of(adapted, TOKENS))
-
-
-@pytest.mark.nightly
-def test_bitsandbytes_does_not_warn_of_a_kernel_that_nothing_uses() -> None:
-    pytest.importorskip("bitsandbytes")
-    done = subprocess.run(
-        [sys.executable, "-c", "import worker.models.building, bitsandbytes"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert "gemm_4bit" not in done.stderr

@@ -241,6 +241,7 @@ def test_a_model_without_layers_cannot_be_checkpointed() -> None:
 # --- torch.compile ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("plain_head", [True, False])
 def test_a_compiled_model_is_the_same_model(
     spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_head: bool

@@ -9,9 +9,7 @@ from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from protocol.messages import Metrics
 from worker.accounts.machine import DeviceUse, peak_flops
-from worker.accounts.progress import speed_text
 from worker.inner.execution import ATTENTION, flops_per_token
 
 CPU = torch.device("cpu")
@@ -113,34 +111,7 @@ def test_peaks(name: str, precision: str, tera: float) -> None:
     assert peak_flops(name, precision) == pytest.approx(tera * 1e12)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "NVIDIA Something New",
-        "NVIDIA RTX A4000",
-        "NVIDIA RTX A1000",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA A100-SXM4-40GB MIG 3g.20gb",
-    ],
-)
-def test_what_only_sounds_like_a_known_device_has_no_peak(name: str) -> None:
-    assert peak_flops(name, "bf16") is None
-
-
 def test_without_either_figure_there_is_no_utilisation() -> None:
     assert DeviceUse(CPU, 100.0, None).utilisation(5.0) is None
     assert DeviceUse(CPU, None, 1000.0).utilisation(5.0) is None
     assert DeviceUse(CPU, 100.0, 1000.0).utilisation(5.0) == 0.5
-
-
-def test_peak_memory_is_the_process_s_where_there_is_no_gpu() -> None:
-    peak = DeviceUse(CPU).peak_memory_bytes()
-    assert peak is not None
-    assert peak > 50_000_000
-    assert DeviceUse(torch.device("meta")).peak_memory_bytes() is None
-
-
-def test_what_is_known_is_in_the_log() -> None:
-    assert speed_text(Metrics(tokens_per_second=1234.5)) == "1234 tokens/s"
-    known = Metrics(tokens_per_second=10.0, mfu=0.4567, peak_memory_bytes=12_340_000_000)
-    assert speed_text(known) == "10 tokens/s, MFU 45.7%, 12.34 GB at most"

@@ -105,30 +105,6 @@ def test_units_travel_on_unless_a_contribution_that_names_them_was_accepted(
         assert isinstance(each, {float: Missed, Superseded: Superseded, type(None): type(None)}[type(outcome)])
 
 
-def test_it_knows_for_which_inner_steps_others_were_waited_for() -> None:
-    """All fragments are uploaded while the fourth step is done, and the deltas are there during the tenth."""
-    steps, uploads = [3], threading.Barrier(FRAGMENTS + 1)
-
-    class Waiting(Exchange):
-        def await_delta(
-            self, contribution: Contribution, sent: threading.Event, failed: threading.Event, found: Any
-        ) -> tuple[Any, list[Outcome]]:
-            assert sent.wait(PATIENCE_S)
-            uploads.wait(PATIENCE_S)  # until all are uploaded
-            uploads.wait(PATIENCE_S)  # until the training has gone on
-            return super().await_delta(contribution, sent, failed, found)
-
-    exchange: Any = Waiting(None, None, None)
-    flight = InFlight(exchange, 7, steps=lambda: steps[0])
-    for p in range(FRAGMENTS):
-        flight.send_made(contribution(p))
-    uploads.wait(PATIENCE_S)
-    steps[0] = 9
-    uploads.wait(PATIENCE_S)
-    flight.end()
-    assert flight.waited_between == (3, 9)
-
-
 def test_what_is_sent_once_a_snapshot_is_being_written_waits_for_it() -> None:
     exchange: Any = Exchange(None, None, None)
     flight, saved, made = InFlight(exchange, 7), Future[None](), threading.Event()

@@ -1,7 +1,6 @@
 """Late, round after round: what was not acknowledged is carried along, whole, whatever the codec, over crashes too."""
 
 import threading
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -11,9 +10,8 @@ import pytest
 
 from protocol.codecs.base import F32
 from protocol.errors import Problem
-from protocol.messages import Assignment
 from protocol.wire import ContributionHeader, Payload, pack_header
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S
 from tests.worker import toy
 from tests.worker.toy import MortalClient, Toy, coordinator_thread
 from worker.diloco import DiLoCo
@@ -181,72 +179,3 @@ def test_late_work_that_is_too_little_for_the_codec_is_sent_later(
         left_out = first == 0
         assert np.abs(whole[0, p][left_out]).max() > 0, "all late work was sent at once, so nothing is proved"
         np.testing.assert_allclose(whole[2, p], whole[1, p] - first, atol=1e-6)
-
-
-class RedealtClient(LateClient):
-    """Its lease has ended, it is told as it contributes to round 1; and what it is dealt then is all that its
-    contribution names, the late work's units as well."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.attempts: list[ContributionHeader] = []
-        self.redealt: list[Assignment] = []
-
-    def contribute(self, member_token, header, frames, **options):
-        if header.round == 1:
-            self.attempts.append(header)
-            if not self.redealt:
-                raise Problem("units-not-held", "the lease has ended")
-        super().contribute(member_token, header, frames, **options)
-
-    def assignment(self, *arguments):
-        answer = super().assignment(*arguments)
-        if not self.attempts or self.redealt:
-            return answer
-        self.redealt.append(answer.model_copy(update={"units": self.attempts[0].units}))
-        return self.redealt[0]
-
-
-def test_late_work_whose_units_are_dealt_to_it_again_is_trained_again(tmp_path: Path) -> None:
-    """Seed 205044: the worker found that it held all units of its work again and contributed it once more. But the late
-    ones were this round's now, and weigh: so it was refused for good, and the process ended."""
-    c = Latecomer({(0, p) for p in range(FRAGMENTS)}, RedealtClient)
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(rounds=2, members=AT_ONCE), tmp_path)
-        run.workers(["a", "b", "c"], a=c.patient(), b=c.patient(), c=c.late())
-        info = run.final()
-        assert {run.told(name).state_digest for name in "abc"} == {info.state_digest}
-    (client,) = c.clients
-    assert client.redealt
-    once_more = Counter(header.fragment for header in client.attempts if header.carried)
-    assert set(once_more.values()) == {1}
-
-
-def test_late_work_survives_a_crash(tmp_path: Path) -> None:
-    """Late with all of round 0, and killed in the middle of round 1: the next process carries it into round 1."""
-    c = Latecomer({(0, p) for p in range(FRAGMENTS)}, LateClient)
-
-    def die(diloco: DiLoCo) -> None:
-        c.meet(diloco)
-        if diloco.round == 1:
-            diloco.client.die()  # type: ignore[attr-defined]
-
-    def run_c() -> None:
-        with pytest.raises(toy.Killed):
-            run.worker("c", state_dir=tmp_path / "c", **c.late(on_step=die))
-        run.worker("c", client_class=c.client, state_dir=tmp_path / "c")
-
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(rounds=2, members=AT_ONCE), tmp_path)
-        thread = threading.Thread(target=run_c)
-        thread.start()
-        run.workers(["a", "b"], a=c.patient(), b=c.patient())
-        thread.join(PATIENCE_S)
-        info = run.final()
-        wait_until(lambda: run.told("c").state == "left")
-        assert {run.told(name).state_digest for name in "abc"} == {info.state_digest}
-        # Not of the whole run: round 1 closes at once on two of three, so one of the others may miss it.
-        assert run.told("c").tokens == 2 * toy.STEPS * info.spec.unit_tokens
-    first, second = c.clients
-    assert second.headers[1, 0].units == first.headers[0, 0].units + second.headers[1, 0].units[1:]
-    assert len(second.headers[1, 0].units) == 2

@@ -10,7 +10,6 @@ import torch
 from typer.testing import CliRunner
 
 from outerstep.cli import app
-from outerstep.common.quantities import parse_bytes
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.trained import save_trained
 from worker import fit
@@ -19,7 +18,6 @@ from worker.errors import BoxError
 from worker.fit import CHOICE, fitted, keep_choice
 from worker.memory import ROOM, Sizes, needs
 from worker.models.building import build_model, sizes_of
-from worker.ranks import Ranks
 from worker.settings import BoxSettings
 from worker.state.state_dir import SNAPSHOT
 
@@ -66,12 +64,6 @@ def test_the_first_setting_that_fits_is_named() -> None:
         assert [each["fits"] for each in found["settings"]].count(True) == (
             0 if options is None else 5 - [each["options"] for each in found["settings"]].index(options)
         )
-
-
-def test_7_billion_parameters_fit_into_24_gb_with_what_is_offloaded() -> None:
-    code, output = plan("--params", "7e9", "--memory", "24gb", "--host-memory", "64gb")
-    assert code == 0
-    assert "Start the worker with: --parameters bf16 --optimizer-state 8bit --offload, or with --fit auto" in output
 
 
 def test_a_model_that_does_not_fit_gets_another_way() -> None:
@@ -219,18 +211,6 @@ def test_options_that_exclude_each_other_are_not_reported_as_too_little_memory(m
         assert "fits" not in str(raised.value)
 
 
-def test_it_says_what_it_cannot_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = BoxSettings(fit="auto")
-    with pytest.raises(BoxError, match="--fit auto is for a single process"):
-        fitted(spec(), settings, CPU, Ranks(0, 2))
-    with pytest.raises(BoxError, match="cannot know the size of a model from model.factory"):
-        fitted(spec('factory = "mine:model"'), settings, CPU)
-    free(monkeypatch, None, None)
-    with pytest.raises(BoxError, match="does not report its free memory"):
-        fitted(spec(), settings, CPU)
-    assert fitted(spec(), BoxSettings(), CPU) == BoxSettings()
-
-
 def test_a_box_is_set_up_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, with room for the leanest settings only."""
     run = spec()
@@ -258,7 +238,3 @@ def test_what_is_missing_or_too_much_is_said(arguments: list[str], told: str) ->
     code, output = plan(*arguments)
     assert code != 0
     assert told in " ".join(output.split())
-
-
-def test_sizes_in_bytes() -> None:
-    assert [parse_bytes(text) for text in ("24gb", "1.5 TB", "80GiB")] == [24 * 10**9, 15 * 10**11, 80 * 2**30]

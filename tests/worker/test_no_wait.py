@@ -12,22 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from sqlalchemy import select
 from torch.utils.data import DataLoader, TensorDataset
 
-from coordinator.store.tables import ContributionRow
-from coordinator.workers.leases import end_lease
 from harness.coordinator import SettableClock
 from protocol.errors import SpecError
-from protocol.messages import RoundDetail, WorkerState
+from protocol.messages import RoundDetail
 from protocol.spec.run import parse_spec
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
 from tests.worker.test_streaming import Ones, epoch
-from tests.worker.toy import Killed, MortalClient, Toy, at_once, coordinator_thread
+from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
-from worker.rounds.exchange import Exchange
 from worker.rounds.in_flight import InFlight
 
 H = 6
@@ -199,27 +195,6 @@ def test_a_worker_without_room_for_copies_waits_and_says_why(
     assert why in said
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("step", [H - 1, H, H + 3])
-def test_killed_while_it_trains_on_it_does_the_round_again(tmp_path: Path, step: int) -> None:
-    """Its contribution may be in the mean already; what it trained beyond H is on no disk, so these units return."""
-
-    def kill(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if (diloco.round, diloco.inner_step) == (1, step):
-            diloco.client.die()  # type: ignore[attr-defined]
-
-    mortal = partial(MortalClient, dies=lambda what, number: (what, number) == ("before download", 1))
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(rounds=4), tmp_path)
-        with pytest.raises(Killed):
-            ones(run, kill, mortal, tmp_path / "a")
-        ones(run, lambda diloco, values: None, state_dir=tmp_path / "a")
-        info, told = run.final(), epoch(run)
-        assert run.told("a").state_digest == info.state_digest
-        assert told.assigned == {}
-        assert info.tokens == told.consumed * info.spec.unit_tokens
-
-
 @pytest.mark.parametrize("short_first", [False, True], ids=["had room", "has room again"])
 def test_a_worker_that_is_started_again_may_have_another_amount_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_first: bool
@@ -249,51 +224,6 @@ def contributors(run: Toy, round_number: int) -> set[str]:
     with run.coordinator.client() as http:
         detail = RoundDetail.model_validate(http.get(f"/v1/runs/toy/rounds/{round_number}").json())
     return set.intersection(*(set(each.contributors) for each in detail.fragments))
-
-
-def lose(run: Toy, name: str) -> None:
-    """End the worker's lease, as silence does."""
-    live = run.coordinator.live("toy")
-    with live.lock, live.change() as change:
-        end_lease(change, name, WorkerState.LOST, "was silent")
-
-
-@pytest.mark.parametrize("lost", [False, True], ids=["within its lease", "for longer than its lease"])
-def test_a_worker_that_is_cut_off_for_longer_contributes_all_of_it_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
-) -> None:
-    """Round 0 closes without it. What it was late with, and what it trained meanwhile, is in its next contribution. The
-    other one has no room to train on, so that its rounds wait for this one."""
-    without_room(monkeypatch, lambda name: name == "b")
-    back, own, clock = threading.Event(), list[int](), SettableClock()
-
-    def on_step(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if (diloco.round, diloco.inner_step) == (0, 1):
-            other.start()
-        if (diloco.round, diloco.inner_step) == (0, 2 * H):
-            wait_until(lambda: "b" in contributors(run, 0))
-            clock.advance(10)
-            wait_until(lambda: run.info().round == 1)
-            if lost:
-                lose(run, "a")
-                diloco.joined.heartbeat.beat()  # it joins again
-            back.set()
-
-    def after_it(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if diloco.round and diloco.inner_step == H - 1:
-            wait_until(lambda: "a" in contributors(run, diloco.round))
-
-    with coordinator_thread(tmp_path / "coordinator", clock=clock) as coordinator:
-        run = Toy(coordinator, spec(rounds=4, min_workers=1, members="round_max_s = 10"), tmp_path)
-        other = threading.Thread(target=lambda: own.extend(ones(run, after_it, name="b")), name="b")
-        units = ones(run, on_step, partial(Cut, back=back))
-        other.join(PATIENCE_S)
-        info, told = run.final(), epoch(run)
-        assert told.assigned == {}
-        assert info.tokens == told.consumed * info.spec.unit_tokens
-        assert not set(units) & set(own)
-        assert run.told("a").tokens == len(units) * info.spec.unit_tokens, "all that it trained on is in the model"
-        assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
 
 
 def test_what_a_worker_trained_while_rounds_closed_without_it_is_dropped(
@@ -340,86 +270,6 @@ def test_what_a_worker_trained_while_rounds_closed_without_it_is_dropped(
         assert told.assigned == {}
         assert info.tokens == told.consumed * info.spec.unit_tokens
         assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
-
-
-@pytest.mark.parametrize("after", [0, 5, 6])
-def test_units_of_a_lost_worker_are_kept_for_it_until_it_cannot_be_training_on_them_any_more(
-    tmp_path: Path, after: int
-) -> None:
-    """With 4 H steps at most: for five rounds after that of their assignment."""
-    lost, once = threading.Event(), threading.Event()
-
-    def on_step(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if diloco.round == 1:
-            lost.set()
-            diloco.client.die()  # type: ignore[attr-defined]
-
-    def work_alone(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if diloco.round == 1 and not once.is_set():
-            assert lost.wait(PATIENCE_S)
-            lose(run, "a")
-            once.set()
-        if diloco.round == 1 + after:
-            held.append(sum(epoch(run).assigned.values()) if "a" in epoch(run).assigned else 0)
-
-    held = list[int]()
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(rounds=10), tmp_path)
-        other = threading.Thread(target=ones, args=(run, work_alone), kwargs={"name": "b"})
-        other.start()
-        with pytest.raises(Killed):
-            ones(run, on_step, partial(MortalClient, dies=lambda what, number: False))
-        other.join(PATIENCE_S)
-        assert (held[0] > 4 * H) == (after < 6), "b has 4 H itself"
-
-
-def test_a_box_that_is_slower_than_the_rounds_contributes_whenever_it_has_done_its_inner_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each of its inner steps takes a round of the others. What it has done goes into the round that is open then: into
-    rounds 6 and 12, and into the last round, in which the others wait for it. It begins with H + 1 inner steps. The
-    others have no room to train on, so that each of their rounds has H inner steps."""
-    without_room(monkeypatch, lambda name: name != "slow")
-    slow_steps, rounds, flights = list[int](), 14, list[InFlight]()
-
-    class OfSlow(InFlight):
-        def __init__(self, exchange: Exchange, *arguments: Any) -> None:
-            super().__init__(exchange, *arguments)
-            if exchange.membership.worker == "slow":
-                flights.append(self)
-
-    monkeypatch.setattr("worker.rounds.round.InFlight", OfSlow)
-
-    def slow(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if slow_steps and len(slow_steps) % H == 0 and diloco.round < rounds - 1:  # it has sent what it had done before
-            wait_until(lambda: "slow" in contributors(run, diloco.round))
-        seen = run.info().round
-        slow_steps.append(seen)
-        wait_until(lambda: run.info().round > seen or seen >= rounds - 1)
-        if len(slow_steps) % H == 0:  # it does no step beyond
-            wait_until(lambda: flights[-1].landed)
-
-    def fast(diloco: DiLoCo, values: torch.Tensor) -> None:
-        if diloco.inner_step == 1:
-            wait_until(lambda: len(slow_steps) > diloco.round or not other.is_alive())
-        if (diloco.round, diloco.inner_step) == (rounds - 1, 2):
-            wait_until(lambda: "slow" in contributors(run, rounds - 1) or not other.is_alive())
-
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        members = "grace_factor = 0\ngrace_min_s = 0"  # two of three are a quorum
-        run = Toy(coordinator, spec(rounds=rounds, min_workers=2, members=members), tmp_path)
-        other = threading.Thread(target=ones, args=(run, slow), kwargs={"name": "slow"}, name="slow")
-        other.start()
-        at_once({name: partial(ones, run, fast, name=name) for name in ("fast", "also-fast")})
-        other.join(PATIENCE_S)
-        told, tokens = run.told("slow"), run.info().spec.unit_tokens
-        assert (told.contributions, len(slow_steps)) == (3, 4 * H + 1)
-        with run.coordinator.live("toy").context.database.read() as session:
-            rows = select(ContributionRow.round, ContributionRow.tokens).where(ContributionRow.worker == "slow")
-            weights = {(round_, weight // tokens) for round_, weight in session.execute(rows)}
-        assert weights == {(6, 1), (12, 1), (13, 2 * H)}, "units that are six rounds old weigh a sixth, but in the last"
-        assert told.tokens == len(slow_steps) * tokens, "all of them count"
-        assert told.state_digest == run.final().state_digest
 
 
 def test_a_loader_loads_one_unit_at_a_time_beyond_h(tmp_path: Path) -> None:

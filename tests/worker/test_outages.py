@@ -3,9 +3,7 @@ coordinator that goes back to a backup; and what an operator does to it."""
 
 import json
 import re
-import shutil
 import threading
-from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +13,6 @@ import httpx
 import pytest
 import torch
 
-from coordinator.store import sqlite
-from coordinator.store.payloads import MemoryBudget
-from harness.stores import spoil
 from protocol import wire
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
@@ -26,7 +21,7 @@ from protocol.spec.run import parse_spec
 from tests.support.full_disk import small_disk
 from tests.support.http_server import Handler, serving
 from tests.support.states import zeros_of_state_0
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import wait_until
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
@@ -34,11 +29,6 @@ from worker.errors import RunEnded
 from worker.link.client import Client, open_http
 from worker.rounds.exchange import Exchange
 from worker.state import state_dir
-
-
-def event_kinds(run: Toy) -> list[str]:
-    with run.coordinator.client() as http:
-        return [event["kind"] for event in http.get("/v1/runs/toy/events?limit=1000").json()["items"]]
 
 
 def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
@@ -151,97 +141,6 @@ def test_a_full_disk_is_waited_for_however_long_it_takes() -> None:
     assert len(set(bodies)) == 1
 
 
-class SpoilsTheOther(Client):
-    """Before its first contribution to round 1 it damages the file of a's contribution to fragment 1."""
-
-    def __init__(self, *arguments, run: Toy, spoiled: list[str], **options) -> None:
-        super().__init__(*arguments, **options)
-        self._toy, self._spoiled, self._lock = run, spoiled, threading.Lock()
-
-    def contribute(self, member_token, header, frames, **options):
-        if header.round == 1:
-            with self._lock:
-                self._spoil()
-        super().contribute(member_token, header, frames, **options)
-
-    def _spoil(self) -> None:
-        if not self._spoiled:
-            live = self._toy.coordinator.live("toy")
-            assert live.open is not None
-            fragments = live.open.fragments
-            wait_until(lambda: all("a" in fragment.contributed for fragment in fragments))
-            name = live.names.contribution(1, 1, "a", fragments[1].contributed["a"].digest)
-            spoil(live.blobs, name)
-            self._spoiled.append(name)
-
-
-def test_a_contribution_that_the_coordinator_lost_is_sent_again(tmp_path: Path) -> None:
-    spoiled: list[str] = []
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        coordinator.coordinator.memory = MemoryBudget(0)  # so that it averages what the disk has
-        run = Toy(coordinator, toy.spec(min_workers=2), tmp_path)
-        run.workers(["a", "b"], b={"client_class": partial(SpoilsTheOther, run=run, spoiled=spoiled)})
-        info = run.final()
-        assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
-        assert event_kinds(run).count("contribution-lost") == 1
-        assert info.tokens == 2 * 3 * toy.STEPS * info.spec.unit_tokens
-    assert len(spoiled) == 1
-
-
-def test_the_run_goes_back_to_a_backup(tmp_path: Path) -> None:
-    """The database of round 1 under a coordinator that was at round 4, while the worker trains: it recovers the run's
-    state, which is an older one than its own, and the run goes on."""
-    data, backup = tmp_path / "coordinator", tmp_path / "backup"
-    at, restored = threading.Event(), threading.Event()
-
-    def hold(diloco: DiLoCo) -> None:
-        if (diloco.round, diloco.inner_step) == (1, 1) and not backup.exists():
-            with coordinator.live("toy").lock:  # nothing is being written
-                shutil.copytree(data, backup)
-        if (diloco.round, diloco.inner_step) == (4, 2) and not restored.is_set():
-            at.set()
-            assert restored.wait(PATIENCE_S)
-
-    def train() -> None:
-        run.worker("a", on_step=hold)
-
-    with coordinator_thread(data) as coordinator:
-        run = Toy(coordinator, toy.spec(rounds=6), tmp_path)
-        port = int(coordinator.url.rsplit(":", 1)[1])
-        worker = threading.Thread(target=train)
-        worker.start()
-        assert at.wait(PATIENCE_S)
-    for path in data.glob(f"{sqlite.FILE}*"):
-        path.unlink()
-    for path in backup.glob(f"{sqlite.FILE}*"):
-        shutil.copy(path, data)
-    with coordinator_thread(data, port) as run.coordinator:
-        assert run.info().round == 1
-        restored.set()
-        worker.join(PATIENCE_S)
-        assert not worker.is_alive()
-        assert run.told("a").state_digest == run.final().state_digest
-
-
-def test_a_drained_run_lets_its_workers_finish_the_round(tmp_path: Path) -> None:
-    def drain(diloco: DiLoCo) -> None:
-        if (diloco.round, diloco.inner_step) == (1, 2):
-            with coordinator.client() as http:
-                http.patch("/v1/runs/toy", json={"state": "draining"}).raise_for_status()
-            diloco.joined.heartbeat.beat()
-
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(), tmp_path)
-        run.worker("a", on_step=drain)
-        assert (run.told("a").state, run.told("a").state_round) == ("left", 2)
-        wait_until(lambda: run.info().state == "paused")
-        assert run.info().tokens == 2 * toy.STEPS * run.info().spec.unit_tokens
-        with coordinator.client() as http:
-            http.patch("/v1/runs/toy", json={"state": "running"}).raise_for_status()
-        run.worker("b")
-        assert run.told("b").state_digest == run.final().state_digest
-
-
 def test_a_worker_whose_own_disk_is_full_waits_for_room_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -299,35 +198,6 @@ def test_waiting_for_room_ends_with_the_run(tmp_path: Path) -> None:
         run.worker("a", state_dir=disk.root / "state", on_step=fill, client_class=Waits)
         assert workers[0].round == 1
         assert sorted(each.name for each in (disk.root / "state").glob("*.new")) == []
-
-
-def test_each_worker_has_its_own_h(tmp_path: Path) -> None:
-    """The speed of one round decides about a later one's H; the schedule goes on in steps of the fastest worker."""
-    seen, steps = dict[int, int](), list[int]()
-
-    def note(diloco: DiLoCo) -> None:
-        steps.append(diloco.global_step)
-        assignment = diloco.joined.rounds.assignment
-        assert assignment.step <= diloco.global_step <= assignment.step + assignment.schedule_steps
-        if diloco.round not in seen and not diloco.finished:
-            diloco.joined.heartbeat.beat()  # otherwise it comes when it comes
-            seen[diloco.round] = assignment.inner_steps
-
-    text = toy.spec(rounds=3, steps=40, sync='wait = "never"')
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, text, tmp_path)
-        run.worker("a", on_step=note)
-        info = run.final()
-        assert info.state_digest == run.told("a").state_digest
-        metrics: Metrics = run.told("a").metrics
-        assert metrics.inner_steps_per_second is not None
-        assert metrics.inner_steps_per_second > 0
-    assert seen == {0: 4, 1: 40, 2: 40, 3: 36}, (
-        "its speed is unknown; it is the fastest; what the first round left over"
-    )
-    assert (min(steps), max(steps)) == (1, 120)
-    assert steps == sorted(steps), "the schedule goes on in steps of the fastest worker"
-    assert info.tokens == len(steps) * info.spec.unit_tokens, "what it trained on counts, beyond H as well"
 
 
 def test_a_run_that_goes_back_leaves_no_moments_of_the_dropped_states(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from protocol.messages import Stage
 from tests.support.waiting import PATIENCE_S
@@ -113,36 +112,3 @@ def test_a_single_step_is_all_that_is_known_of_a_pace(clock: Clock) -> None:
     progress.step(1)
     progress.end_inner_steps(1, 100)
     assert progress.metrics().inner_steps_per_second == 0.25
-
-
-def test_the_phases_of_a_round_add_up_to_its_time(clock: Clock) -> None:
-    traffic, stages = Traffic(), Stages(clock)
-    progress = Progress(traffic, stages, clock)
-    clock.now += 1
-    progress.phase("wait")
-    clock.now += 2
-    progress.begin_round(7)
-    assert (progress.metrics().round, progress.metrics().inner_step) == (7, 0)
-    for step in range(4):
-        clock.now += 3
-        progress.report_loss(torch.tensor(float(step)))
-        progress.step(step + 1)
-        assert progress.metrics().inner_step == step + 1
-    assert progress.end_inner_steps(4, 40) == 1.5
-    clock.now += 4
-    progress.phase("sync")
-    traffic.add(up=100, down=10)
-    clock.now += 5
-    progress.end_round(7, epoch=2)
-    report = progress.last_report
-    assert report is not None
-    assert (report.round, report.epoch, report.upload_bytes, report.download_bytes) == (7, 2, 100, 10)
-    seconds = {"join": 1, "wait": 2, "train": 12, "gather": 4, "sync": 5}
-    assert {stage: each for stage, each in report.seconds.items() if each} == seconds
-
-    clock.now += 6
-    traffic.add(down=1)
-    rest = progress.report(epoch=2)
-    assert (rest.round, rest.upload_bytes, rest.download_bytes, rest.seconds) == (8, 0, 1, {"wait": 6})
-    assert progress.metrics().upload_bytes == 100
-    assert progress.metrics().phase == "wait"

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from protocol.errors import CodecError, Problem
-from protocol.messages import EpochInfo, RoundDetail
+from protocol.errors import CodecError
+from protocol.messages import EpochInfo
 from protocol.spec.run import parse_spec
 from tests.support.waiting import PATIENCE_S
 from tests.worker import toy
-from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
+from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
 from worker.rounds.schedule import schedule
@@ -214,106 +214,6 @@ def test_what_an_earlier_process_contributed_stands_and_nothing_beside_it_is_car
     assert merged.tolist() == pytest.approx([4.0] * 768), "what is in the mean, and not the 2 steps since then"
 
 
-POINTS = ["before upload", "after upload", "before download", "after download"]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By schedule, the final state digest of one worker that nobody disturbs."""
-    torch.set_num_threads(1)
-    digests: dict[str, str] = {}
-    for number, sync in enumerate(SCHEDULES.values()):
-        directory = tmp_path_factory.mktemp(f"undisturbed{number}")
-        with coordinator_thread(directory / "coordinator") as coordinator:
-            run = Toy(coordinator, spec(sync), directory)
-            run.worker("a")
-            digests[sync] = str(run.final().state_digest)
-    return digests
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("point", POINTS)
-@pytest.mark.parametrize(("name", "round_number"), [("eager", 2), ("spread", 2), ("spread", ROUNDS - 1)])
-def test_killed_while_fragments_travel(
-    tmp_path: Path, undisturbed: dict[str, str], name: str, point: str, round_number: int
-) -> None:
-    """It begins the round again where the snapshot has it. If the round can have closed before its end, which it is made
-    for where all is sent at its beginning, what was not sent returns to the pool."""
-    dies = lambda what, number: (what, number) == (point, round_number)  # noqa: E731
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(SCHEDULES[name]), tmp_path)
-        with pytest.raises(Killed):
-            run.worker("a", client_class=partial(MortalClient, dies=dies), state_dir=tmp_path / "a")
-        resume_to_the_end(run, tmp_path / "a")
-        if name == "spread" or point == "before upload":
-            assert run.final().state_digest == undisturbed[SCHEDULES[name]]
-
-
-def resume_to_the_end(run: Toy, state_dir: Path) -> None:
-    """The killed worker goes on; in the end all units are accounted for, and all replicas of the model agree."""
-    try:
-        run.worker("a", state_dir=state_dir)
-    except Problem as problem:  # the last round needs nothing more of it once its uploads are there
-        if problem.slug != "run-ended":
-            raise
-    else:
-        assert run.told("a").state_digest == run.final().state_digest
-    info, told = run.final(), epoch(run)
-    assert told.assigned == {}
-    assert info.tokens == told.consumed * info.spec.unit_tokens
-    assert info.divergences == 0
-
-
-def killed_at(run: Toy, state_dir: Path, round_number: int, step: int) -> None:
-    def kill(diloco: DiLoCo) -> None:
-        if (diloco.round, diloco.inner_step) == (round_number, step):
-            diloco.client.die()  # type: ignore[attr-defined]
-
-    mortal = partial(MortalClient, dies=lambda what, number: False)
-    with pytest.raises(Killed):
-        run.worker("a", client_class=mortal, state_dir=state_dir, on_step=kill)
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("name", ["together", "spread", "spread, no overlap"])
-def test_killed_before_the_last_fragment_is_sent(tmp_path: Path, undisturbed: dict[str, str], name: str) -> None:
-    """Twice, so that the second process resumes from the snapshot that the first one resumed from."""
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(SCHEDULES[name]), tmp_path)
-        killed_at(run, tmp_path / "a", 2, 3)
-        killed_at(run, tmp_path / "a", 2, 3)
-        resume_to_the_end(run, tmp_path / "a")
-        assert run.final().state_digest == undisturbed[SCHEDULES[name]]
-
-
-@pytest.mark.system
-@EVERY
-def test_killed_after_the_last_fragment_was_sent(tmp_path: Path, sync: str) -> None:
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(sync), tmp_path)
-        killed_at(run, tmp_path / "a", 2, STEPS - 1)
-        resume_to_the_end(run, tmp_path / "a")
-
-
-@EVERY
-def test_leaving_in_the_middle_of_a_round_loses_no_unit(tmp_path: Path, sync: str) -> None:
-    """The one that stays trains on what the other one gave back; together it is all of the units."""
-
-    def leave(diloco: DiLoCo) -> None:
-        if (diloco.round, diloco.inner_step) == (1, 3):
-            diloco.client.stop.set()
-
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(sync, min_workers=1), tmp_path)
-        run.workers(["a", "b"], a={"on_step": leave})
-        info = run.final()
-        assert run.told("b").state_digest == info.state_digest
-        assert run.told("a").state == "left"
-        told = epoch(run)
-        assert told.assigned == {}
-        assert info.tokens == told.consumed * parse_spec(spec(sync)).unit_tokens
-
-
 @pytest.mark.parametrize("sync", [SCHEDULES["eager"], SCHEDULES["spread"]], ids=["eager", "spread"])
 def test_training_that_diverged_is_not_sent(tmp_path: Path, sync: str) -> None:
     def spoil(diloco: DiLoCo) -> None:
@@ -326,14 +226,3 @@ def test_training_that_diverged_is_not_sent(tmp_path: Path, sync: str) -> None:
             run.worker("a", on_step=spoil)
         assert run.told("a").state == "left"
         assert run.info().round <= 2, "nobody else could have brought what round 2 waits for"
-
-
-def test_rest_tells_how_long_the_training_waited(tmp_path: Path) -> None:
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(SCHEDULES["spread"]), tmp_path)
-        run.worker("a")
-        run.final()
-        with coordinator.client() as http:
-            detail = RoundDetail.model_validate(http.get("/v1/runs/toy/rounds/1").json())
-        seconds = detail.accounts["a"].seconds
-        assert {"train", "gather", "sync", "upload", "outer-step"} <= seconds.keys()
