@@ -6,7 +6,7 @@ end. It depends on no epoch and no seed: `token-sets.json` in docs/vectors has t
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -173,9 +173,9 @@ def prepared(name: str, tokenizer: str, root: Path, processes: int) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def child() -> Iterator[Renderer]:
+def child() -> Renderer:
     """Render all chat templates in one child process."""
-    yield renderer()
+    return renderer()
 
 
 @pytest.mark.parametrize(("name", "tokenizer"), [(name, each) for name in GOLDEN for each in GOLDEN[name].digests])

@@ -1,8 +1,7 @@
 """Compressed files of JSON lines or text: gzip (RFC 1952) or zstd (RFC 8878), which can only be read from their start.
 
 One process decompresses them and cuts the result where an uncompressed file would be cut; the others tokenise these
-parts. So the token set is the same. No file is ever in memory as a whole. When preparing resumes, the file that was
-being read is decompressed again, but none before it.
+parts. So the token set is the same. No file is ever in memory as a whole.
 """
 
 import zlib
@@ -23,22 +22,18 @@ from worker.data.sources.rows import RowFormat
 from worker.data.sources.text import LINE_BYTES
 from worker.errors import DataError
 
-# A position in the stream of tasks: the number of the file times _FILE, plus the number of its tasks before.
-_FILE = 1 << 40
 _STEP_BYTES = 1 << 12  # decompressed at once; malicious ones expand to a hundred megabytes
 _OUT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class CompressedLinesTask:
-    """Whole decompressed lines of a file, beginning with number `line`. `rows` is the
-    distance from its position to the next task's."""
+    """Whole decompressed lines of a file, beginning with number `line`."""
 
     path: Path
     line: int
     content: bytes
     size: int
-    rows: int
     row_format: RowFormat
     hold_out: HoldOut
 
@@ -52,12 +47,11 @@ class CompressedLinesTask:
 
 @dataclass(frozen=True)
 class CompressedTextTask:
-    """A decompressed part of a file, which is one document. `rows` as above."""
+    """A decompressed part of a file, which is one document."""
 
     path: Path
     content: bytes
     size: int
-    rows: int
     held_out: bool
     begins: bool
     ends: bool
@@ -70,60 +64,49 @@ class CompressedTextTask:
 
 
 def compressed_line_tasks(
-    files: NamedFiles, row_format: RowFormat, hold_out: HoldOut, position: int, task_bytes: int = TASK_BYTES
+    files: NamedFiles, row_format: RowFormat, hold_out: HoldOut, task_bytes: int = TASK_BYTES
 ) -> Iterator[CompressedLinesTask]:
-    """Yield the tasks of compressed files of JSON lines, beginning at `position`."""
-    first, skipped = divmod(position, _FILE)
-    for _, path in files[first:]:
+    """Yield the tasks of compressed files of JSON lines."""
+    for _, path in files:
         line = 1
         for cut in _cuts(path, count(task_bytes, task_bytes)):
-            if cut.number >= skipped:
-                yield CompressedLinesTask(path, line, cut.content, cut.size, cut.rows, row_format, hold_out)
+            yield CompressedLinesTask(path, line, cut.content, cut.size, row_format, hold_out)
             line += cut.content.count(b"\n")
-        skipped = 0
 
 
 def compressed_text_tasks(
-    files: NamedFiles, holdout: float, position: int, task_bytes: int = TASK_BYTES
+    files: NamedFiles, holdout: float, task_bytes: int = TASK_BYTES
 ) -> Iterator[CompressedTextTask]:
-    """Yield the tasks of compressed text files, beginning at `position`. The same text is held out as of uncompressed
+    """Yield the tasks of compressed text files. The same text is held out as of uncompressed
     files."""
     several = len(files) > 1 and holdout < 1
     uncompressed = [PurePath(name).with_suffix("").as_posix() for name, _ in files]
     held_out = held_out_names(uncompressed, holdout) if several else set()
-    first, skipped = divmod(position, _FILE)
-    for name, (_, path) in list(zip(uncompressed, files, strict=True))[first:]:
+    for name, (_, path) in zip(uncompressed, files, strict=True):
         length = 0 if several else sum(len(piece) for piece, *_ in _decompressed(path))
         border = length - int(length * holdout)
         at = 0
         for cut in _cuts(path, merge(count(task_bytes, task_bytes), [border] if border else []), LINE_BYTES):
-            if cut.number >= skipped:
-                out = name in held_out or (not several and at >= border)
-                yield CompressedTextTask(path, cut.content, cut.size, cut.rows, out, at == 0, cut.last)
+            out = name in held_out or (not several and at >= border)
+            yield CompressedTextTask(path, cut.content, cut.size, out, at == 0, cut.last)
             at += len(cut.content)
-        skipped = 0
 
 
 class _Cut(NamedTuple):
     """Decompressed content up to the next cut; `size` compressed bytes were read for it."""
 
-    number: int
     content: bytes
     size: int
     last: bool
-
-    @property
-    def rows(self) -> int:
-        return _FILE - self.number if self.last else 1
 
 
 def _cuts(path: Path, wanted: Iterator[int], most: int | None = None) -> Iterator[_Cut]:
     """Yield the decompressed content of a file, cut at the first lines that begin at the bytes `wanted` or later, as
     `next_line` finds them. Yields at least one cut."""
     parts = pairwise(chain(_parts(path, wanted, most), [None]))
-    for number, (part, following) in enumerate(parts):
+    for part, following in parts:
         assert part is not None
-        yield _Cut(number, *part, last=following is None)
+        yield _Cut(*part, last=following is None)
 
 
 def _parts(path: Path, wanted: Iterator[int], most: int | None) -> Iterator[tuple[bytes, int] | None]:

@@ -39,10 +39,6 @@ class Task(Protocol):
     def size(self) -> int:
         """Its size in the source's bytes."""
 
-    @property
-    def rows(self) -> int:
-        """For a source that can only be read from its beginning: its rows. 0 for any other."""
-
     def pieces(self) -> Iterator[Piece]:
         """Yield its text, in order. Raises DataError if it cannot be read."""
 

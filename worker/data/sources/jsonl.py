@@ -22,7 +22,6 @@ class LinesTask:
     length: int
     row_format: RowFormat
     hold_out: HoldOut
-    rows = 0
 
     @property
     def size(self) -> int:

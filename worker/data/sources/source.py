@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +39,20 @@ class TextSource:
         files = [(name, *_stamp(path)) for name, path in self.files]
         return [self.kind, self.name if self.kind == HUB else files, *self.row_format.identity(), self.holdout]
 
-    def tasks(self, done: int, rows: int, task_bytes: int = TASK_BYTES) -> Iterator[Task]:
-        """Yield its tasks, except the first `done`, which had `rows` rows (see `Task.rows`). Raises DataError."""
+    def tasks(self, task_bytes: int = TASK_BYTES) -> Iterator[Task]:
+        """Yield its tasks. Raises DataError."""
         hold_out = HoldOut(self.holdout)
         if self.kind == HUB:
-            return hub_tasks(self.name, self.row_format, hold_out, rows, task_bytes)
-        tasks: Iterator[Task]
+            return hub_tasks(self.name, self.row_format, hold_out, task_bytes)
         if self.kind == JSONL:
-            tasks = line_tasks(self.files, self.row_format, hold_out, task_bytes)
-        elif self.kind == COMPRESSED_JSONL:
-            return compressed_line_tasks(self.files, self.row_format, hold_out, rows, task_bytes)
-        elif self.kind == COMPRESSED_TEXT:
-            return compressed_text_tasks(self.files, self.holdout, rows, task_bytes)
-        elif self.kind == PARQUET:
-            tasks = row_tasks(self.files, self.row_format, hold_out, task_bytes)
-        else:
-            tasks = text_tasks(self.files, self.holdout, task_bytes)
-        return islice(tasks, done, None)
+            return line_tasks(self.files, self.row_format, hold_out, task_bytes)
+        if self.kind == COMPRESSED_JSONL:
+            return compressed_line_tasks(self.files, self.row_format, hold_out, task_bytes)
+        if self.kind == COMPRESSED_TEXT:
+            return compressed_text_tasks(self.files, self.holdout, task_bytes)
+        if self.kind == PARQUET:
+            return row_tasks(self.files, self.row_format, hold_out, task_bytes)
+        return text_tasks(self.files, self.holdout, task_bytes)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

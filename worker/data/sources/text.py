@@ -28,7 +28,6 @@ class TextTask:
     """Several small files, or a part of a large one."""
 
     ranges: tuple[_Range, ...]
-    rows = 0
 
     @property
     def size(self) -> int:

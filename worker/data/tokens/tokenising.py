@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -165,15 +165,14 @@ class ConversationEncoding:
 
 @dataclass(frozen=True)
 class TaskTokens:
-    """The result of a task: its text to train on, and its held-out text. `size` and `rows` are those of the task."""
+    """The result of a task: its text to train on, and its held-out text. `size` is that of the task."""
 
     size: int
-    rows: int
     training: TokenisedText
     held_out: TokenisedText
 
 
-def tokenised(tasks: Iterable[Task], encoding: Encoding, processes: int) -> Iterator[TaskTokens]:
+def tokenised(tasks: Iterable[Task], encoding: Encoding, processes: int) -> Generator[TaskTokens, None, None]:
     """Yield the result of each task, in order. Raises DataError for the first task in that order that fails."""
     if processes == 1:
         encode = encoding.encoder()
@@ -193,7 +192,7 @@ def tokenised(tasks: Iterable[Task], encoding: Encoding, processes: int) -> Iter
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a tokenising process was killed, possibly because memory ran out; run the same command again to continue"
+            "a tokenising process was killed, possibly because memory ran out; run the same command again"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -211,7 +210,7 @@ def tokenise(task: Task, encode: Encoder, encoding: Encoding) -> TaskTokens:
             encode(batch, parts)
             batch, size = [], 0
     encode(batch, parts)
-    return TaskTokens(task.size, task.rows, parts[False].text(), parts[True].text())
+    return TaskTokens(task.size, parts[False].text(), parts[True].text())
 
 
 class _Documents:
