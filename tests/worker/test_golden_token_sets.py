@@ -155,7 +155,7 @@ GOLDEN = {
         {"format": "completion"},
     ),
 }
-TOKENIZERS = {"words": write_tokenizer, "chat": write_chat_tokenizer}
+TOKENIZERS: dict[str, Callable[[Path], Path]] = {"words": write_tokenizer, "chat": write_chat_tokenizer}
 
 
 def prepared(name: str, tokenizer: str, root: Path, processes: int) -> str:

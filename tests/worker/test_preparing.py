@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -191,7 +190,6 @@ def test_characters_are_never_cut(tokenizer: str, tmp_path: Path, monkeypatch: p
     """A line of 30 kB of characters of three bytes, in tasks of 2000 bytes and pieces of 1000."""
     monkeypatch.setattr("worker.data.sources.documents.PIECE_BYTES", 1000)
     monkeypatch.setattr("worker.data.sources.text.LINE_BYTES", 500)
-    monkeypatch.setattr("worker.data.sources.documents._STEP_BYTES", 100)
     line = "a" + "字" * 10_000
     (tmp_path / "one.txt").write_text(line)
     index = prepare(recipe(tmp_path / "one.txt", tokenizer, holdout=0.0), tmp_path / "out", processes=1)
@@ -340,21 +338,6 @@ def test_compressed_lines_are_the_same_set(lines: Path, tokenizer: str, tmp_path
     (several / "c.jsonl").write_text(json.dumps({"text": "the worker " * 2000}) + "\n" + lines.read_text().rstrip("\n"))
     plain = prepare(recipe(several, tokenizer), tmp_path / "plain", processes=1)
     found = prepare(recipe(pack(several, ending), tokenizer), tmp_path / "packed", processes=1)
-    assert (found.training, found.held_out) == (plain.training, plain.held_out)
-
-
-@pytest.mark.parametrize("ending", PACK)
-@pytest.mark.parametrize("files", [1, 5])
-def test_compressed_text_is_the_same_set(tokenizer: str, tmp_path: Path, ending: str, files: int) -> None:
-    """Held out are the same files or, of a single one, the same end; what has no lines is cut in the same places."""
-    text = tmp_path / "text"
-    text.mkdir()
-    for number in range(files):
-        (text / f"{number}.txt").write_text("\n".join(TEXTS[number:]) + "wörker " * 30_000 + "\n".join(TEXTS))
-    made = partial(recipe, tokenizer=tokenizer, holdout=0.3, shard_tokens=7000, task_bytes=9000)
-    plain = prepare(made(text), tmp_path / "plain", processes=1)
-    found = prepare(made(pack(text, ending)), tmp_path / "packed", processes=1)
-    assert plain.held_out
     assert (found.training, found.held_out) == (plain.training, plain.held_out)
 
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.data.sources.compressed import compressed_line_tasks, compressed_text_tasks
 from worker.data.sources.documents import TASK_BYTES, HoldOut, Task
 from worker.data.sources.files import NamedFiles, source_files
 from worker.data.sources.hub import PREFIX, hub_tasks
 from worker.data.sources.jsonl import line_tasks
-from worker.data.sources.kinds import BIN, COMPRESSED_JSONL, COMPRESSED_TEXT, HUB, JSONL, PARQUET, kind_of_files
+from worker.data.sources.kinds import BIN, COMPRESSED_JSONL, HUB, JSONL, PARQUET, kind_of_files
 from worker.data.sources.parquet import row_tasks
 from worker.data.sources.rows import RowFormat, TextRows
 from worker.data.sources.text import text_tasks
@@ -44,12 +43,8 @@ class TextSource:
         hold_out = HoldOut(self.holdout)
         if self.kind == HUB:
             return hub_tasks(self.name, self.row_format, hold_out, task_bytes)
-        if self.kind == JSONL:
+        if self.kind in (JSONL, COMPRESSED_JSONL):
             return line_tasks(self.files, self.row_format, hold_out, task_bytes)
-        if self.kind == COMPRESSED_JSONL:
-            return compressed_line_tasks(self.files, self.row_format, hold_out, task_bytes)
-        if self.kind == COMPRESSED_TEXT:
-            return compressed_text_tasks(self.files, self.holdout, task_bytes)
         if self.kind == PARQUET:
             return row_tasks(self.files, self.row_format, hold_out, task_bytes)
         return text_tasks(self.files, self.holdout, task_bytes)
