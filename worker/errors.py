@@ -3,7 +3,6 @@
 OuterstepError (protocol)
 ├── ModelError          the model cannot be built or trained in this run
 ├── DataError           the training set cannot be read, or is too small
-├── NoRoom              the data cache is full of what is needed sooner
 ├── NotAllowed          the run spec asks for what the machine's owner has not allowed
 ├── BoxError            this machine cannot do what its settings ask for
 ├── StateDirBusy        another process uses the same state directory
@@ -24,10 +23,6 @@ class ModelError(OuterstepError):
 
 class DataError(OuterstepError):
     """The training set cannot be read, or is too small."""
-
-
-class NoRoom(OuterstepError):
-    """The data cache is full of what is needed sooner."""
 
 
 class NotAllowed(OuterstepError):

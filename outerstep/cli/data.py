@@ -86,8 +86,8 @@ def prepare(
 ) -> None:
     """Tokenise text or conversations on all cores into a directory that data.source can name.
 
-    After a kill, the same command continues where it stopped and produces the same bytes. Documents are held out by
-    hash of their text (text files by hash of their name), so they are the same with every tokenizer.
+    The bytes are the same on every machine. After a kill, the same command starts again. Documents are held out by hash
+    of their text (text files by hash of their name), so they are the same with every tokenizer.
 
     \b
     Example:

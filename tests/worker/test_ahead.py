@@ -1,16 +1,16 @@
 """Which shards are fetched ahead, in which order, and what is kept for them."""
 
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from protocol.errors import Transient
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import wait_until
 from worker.data.fetching import remote_set
 from worker.data.fetching.remote_set import Prefetcher, PrefetchStop
 from worker.data.order import WINDOW_SHARDS, Order
-from worker.errors import DataError, NoRoom, Stopped
+from worker.errors import DataError, Stopped
 
 SHARDS = 5 * WINDOW_SHARDS
 UNITS_PER_WINDOW = 20
@@ -24,30 +24,24 @@ def order() -> Order:
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_set, "THREADS", 1)
-    monkeypatch.setattr(remote_set, "_NO_ROOM_RETRY_S", 0.01)
 
 
 class Fetched:
-    """Notes what is fetched, and what is needed sooner; `room` is how many of these there is room for beside it."""
+    """Notes what is fetched."""
 
-    def __init__(self, room: int = SHARDS, faults: dict[int, Exception] | None = None) -> None:
+    def __init__(self, faults: dict[int, Exception] | None = None) -> None:
         self.shards: list[int] = []
-        self.kept: list[list[int]] = []
-        self.refused = threading.Event()
-        self._room, self._faults = room, faults or {}
+        self._faults = faults or {}
 
-    def __call__(self, shard: int, before: Collection[int]) -> None:
-        if len(before) > self._room:
-            self.refused.set()
-            raise NoRoom("full")
+    def __call__(self, shard: int) -> None:
         self.shards.append(shard)
-        self.kept.append(list(before))
         if shard in self._faults:
             raise self._faults[shard]
 
 
-def fetch_ahead(fetched: Fetched) -> Prefetcher:
-    return Prefetcher(fetched, PrefetchStop(threading.Event()))
+def fetch_ahead(fetched: Fetched, room: int = SHARDS) -> Prefetcher:
+    """A prefetcher with room for this many shards, each of one byte."""
+    return Prefetcher(fetched, [1] * SHARDS, room, PrefetchStop(threading.Event()))
 
 
 def windows(order: Order, *numbers: int) -> list[int]:
@@ -59,14 +53,13 @@ def expect(fetch: Prefetcher, order: Order, *units: Sequence[int]) -> None:
         fetch(order, each)
 
 
-def test_they_are_fetched_in_the_order_of_need_and_none_that_is_needed_sooner_makes_room(order: Order) -> None:
+def test_they_are_fetched_in_the_order_of_need(order: Order) -> None:
     fetched = Fetched()
     fetch = fetch_ahead(fetched)
     fetch(order, range(20, 40))  # window 1, and by the guess window 2
     wait_until(lambda: len(fetched.shards) == 2 * WINDOW_SHARDS)
     fetch.close()
     assert fetched.shards == windows(order, 1, 2)
-    assert fetched.kept == [fetched.shards[:place] for place in range(2 * WINDOW_SHARDS)]
 
 
 @pytest.mark.parametrize(
@@ -89,10 +82,10 @@ def test_the_next_round_is_as_far_on_as_this_one_was(order: Order, told: list[Se
 
 
 def test_where_there_is_no_room_it_goes_on_once_something_was_used(order: Order) -> None:
-    fetched = Fetched(room=2 * WINDOW_SHARDS - 1)
-    fetch = fetch_ahead(fetched)
+    fetched = Fetched()
+    fetch = fetch_ahead(fetched, room=2 * WINDOW_SHARDS)
     fetch(order, range(60))
-    assert fetched.refused.wait(PATIENCE_S)
+    wait_until(lambda: len(fetched.shards) == 2 * WINDOW_SHARDS)
     assert fetched.shards == windows(order, 0, 1)
     for shard in windows(order, 0, 1)[: WINDOW_SHARDS + 3]:
         fetch.reached(shard)
@@ -104,10 +97,10 @@ def test_where_there_is_no_room_it_goes_on_once_something_was_used(order: Order)
 
 def test_what_was_passed_by_is_not_fetched_any_more(order: Order) -> None:
     """The training was faster."""
-    fetched = Fetched(room=0)
-    fetch = fetch_ahead(fetched)
+    fetched = Fetched()
+    fetch = fetch_ahead(fetched, room=1)
     fetch(order, range(60))
-    assert fetched.refused.wait(PATIENCE_S)
+    wait_until(lambda: len(fetched.shards) == 1)
     fetch.reached(windows(order, 2)[-1])
     wait_until(lambda: len(fetched.shards) == 2)
     fetch.close()

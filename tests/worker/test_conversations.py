@@ -29,7 +29,7 @@ from worker.data.tokens.packing import pack
 from worker.data.tokens.preparing import Recipe, prepare, recipe_of
 from worker.data.tokens.rendering import renderer
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
-from worker.errors import DataError, Stopped
+from worker.errors import DataError
 
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "be kind"},
@@ -503,34 +503,6 @@ def test_every_conversation_is_there_once(tmp_path: Path) -> None:
     assert (index.conversations.longest, index.conversations.truncated) == (max(map(len, wanted)), 0)
     used = sum(map(len, wanted)) / sum(shard.tokens for shard in index.shards)
     assert used > 0.8, "one conversation in each would use a third"
-
-
-def test_processes_change_nothing_and_neither_does_stopping(tmp_path: Path) -> None:
-    import threading
-
-    source = write_conversations(tmp_path / "talk.jsonl", 100)
-    small = recipe(source, tmp_path)
-    small = Recipe(small.sources, small.tokenizer, small.shard_tokens, 4000, small.conversations)
-    once = prepare(small, tmp_path / "once", processes=1)
-    prepare(small, tmp_path / "twice", processes=2)
-    stop, seen = threading.Event(), []
-
-    def stop_now(progress: Any) -> None:
-        seen.append(progress)
-        stop.set()
-
-    while True:
-        stop.clear()
-        try:
-            prepare(small, tmp_path / "stopped", processes=1, report=stop_now, stop=stop)
-            break
-        except Stopped:
-            continue
-    assert len(seen) > 3
-    for name in ("twice", "stopped"):
-        assert read_index(tmp_path / name / "index.json") == once
-        for shard in once.shards:
-            assert (tmp_path / name / shard.file).read_bytes() == (tmp_path / "once" / shard.file).read_bytes()
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path) -> None:

@@ -7,19 +7,17 @@ import shlex
 from pathlib import Path
 
 import pytest
-import zstandard
 
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import DataSpec
 from tests.support.tokenizers import write_tokenizer
+from tests.worker.test_golden_token_sets import ROWS, TEXTS, write_texts
 from worker.data.open_training_set import TextData, open_training_set
 from worker.data.sources.files import source_files
 from worker.data.tokens.preparing import prepare, recipe_of
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import DataError
 
-TEXTS = [f"the worker {number} sends the delta\nand waits {'for nobody ' * (number % 7)}" for number in range(200)]
-ROWS = [{"text": text, "url": "https://example.org"} for text in TEXTS]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 TABLE = "text,url\n" + "".join(f'"{text}",https://example.org\n' for text in TEXTS)
 
@@ -36,59 +34,6 @@ def digest_of(source: object, tokenizer: str, out: Path) -> str:
     """The digest of the token set that `outerstep data prepare` makes."""
     data = DataSpec(source=str(source), tokenizer=tokenizer, holdout=0.1)
     return prepare(recipe_of(data, load_tokenizer(tokenizer)), out, processes=1).digest()
-
-
-# --- what is right today ------------------------------------------------------------------------------------------
-
-
-def write_parquet(path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'outerstep[data]'")
-    from pyarrow import parquet
-
-    parquet.write_table(pyarrow.table({"text": TEXTS}), path)
-
-
-def write_texts(directory: Path) -> None:
-    directory.mkdir()
-    for number in range(8):
-        (directory / f"{number}.txt").write_text("\n".join(TEXTS[number * 25 : number * 25 + 25]))
-
-
-OF_LINES = (
-    "40a34f329e0c1eb81efbc95b1e812b46095f0425461291c72bf6b94bb01428fb",
-    "69bef1dae426ca09f66d06523275ce1d7680fe70e3d62dd551ccdeae76db0d1d",
-)
-GOLDEN = {
-    "text": (
-        write_texts,
-        "de0dbc546cee38d1499206e9108a7e0bde6ed25918ccc70939e3ecf21860ba89",
-        "4caa03833ec675799268e14e494b6fc0523a5eacc1f59f1dd718d40572d94f1c",
-    ),
-    "a.jsonl": (lambda path: path.write_text(LINES), *OF_LINES),
-    "a.ndjson": (lambda path: path.write_text(LINES), *OF_LINES),
-    "a.jsonlines": (lambda path: path.write_text(LINES), *OF_LINES),
-    "a.json": (lambda path: path.write_text(LINES), *OF_LINES),
-    "a.jsonl.gz": (lambda path: path.write_bytes(gzip.compress(LINES.encode())), *OF_LINES),
-    "a.json.zst": (lambda path: path.write_bytes(zstandard.compress(LINES.encode())), *OF_LINES),
-    "a.jsonlines.gz": (lambda path: path.write_bytes(gzip.compress(LINES.encode())), *OF_LINES),
-    "a.parquet": (write_parquet, *OF_LINES),
-}
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_the_tokens_of_a_source_never_change(tmp_path: Path, name: str) -> None:
-    """Golden: a run that is under way would reject a worker whose set has another digest."""
-    write, tokens, in_bytes = GOLDEN[name]
-    write(tmp_path / name)
-    tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
-    assert digest_of(tmp_path / name, tokenizer, tmp_path / "set") == tokens
-    assert digest_of(tmp_path / name, "bytes", tmp_path / "bytes") == in_bytes
-
-
-def test_text_as_bytes_never_changes(tmp_path: Path) -> None:
-    write_texts(tmp_path / "text")
-    data = open_training_set(spec(tmp_path / "text"))
-    assert data.summary.digest == "eefe8aa1745cf0221b49a0997cf4da6e4ad1d14d69997b021eee128755c16a79"
 
 
 # --- what is not what it seems ------------------------------------------------------------------------------------
@@ -193,7 +138,9 @@ def test_the_remedy_for_a_table_makes_the_same_set(tmp_path: Path, name: str, mo
     *_, command = str(refused.value).partition("python -c ")
     (code,) = shlex.split(command)
     exec(code)
-    assert digest_of(source.with_suffix(".jsonl"), "bytes", tmp_path / "set") == OF_LINES[1]
+    (tmp_path / "lines.jsonl").write_text(LINES)
+    wanted = digest_of(tmp_path / "lines.jsonl", "bytes", tmp_path / "wanted")
+    assert digest_of(source.with_suffix(".jsonl"), "bytes", tmp_path / "set") == wanted
 
 
 def test_the_first_file_with_crlf_is_reported(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A token set is made: the same bytes whatever happens on the way, and what is said where it cannot be."""
+"""A token set is prepared: what is in it, what a killed or stopped process leaves, and every error."""
 
 import gzip
 import json
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ from tests.support.waiting import PATIENCE_S
 from worker.data.open_training_set import open_training_set
 from worker.data.sources.rows import TextRows
 from worker.data.sources.source import find_source
-from worker.data.tokens.index import Index, read_index
+from worker.data.tokens.index import UNFINISHED, Index, read_index
 from worker.data.tokens.preparing import Progress, Recipe, prepare
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import DataError, Stopped
@@ -103,64 +102,6 @@ def test_held_out_is_decided_by_the_text_alone(lines: Path, tokenizer: str, tmp_
     assert found[0] == found[1]
 
 
-@pytest.mark.covers("reliability:prepared-token-sets")
-def test_processes_change_nothing(lines: Path, tokenizer: str, tmp_path: Path) -> None:
-    prepare(recipe(lines, tokenizer), tmp_path / "alone", processes=1)
-    prepare(recipe(lines, tokenizer), tmp_path / "two", processes=2)
-    assert content(tmp_path / "alone") == content(tmp_path / "two")
-
-
-def test_killed_before_the_first_task_is_done(lines: Path, tokenizer: str, tmp_path: Path) -> None:
-    """There were shards and nothing that said whose, so the same command was refused."""
-    prepare(recipe(lines, tokenizer), tmp_path / "undisturbed", processes=1)
-    out = tmp_path / "out"
-    (lines.parent / "broken.jsonl").write_text("{")
-    with pytest.raises(DataError, match="not valid JSON"):
-        prepare(recipe(lines.parent / "broken.jsonl", tokenizer), out, processes=1)
-    progress = json.loads((out / "progress.json").read_text())
-    assert progress["tasks"] == 0
-    (out / "progress.json").write_text(json.dumps(progress | {"made_from": recipe(lines, tokenizer).digest()}))
-    (out / "train-00000.bin").write_bytes(b"of the first task")
-    prepare(recipe(lines, tokenizer), out, processes=1)
-    assert content(out) == content(tmp_path / "undisturbed")
-
-    fresh = tmp_path / "fresh"
-    fresh.mkdir()
-    (fresh / "progress.json.new").write_text("{")  # killed while it wrote its first file
-    prepare(recipe(lines, tokenizer), fresh, processes=1)
-    assert content(fresh) == content(tmp_path / "undisturbed")
-    (fresh / "progress.json").write_text("{}")  # killed after the index, before the progress was gone
-    prepare(recipe(lines, tokenizer), fresh, processes=1)
-    assert content(fresh) == content(tmp_path / "undisturbed")
-
-
-class Killed(Exception):
-    """What ends a process between two tasks."""
-
-
-def test_resumed_after_every_task_it_has_the_same_bytes(lines: Path, tokenizer: str, tmp_path: Path) -> None:
-    prepare(recipe(lines, tokenizer), tmp_path / "undisturbed", processes=1)
-    out = tmp_path / "disturbed"
-    told: list[int] = []
-
-    def kill(how_far: Progress) -> None:
-        told.append(how_far.done)
-        raise Killed
-
-    times = 0
-    while not (out / "index.json").exists():
-        try:
-            prepare(recipe(lines, tokenizer), out, processes=1, report=kill)
-        except Killed:
-            times += 1
-            progress = json.loads((out / "progress.json").read_text())
-            for part, prefix in (("training", "train"), ("held_out", "held-out")):
-                with (out / f"{prefix}-{len(progress[part]['shards']):05}.bin").open("ab") as growing:
-                    growing.write(b"what a task had written before it was done")
-    assert times == len(told) == len(set(told)) > 5, "no task was done twice"
-    assert content(out) == content(tmp_path / "undisturbed")
-
-
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -181,7 +122,7 @@ if __name__ == "__main__":
 
 @pytest.mark.system
 @pytest.mark.covers("reliability:prepared-token-sets")
-def test_killed_it_leaves_nobody_behind_and_finished_shards_alone(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+def test_killed_it_leaves_nobody_behind_and_starts_again(lines: Path, tokenizer: str, tmp_path: Path) -> None:
     """By kill -9, with two processes; these waited for ever for tasks from one that was dead."""
     (tmp_path / "killed.py").write_text(KILLED)
     out = tmp_path / "out"
@@ -190,13 +131,27 @@ def test_killed_it_leaves_nobody_behind_and_finished_shards_alone(lines: Path, t
     # Its pipes are shut.
     done = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    finished = json.loads((out / "progress.json").read_text())["training"]["shards"]
-    before = {shard["file"]: (out / shard["file"]).stat().st_mtime_ns for shard in finished}
-    assert before
-    prepare(recipe(lines, tokenizer), out, processes=1)
-    assert {name: (out / name).stat().st_mtime_ns for name in before} == before
-    prepare(recipe(lines, tokenizer), tmp_path / "undisturbed", processes=1)
+    assert len(list(out.glob("train-*.bin"))) > 1
+    check_unfinished(out)
+    few = recipe(lines, tokenizer, shard_tokens=5000)  # fewer shards than the killed one has left
+    prepare(few, out, processes=1)
+    prepare(few, tmp_path / "undisturbed", processes=1)
     assert content(out) == content(tmp_path / "undisturbed")
+
+
+def check_unfinished(out: Path) -> None:
+    """It was taken for text, and its shards for bytes of it."""
+    spec = parse_spec(f'name = "r"\nmodel.preset = "tiny"\nsync.rounds = 1\ndata.source = "{out}"')
+    with pytest.raises(DataError, match="out is not finished.*`outerstep data prepare`"):
+        open_training_set(spec)
+
+
+def test_killed_at_the_end_it_is_complete(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    index = prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
+    whole = content(tmp_path / "out")
+    (tmp_path / "out" / UNFINISHED).touch()
+    assert prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1) == index
+    assert content(tmp_path / "out") == whole
 
 
 def test_the_same_again_does_nothing(lines: Path, tokenizer: str, tmp_path: Path) -> None:
@@ -235,7 +190,6 @@ def test_characters_are_never_cut(tokenizer: str, tmp_path: Path, monkeypatch: p
     """A line of 30 kB of characters of three bytes, in tasks of 2000 bytes and pieces of 1000."""
     monkeypatch.setattr("worker.data.sources.documents.PIECE_BYTES", 1000)
     monkeypatch.setattr("worker.data.sources.text.LINE_BYTES", 500)
-    monkeypatch.setattr("worker.data.sources.documents._STEP_BYTES", 100)
     line = "a" + "字" * 10_000
     (tmp_path / "one.txt").write_text(line)
     index = prepare(recipe(tmp_path / "one.txt", tokenizer, holdout=0.0), tmp_path / "out", processes=1)
@@ -253,15 +207,18 @@ def test_a_second_source_is_held_out_whole(lines: Path, tokenizer: str, tmp_path
     assert documents(ids(tmp_path / "out", index), tokenizer) == TEXTS
 
 
-def test_stopped_it_goes_on_later(lines: Path, tokenizer: str, tmp_path: Path) -> None:
-    stop = threading.Event()
+def test_stopped_it_leaves_nothing(lines: Path, tokenizer: str, tmp_path: Path) -> None:
+    stop, out = threading.Event(), tmp_path / "out"
+
+    def end(_: Progress) -> None:
+        check_unfinished(out)
+        stop.set()
+
     with pytest.raises(Stopped):
-        prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1, report=lambda _: stop.set(), stop=stop)
-    unfinished = parse_spec(f'name = "r"\nmodel.preset = "tiny"\nsync.rounds = 1\ndata.source = "{tmp_path / "out"}"')
-    with pytest.raises(DataError, match="out is not finished.*`outerstep data prepare`"):
-        open_training_set(unfinished)  # it was taken for text, and its shards for bytes of it
-    index = prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1, stop=threading.Event())
-    assert read_index(tmp_path / "out" / "index.json") == index
+        prepare(recipe(lines, tokenizer), out, processes=1, report=end, stop=stop)
+    assert content(out) == {}
+    index = prepare(recipe(lines, tokenizer), out, processes=1, stop=threading.Event())
+    assert read_index(out / "index.json") == index
 
 
 def test_two_do_not_work_in_one_directory(lines: Path, tokenizer: str, tmp_path: Path) -> None:
@@ -300,17 +257,6 @@ def test_a_line_that_has_no_text(lines: Path, tokenizer: str, tmp_path: Path, li
         prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
 
 
-def test_a_mended_line_is_gone_on_from(lines: Path, tokenizer: str, tmp_path: Path) -> None:
-    """It is another source then, so the set begins anew; and says so."""
-    good = lines.read_text()
-    lines.write_text(good + "broken\n")
-    with pytest.raises(DataError, match="line 201"):
-        prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
-    lines.write_text(good)
-    with pytest.raises(DataError, match="an unfinished token set of other text"):
-        prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
-
-
 def test_text_that_is_not_utf_8(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait\n")
     with pytest.raises(DataError, match=r"latin.txt is not UTF-8 .*data.tokenizer = \"bytes\""):
@@ -343,21 +289,6 @@ def test_no_text_at_all(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n\n')
     with pytest.raises(DataError, match="empty.jsonl has no text to train on"):
         prepare(recipe(tmp_path / "empty.jsonl", tokenizer), tmp_path / "out", processes=1)
-
-
-def test_a_shard_that_was_deleted_meanwhile(lines: Path, tokenizer: str, tmp_path: Path) -> None:
-    def kill(how_far: Progress) -> None:
-        if how_far.tokens > 2000:
-            raise Killed
-
-    for which in (0, -1):
-        out = tmp_path / f"out{which}"
-        with pytest.raises(Killed):
-            prepare(recipe(lines, tokenizer), out, processes=1, report=kill)
-        shard = sorted(out.glob("train-*.bin"))[which]
-        shard.unlink()
-        with pytest.raises(DataError, match=f"{shard.name} is missing"):
-            prepare(recipe(lines, tokenizer), out, processes=1)
 
 
 def test_the_digests_are_what_docs_wire_format_says(tmp_path: Path) -> None:
@@ -399,44 +330,14 @@ def pack(plain: Path, ending: str) -> Path:
 
 
 @pytest.mark.parametrize("ending", PACK)
-def test_compressed_lines_are_the_same_set_also_resumed_after_every_task(
-    lines: Path, tokenizer: str, tmp_path: Path, ending: str
-) -> None:
+def test_compressed_lines_are_the_same_set(lines: Path, tokenizer: str, tmp_path: Path, ending: str) -> None:
     several = tmp_path / "several"
     several.mkdir()
     (several / "a.jsonl").write_bytes(lines.read_bytes())
     (several / "b.jsonl").write_bytes(b"")
     (several / "c.jsonl").write_text(json.dumps({"text": "the worker " * 2000}) + "\n" + lines.read_text().rstrip("\n"))
     plain = prepare(recipe(several, tokenizer), tmp_path / "plain", processes=1)
-    source = recipe(pack(several, ending), tokenizer)
-    found = prepare(source, tmp_path / "packed", processes=2)
-    assert (found.training, found.held_out) == (plain.training, plain.held_out)
-
-    def kill(how_far: Progress) -> None:
-        raise Killed
-
-    times = 0
-    while not (tmp_path / "out" / "index.json").exists():
-        try:
-            prepare(source, tmp_path / "out", processes=1, report=kill)
-        except Killed:
-            times += 1
-    assert times > 10
-    assert content(tmp_path / "out") == content(tmp_path / "packed")
-
-
-@pytest.mark.parametrize("ending", PACK)
-@pytest.mark.parametrize("files", [1, 5])
-def test_compressed_text_is_the_same_set(tokenizer: str, tmp_path: Path, ending: str, files: int) -> None:
-    """Held out are the same files or, of a single one, the same end; what has no lines is cut in the same places."""
-    text = tmp_path / "text"
-    text.mkdir()
-    for number in range(files):
-        (text / f"{number}.txt").write_text("\n".join(TEXTS[number:]) + "wörker " * 30_000 + "\n".join(TEXTS))
-    made = partial(recipe, tokenizer=tokenizer, holdout=0.3, shard_tokens=7000, task_bytes=9000)
-    plain = prepare(made(text), tmp_path / "plain", processes=1)
-    found = prepare(made(pack(text, ending)), tmp_path / "packed", processes=1)
-    assert plain.held_out
+    found = prepare(recipe(pack(several, ending), tokenizer), tmp_path / "packed", processes=1)
     assert (found.training, found.held_out) == (plain.training, plain.held_out)
 
 

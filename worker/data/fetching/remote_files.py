@@ -1,6 +1,6 @@
-"""Files below a URL, read in ranges: what `data.source` may name instead of a directory.
+"""Files below a URL: what `data.source` may name instead of a directory.
 
-    https://, http://       any file server; one without range requests sends a file from its beginning at every attempt
+    https://, http://       any file server
     hf://datasets/A/B@REV/… a repository of the Hugging Face hub: https with the hub's addresses and its token
     s3://, gs://, az://, s3+https://
                             an object store (outerstep/common/objects.py; the extra `remote`)
@@ -37,8 +37,8 @@ class RemoteFiles(Protocol):
         """Return the address of file `name`, for messages."""
 
     def read(self, name: str, start: int, stop: int) -> Iterator[bytes]:
-        """Yield the bytes [start, stop) of file `name`; fewer if the connection ends early. Raises Transient, and
-        DataError, also if the file ends early."""
+        """Yield the bytes [start, stop) of file `name`. Raises Transient, and DataError, also if the file ends
+        early."""
 
     def whole(self, name: str, limit_bytes: int) -> bytes:
         """Return the content of file `name`. Raises Transient, and DataError, also if it exceeds `limit_bytes`."""
@@ -70,15 +70,7 @@ class HttpFiles:
     def read(self, name: str, start: int, stop: int) -> Iterator[bytes]:
         with self._get(name, {"Range": f"bytes={start}-{stop - 1}"}) as answer:
             check_not_encoded(answer)
-            ranged = answer.status_code == 206
-            size = (
-                answer.headers.get("Content-Range", "").rpartition("/")[2]
-                if ranged
-                else answer.headers.get("Content-Length", "")
-            )
-            if (known := header_number(size)) is not None and known < stop:
-                raise _ends_early(self.url(name), known, stop)
-            position = start if ranged else 0  # a server without range requests sends the whole file
+            position = start if answer.status_code == 206 else 0  # a server without range requests sends the whole file
             for chunk in answer.iter_raw():
                 ours = chunk[max(start - position, 0) : max(stop - position, 0)]
                 if ours:
@@ -86,6 +78,7 @@ class HttpFiles:
                 position += len(chunk)
                 if position >= stop:
                     return
+        raise _ends_early(self.url(name), position, stop)
 
     def whole(self, name: str, limit_bytes: int) -> bytes:
         with self._get(name, {}) as answer:

@@ -5,8 +5,8 @@ be far larger than any worker's disk.
 
 Threads prefetch the shards in the order in which they will be used. The units of this round are known from the worker's
 assignment. Those of the next round are guessed: as the coordinator assigns units in order, the next round's are assumed
-to lie as far after this round's as these lie after the previous one's. Guessed shards are fetched last and replace only
-shards that are not expected, so a wrong guess costs nothing but the transfer.
+to lie as far after this round's as these lie after the previous one's. Guessed shards are fetched last, and only as far
+as there is room beside the others, so a wrong guess costs nothing but the transfer.
 """
 
 import atexit
@@ -14,7 +14,7 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,11 @@ from worker.data.tokens.index import FILE, Index, Shard, check_tokenizer, parse_
 from worker.data.tokens.token_files import TokenFiles
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.data.training_set import Sequences, token_sequences
-from worker.errors import DataError, NoRoom, Stopped
+from worker.errors import DataError, Stopped
 from worker.line.retry import Retry, Signal
 
 THREADS = 4  # it takes several connections to use all of a line with a long round trip
 _CLOSE_TIMEOUT_S = 3.0
-_NO_ROOM_RETRY_S = 5.0  # if there is no room: shards that are in the way will have been used by then
 _INDEX_BYTES, _INDEX_VALUES = 64 << 20, 1 << 22  # upper limits; enough for 350,000 shards
 
 log = logging.getLogger(__name__)
@@ -69,21 +68,22 @@ def open_remote_set(
     cache = ShardCache(settings.directory, settings.limit_bytes, retry)
     training = [_remote_shard(shard, index, remote) for shard in index.training]
 
-    def digests(numbers: Iterable[int]) -> set[str]:
-        return {training[number].digest for number in numbers}
+    def needed() -> set[str]:
+        return {training[number].digest for number in prefetcher.needed}
 
     closing = PrefetchStop(stop)
     background = cache.until(closing)
+    sizes = [shard.size for shard in training]
     prefetcher = Prefetcher(
-        lambda number, before: background.fetch(training[number], [training[b] for b in before]), closing
+        lambda number: background.fetch(training[number], needed()), sizes, settings.limit_bytes, closing
     )
 
     def open_training(number: int) -> IO[bytes]:
         prefetcher.reached(number)
-        return cache.open(training[number], digests(prefetcher.needed))
+        return cache.open(training[number], needed())
 
     def open_held_out(number: int) -> IO[bytes]:
-        return cache.open(_remote_shard(index.held_out[number], index, remote), digests(prefetcher.needed))
+        return cache.open(_remote_shard(index.held_out[number], index, remote), needed())
 
     return token_sequences(
         spec,
@@ -96,9 +96,8 @@ def open_remote_set(
 
 def _remote_shard(shard: Shard, index: Index, remote: RemoteFiles) -> RemoteShard:
     size = shard.tokens * index.item.itemsize
-    end = shard.offset + size
     return RemoteShard(
-        shard.digest, size, remote.url(shard.file), lambda start: remote.read(shard.file, shard.offset + start, end)
+        shard.digest, size, remote.url(shard.file), lambda: remote.read(shard.file, shard.offset, shard.offset + size)
     )
 
 
@@ -142,16 +141,17 @@ class PrefetchStop:
 class Prefetcher:
     """Fetches expected shards in THREADS threads, which start with the first call.
 
-    `fetch(shard, before)` fetches a shard. `before` are the shards that are needed sooner; it raises NoRoom if the only
-    room is what these occupy or will occupy. It raises Stopped soon after `closing` is set, which ends the thread.
+    `fetch(shard)` fetches a shard of `sizes[shard]` bytes. It raises Stopped soon after `closing` is set, which ends
+    the thread. A shard is fetched once there is room for it in `limit_bytes` beside those that are needed sooner.
 
     The owner must close it. It is also closed when the process exits, because a library that is running in a thread at
-    that time may crash the process. A fetch that is interrupted then is left as a kill would leave it; the next process
-    resumes it.
+    that time may crash the process.
     """
 
-    def __init__(self, fetch: Callable[[int, Collection[int]], None], closing: PrefetchStop) -> None:
-        self._fetch, self._closing = fetch, closing
+    def __init__(
+        self, fetch: Callable[[int], None], sizes: Sequence[int], limit_bytes: int, closing: PrefetchStop
+    ) -> None:
+        self._fetch, self._sizes, self._limit_bytes, self._closing = fetch, sizes, limit_bytes, closing
         self._changed = threading.Condition()
         self._expected: list[int] = []
         self._next = 0  # index in `_expected` of the next shard to fetch
@@ -196,6 +196,7 @@ class Prefetcher:
         with self._changed:
             if shard in self._expected:
                 self._reached = max(self._reached, self._expected.index(shard))
+                self._changed.notify_all()
 
     def _guess(self, units: Sequence[int]) -> range:
         """Return the guessed units of the next round. The last consecutive `units` are this round's."""
@@ -209,36 +210,25 @@ class Prefetcher:
         return range(first + distance, last + distance + 1)
 
     def _run(self) -> None:
-        try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._closing.is_set() or self._next < len(self._expected))
-                    if self._closing.is_set():
-                        return
-                    expected, place = self._expected, self._next
-                    self._next += 1
-                self._fetch_expected(expected, place)
-        except Stopped:
-            return
-
-    def _fetch_expected(self, expected: list[int], place: int) -> None:
-        """Fetch expected[place], waiting for room, unless it is no longer needed."""
-        while True:
-            with self._changed:
-                needed_from = self._needed_from
-                if self._closing.is_set() or self._expected is not expected or place < needed_from:
-                    return
+        while (shard := self._await_next()) is not None:
             try:
-                self._fetch(expected[place], expected[needed_from:place])
-            except NoRoom:
-                with self._changed:
-                    self._changed.wait_for(
-                        lambda: self._closing.is_set() or self._expected is not expected, _NO_ROOM_RETRY_S
-                    )
+                self._fetch(shard)
             except Stopped:
-                raise
+                return
             except (OuterstepError, OSError) as error:
                 log.warning("prefetching failed: %s", error)  # raised again when the shard is needed
-                return
-            else:
-                return
+
+    def _await_next(self) -> int | None:
+        """Wait until the next shard can be fetched, and return it; None if there is nothing more to do."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing.is_set() or self._has_room())
+            if self._closing.is_set():
+                return None
+            self._next += 1
+            return self._expected[self._next - 1]
+
+    def _has_room(self) -> bool:
+        """Return True if there is a next shard, not one that training has passed, and room for it."""
+        self._next = max(self._next, self._needed_from)
+        ahead = self._expected[self._needed_from : self._next + 1]
+        return self._next < len(self._expected) and sum(self._sizes[each] for each in ahead) <= self._limit_bytes

@@ -1,4 +1,4 @@
-"""Documents cut into pieces, and tasks: parts of about 8 MiB of a source, each read by any process independently.
+"""Documents cut into pieces, and tasks: parts of about 8 MiB of a source, each tokenised by any process independently.
 
 Task boundaries depend only on the source. So the documents and their order are the same, however many processes there
 are and whichever of them reads which task.
@@ -7,16 +7,14 @@ A document longer than a piece is tokenised piece by piece, cut at the end of a 
 gigabyte at once. A cut changes at most the tokens next to it.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO, Protocol
+from typing import Protocol
 
 from worker.data.sources.files import draw
 
 TASK_BYTES = 8 << 20
 PIECE_BYTES = 1 << 17
-_STEP_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,6 @@ class Task(Protocol):
     @property
     def size(self) -> int:
         """Its size in the source's bytes."""
-
-    @property
-    def rows(self) -> int:
-        """For a source that can only be read from its beginning: its rows. 0 for any other."""
 
     def pieces(self) -> Iterator[Piece]:
         """Yield its text, in order. Raises DataError if it cannot be read."""
@@ -87,44 +81,13 @@ def _cut(content: bytes, at: int) -> int:
     if stop >= len(content):
         return len(content)
     after_line = content.rfind(b"\n", at, stop) + 1
-    return after_line or _character_start(content, stop, -1)
+    return after_line or character_start(content, stop, -1)
 
 
-def _character_start(content: bytes, at: int, step: int) -> int:
+def character_start(content: bytes, at: int, step: int) -> int:
     """Return the nearest start of a character from `at` in direction `step`; `at` if the content is not UTF-8."""
     for distance in range(4):
         place = at + step * distance
         if 0 <= place < len(content) and content[place] & 0xC0 != 0x80:
             return place
     return at
-
-
-def line_start(file: IO[bytes], at: int, length: int, *, most: int | None = None) -> int:
-    """Return the first byte, `at` or later, where a line begins in a file of this length.
-
-    If no line begins within `most` bytes, return where a character begins instead.
-    """
-    if at == 0 or at >= length:
-        return min(at, length)
-    for begin in range(at - 1, length, _STEP_BYTES):
-        content = os.pread(file.fileno(), _STEP_BYTES, begin)
-        found = content.find(b"\n")
-        if found >= 0:
-            return begin + found + 1
-        if most is not None and begin + _STEP_BYTES > at + most:
-            start = os.pread(file.fileno(), 4, at)
-            return at + _character_start(start, 0, 1)
-    return length
-
-
-def next_line(content: bytearray, at: int, *, most: int | None, ended: bool) -> int:
-    """Return what `line_start` would return if the stream that begins with `content` were a file.
-
-    `at` > 0; `most` is _STEP_BYTES or None (no limit). Returns 0 if that depends on more of the stream, or if the
-    stream has `ended` without another line.
-    """
-    stop = len(content) if most is None else at - 1 + 2 * most
-    found = content.find(b"\n", at - 1, stop) + 1
-    if not found and most is not None and len(content) >= (at + most if ended else stop):
-        return at + _character_start(bytes(content[at : at + 4]), 0, 1)
-    return found

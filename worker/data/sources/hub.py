@@ -1,7 +1,6 @@
 """Data sets of the Hugging Face hub, `hub:NAME[:CONFIG[:SPLIT]]`, streamed by `datasets` (the extra `outerstep[data]`).
 
-A stream can only be read from its beginning, by one process; the others tokenise what it has read. When preparing
-resumes, `datasets` skips the rows that were read before.
+A stream can only be read by one process; the others tokenise what it has read.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,10 +17,9 @@ PREFIX = "hub:"
 
 @dataclass(frozen=True)
 class RowsTask:
-    """The text of `rows` rows of the stream, about `size` bytes."""
+    """The text of some rows of the stream, about `size` bytes."""
 
     texts: tuple[Piece, ...]
-    rows: int
     size: int
 
     def pieces(self) -> Iterator[Piece]:
@@ -29,24 +27,24 @@ class RowsTask:
 
 
 def hub_tasks(
-    source: str, row_format: RowFormat, hold_out: HoldOut, skip: int, task_bytes: int = TASK_BYTES
+    source: str, row_format: RowFormat, hold_out: HoldOut, task_bytes: int = TASK_BYTES
 ) -> Iterator[RowsTask]:
-    """Yield the tasks of a data set of the hub, without the first `skip` rows."""
+    """Yield the tasks of a data set of the hub."""
     texts: list[Piece] = []
-    size, done = 0, skip
-    for number, row in enumerate(_stream(source, skip), start=skip):
+    size = 0
+    for number, row in enumerate(_stream(source)):
         values = {name: without_nulls(value) for name, value in row.items()}
         found = list(row_pieces(row_format, values, hold_out, partial(str, f"{source}, row {number}")))
         texts += found
         size += sum(piece.size for piece in found)
         if size >= task_bytes:
-            yield RowsTask(tuple(texts), number + 1 - done, size)
-            texts, size, done = [], 0, number + 1
+            yield RowsTask(tuple(texts), size)
+            texts, size = [], 0
     if texts:
-        yield RowsTask(tuple(texts), number + 1 - done, size)
+        yield RowsTask(tuple(texts), size)
 
 
-def _stream(source: str, skip: int) -> Iterator[dict[str, Any]]:
+def _stream(source: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a data set. Raises DataError whatever goes wrong."""
     try:
         import datasets
@@ -59,13 +57,11 @@ def _stream(source: str, skip: int) -> Iterator[dict[str, Any]]:
     if not name or len(rest) > 2:
         raise DataError(f"data.source = {source!r} is not hub:NAME, hub:NAME:CONFIG or hub:NAME:CONFIG:SPLIT")
     try:
-        rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split or "train", streaming=True).skip(
-            skip
-        )
+        rows: Iterable[Any] = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
         yield from rows
     except Exception as error:  # from httpx, fsspec, pyarrow, datasets or whatever else it loads with
         reason = " ".join(str(error).split())
         raise DataError(
-            f"{source} cannot be read from the hub ({type(error).__name__}: {reason}); the tokens prepared so far "
-            "are kept: run the same command again to continue. Private data sets need HF_TOKEN"
+            f"{source} cannot be read from the hub ({type(error).__name__}: {reason}); run the same command "
+            "again when it can. Private data sets need HF_TOKEN"
         ) from error

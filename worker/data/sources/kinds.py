@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from outerstep.common.connections import error_text
 from protocol.text import UTF_16, is_utf_16
-from worker.data.sources.compressed import beginning
+from worker.data.sources.contents import beginning
 from worker.data.sources.files import NamedFiles, python_command
 from worker.errors import DataError
 
@@ -95,18 +95,18 @@ def named_kind(file: str) -> str:
 
 def first_with_crlf(files: NamedFiles) -> str | None:
     """Return the name of the first of these text files in whose beginning a line ends with CRLF; None if none has."""
-    return next((name for name, path in files if b"\r\n" in _head(path, named_kind(name), _HEAD_BYTES)), None)
+    return next((name for name, path in files if b"\r\n" in beginning(path, _HEAD_BYTES)), None)
 
 
 def _kind(source: str, name: str, path: Path) -> str:
     kind = named_kind(name)
     if kind not in (TEXT, COMPRESSED_TEXT, JSON, JSONL, COMPRESSED_JSONL):
         return kind
-    head = _head(path, kind, _HEAD_BYTES)
+    head = beginning(path, _HEAD_BYTES)
     if is_utf_16(head):
         raise DataError(f"data.source = {source!r}: {name} is {UTF_16}")
     begins_json = head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
-    found = _json_kind(_head(path, kind, _JSON_BYTES), kind) if begins_json else None
+    found = _json_kind(beginning(path, _JSON_BYTES), kind) if begins_json else None
     if kind in (JSONL, COMPRESSED_JSONL):
         return found or kind
     for start, (what, remedy) in _BEGINNINGS.items():
@@ -122,14 +122,6 @@ def _kind(source: str, name: str, path: Path) -> str:
             source, name, found, f"rename it to end in {ending}{PurePath(name).suffix if kind != TEXT else ''}"
         )
     return kind
-
-
-def _head(path: Path, kind: str, size: int) -> bytes:
-    """Return the first bytes of a file of this kind, decompressed."""
-    if kind in (COMPRESSED_TEXT, COMPRESSED_JSONL):
-        return beginning(path, size)
-    with path.open("rb") as file:
-        return file.read(size)
 
 
 def _json_kind(head: bytes, kind: str) -> str | None:

@@ -27,7 +27,6 @@ class RowsTask:
     columns: list[str]
     row_format: RowFormat
     hold_out: HoldOut
-    rows = 0
 
     def pieces(self) -> Iterator[Piece]:
         pyarrow = _pyarrow()

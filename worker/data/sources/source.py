@@ -2,16 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from worker.data.sources.compressed import compressed_line_tasks, compressed_text_tasks
 from worker.data.sources.documents import TASK_BYTES, HoldOut, Task
 from worker.data.sources.files import NamedFiles, source_files
 from worker.data.sources.hub import PREFIX, hub_tasks
 from worker.data.sources.jsonl import line_tasks
-from worker.data.sources.kinds import BIN, COMPRESSED_JSONL, COMPRESSED_TEXT, HUB, JSONL, PARQUET, kind_of_files
+from worker.data.sources.kinds import BIN, COMPRESSED_JSONL, HUB, JSONL, PARQUET, kind_of_files
 from worker.data.sources.parquet import row_tasks
 from worker.data.sources.rows import RowFormat, TextRows
 from worker.data.sources.text import text_tasks
@@ -40,23 +38,16 @@ class TextSource:
         files = [(name, *_stamp(path)) for name, path in self.files]
         return [self.kind, self.name if self.kind == HUB else files, *self.row_format.identity(), self.holdout]
 
-    def tasks(self, done: int, rows: int, task_bytes: int = TASK_BYTES) -> Iterator[Task]:
-        """Yield its tasks, except the first `done`, which had `rows` rows (see `Task.rows`). Raises DataError."""
+    def tasks(self, task_bytes: int = TASK_BYTES) -> Iterator[Task]:
+        """Yield its tasks. Raises DataError."""
         hold_out = HoldOut(self.holdout)
         if self.kind == HUB:
-            return hub_tasks(self.name, self.row_format, hold_out, rows, task_bytes)
-        tasks: Iterator[Task]
-        if self.kind == JSONL:
-            tasks = line_tasks(self.files, self.row_format, hold_out, task_bytes)
-        elif self.kind == COMPRESSED_JSONL:
-            return compressed_line_tasks(self.files, self.row_format, hold_out, rows, task_bytes)
-        elif self.kind == COMPRESSED_TEXT:
-            return compressed_text_tasks(self.files, self.holdout, rows, task_bytes)
-        elif self.kind == PARQUET:
-            tasks = row_tasks(self.files, self.row_format, hold_out, task_bytes)
-        else:
-            tasks = text_tasks(self.files, self.holdout, task_bytes)
-        return islice(tasks, done, None)
+            return hub_tasks(self.name, self.row_format, hold_out, task_bytes)
+        if self.kind in (JSONL, COMPRESSED_JSONL):
+            return line_tasks(self.files, self.row_format, hold_out, task_bytes)
+        if self.kind == PARQUET:
+            return row_tasks(self.files, self.row_format, hold_out, task_bytes)
+        return text_tasks(self.files, self.holdout, task_bytes)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

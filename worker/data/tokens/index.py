@@ -22,7 +22,7 @@ from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
 
 FILE = "index.json"
-PROGRESS = "progress.json"  # of an unfinished set
+UNFINISHED = ".unfinished-token-set"  # a file in the directory of a set that is being prepared
 DTYPES = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 32}  # the largest vocabulary of each
 
 DtypeName = Literal["uint8", "uint16", "uint32"]
@@ -200,8 +200,8 @@ def dtype_for(vocabulary: int) -> DtypeName:
 def is_token_set(directory: Path) -> bool:
     """Return True if the directory contains a token set, finished or not. A directory of text may contain an index.json
     too, and the shards of an unfinished set must not be read as text."""
-    file, progress = directory / FILE, directory / PROGRESS
-    if progress.is_file() and b'"made_from"' in progress.read_bytes():
+    file = directory / FILE
+    if (directory / UNFINISHED).is_file():
         return True
     return file.is_file() and (any(directory.glob("*.bin")) or b'"tokenizer_digest"' in file.read_bytes())
 
@@ -211,10 +211,10 @@ def read_index(file: Path) -> Index:
     try:
         return parse_index(file.read_bytes(), str(file))
     except FileNotFoundError as error:
-        directory, begun = file.parent, (file.parent / PROGRESS).exists()
+        directory, begun = file.parent, (file.parent / UNFINISHED).exists()
         if not directory.is_dir():
             raise DataError(f"no directory {directory}; make a token set with `outerstep data prepare`") from error
-        what = "is not finished; run `outerstep data prepare` again to continue" if begun else "is not a token set"
+        what = "is not finished; run `outerstep data prepare` again" if begun else "is not a token set"
         raise DataError(f"{directory} {what} (it has no {file.name})") from error
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error}") from error

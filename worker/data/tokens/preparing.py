@@ -2,52 +2,49 @@
 
 Contents of the directory while it is being prepared:
 
-    train-00000.bin, …    shards; the last one of either part may still be growing
+    .unfinished-token-set   an empty file, which is deleted when the set is complete
+    train-00000.bin, …      shards
     held-out-00000.bin
-    progress.json         completed tasks, finished shards, and the lengths of the growing ones
-    tokenizer/            written at the end, together with index.json, which replaces progress.json
+    tokenizer/              written at the end, and after it index.json
 
-After each task its tokens are made durable, and only then recorded in progress.json. When preparing resumes after a
-kill, it truncates the growing shards to the recorded lengths and continues with the next task. So the bytes are the
-same as those of an uninterrupted run, and only the tasks that were in progress are repeated.
+A preparation that was killed starts again from the beginning.
 """
 
 import json
 import logging
 import os
+import shutil
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from blake3 import blake3
-from pydantic import BaseModel, Field, ValidationError
 
 from outerstep.common.connections import error_text
-from outerstep.common.files import NEW, naming, replace_file, try_lock
+from outerstep.common.files import fsync, naming, replace_file, try_lock
 from protocol.spec.sections import DataSpec
-from protocol.validation_errors import explain_all
 from worker.data.sources.documents import TASK_BYTES
 from worker.data.sources.rows import row_format
 from worker.data.sources.source import TextSource, find_source
 from worker.data.tokens.conversations import ConversationEncoder, load_chat_template
 from worker.data.tokens.index import (
     FILE,
-    PROGRESS,
+    UNFINISHED,
     Conversations,
     DtypeName,
     Index,
-    Item,
     Shard,
     check_sizes,
     dtype_for,
     item_of,
     read_index,
-    total,
 )
 from worker.data.tokens.marks import TRAINED
 from worker.data.tokens.tokenising import (
@@ -55,7 +52,6 @@ from worker.data.tokens.tokenising import (
     DocumentEncoding,
     Encoding,
     LeftOut,
-    TaskTokens,
     TokenisedText,
     tokenised,
 )
@@ -64,11 +60,9 @@ from worker.errors import DataError, Stopped
 
 SHARD_TOKENS = 1 << 26
 TOKENIZER = "tokenizer"
-_CHUNK_BYTES = 1 << 20
 _LOCK_POLL_S = 0.5
 _ENOUGH_SKIPPED = 1000  # rows, to give up before all have been read
 _ELSEWHERE = "choose another directory, or delete this one"
-_START_OVER = "delete the directory and start again"
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +90,11 @@ class Recipe:
     def dtype(self) -> DtypeName:
         """The dtype of the ids: of those with marks if they are conversations."""
         return dtype_for(self.tokenizer.vocabulary) if self.conversations is None else "uint32"
+
+    @property
+    def name(self) -> str:
+        """The sources' names."""
+        return ", ".join(source.name for source in self.sources)
 
     @property
     def encoding(self) -> Encoding:
@@ -134,42 +133,6 @@ class Progress(NamedTuple):
     tokens: int
 
 
-class _Written(BaseModel):
-    """What is written of a part: its finished shards, and the contents of the shard that is growing."""
-
-    shards: list[Shard] = Field(default_factory=list)
-    tokens: int = 0
-    documents: int = 0
-    bytes: int = 0
-    trained: int | None = None
-    left_out: LeftOut = Field(default_factory=LeftOut)
-
-    @property
-    def all_tokens(self) -> int:
-        return total(self.shards) + self.tokens
-
-    @property
-    def all_documents(self) -> int:
-        return sum(shard.documents or 0 for shard in self.shards) + self.documents
-
-
-class _State(BaseModel):
-    """The content of progress.json."""
-
-    made_from: str
-    source: int = 0
-    tasks: int = 0  # completed tasks of that source
-    rows: int = 0
-    size: int = 0  # of all sources
-    training: _Written = Field(default_factory=_Written)
-    held_out: _Written = Field(default_factory=_Written)
-
-    def completed(self, task: TaskTokens, training: _Written, held_out: _Written) -> None:
-        """Record a completed task."""
-        self.tasks, self.rows, self.size = self.tasks + 1, self.rows + task.rows, self.size + task.size
-        self.training, self.held_out = training, held_out
-
-
 def cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -183,92 +146,78 @@ def prepare(
     report: Callable[[Progress], None] = lambda progress: None,
     stop: threading.Event | None = None,
 ) -> Index:
-    """Prepare the token set in `out`, or continue preparing it, and return its index; at once, if it is complete.
+    """Prepare the token set in `out` and return its index; at once, if it is there.
 
     `report` is called after each task. If another process is preparing `out`: raises DataError without `stop`; with
-    `stop`, waits for it, and raises Stopped once `stop` is set. Raises DataError if anything cannot be read or written.
+    `stop`, waits for it. Raises Stopped once `stop` is set, and DataError if anything cannot be read or written.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out, stop):
-            return _prepare(recipe, out, processes or cores(), report, stop)
+            if (out / FILE).exists():
+                return _prepared(recipe, out)
+            with _unfinished(out):
+                return _prepare(recipe, out, processes or cores(), report, stop)
     except OSError as error:
+        raise DataError(f"preparing {out} failed: {error_text(error)}; run the same command again") from error
+
+
+def _prepared(recipe: Recipe, out: Path) -> Index:
+    """Return the index of the set in `out`. Raises DataError if it is not that of the recipe."""
+    index = read_index(out / FILE)
+    if index.made_from != recipe.digest():
         raise DataError(
-            f"preparing {out} failed: {error_text(error)}; run the same command again to continue"
-        ) from error
+            f"{out} contains another token set, or one of files that have changed since, made from {index.source}; "
+            f"{_ELSEWHERE}"
+        )
+    check_sizes(index.shards, index.item, out)
+    (out / UNFINISHED).unlink(missing_ok=True)  # left by a process that was killed before it could delete it
+    return index
 
 
 def _prepare(
     recipe: Recipe, out: Path, processes: int, report: Callable[[Progress], None], stop: threading.Event | None
 ) -> Index:
-    made_from = recipe.digest()
-    if (out / FILE).exists():
-        index = read_index(out / FILE)
-        if index.made_from != made_from:
-            raise DataError(
-                f"{out} contains another token set, or one of files that have changed since, made from "
-                f"{index.source}; {_ELSEWHERE}"
-            )
-        check_sizes(index.shards, index.item, out)
-        (out / PROGRESS).unlink(missing_ok=True)  # left by a process that was killed before it could delete it
-        return index
-    item, marked = item_of(recipe.dtype), recipe.conversations is not None
-    state = _read_state(out, made_from, item)
-    training, held_out = (
-        _ShardWriter(out, prefix, item, recipe.whole_sequences, written, marked=marked)
-        for prefix, written in (("train", state.training), ("held-out", state.held_out))
-    )
+    made_from = recipe.digest()  # before the files are read
+    training, held_out = (_Part(recipe, out, prefix) for prefix in ("train", "held-out"))
     sizes = [source.size for source in recipe.sources]
     of = None if None in sizes else sum(size or 0 for size in sizes)
-    try:
-        with closing(_tokenised(recipe, state, processes)) as tasks:  # closing ends the processes
-            for task in tasks:
-                training.add(task.training)
-                held_out.add(task.held_out)
-                training.sync()
-                held_out.sync()
-                state.completed(task, training.written, held_out.written)
-                _write(out / PROGRESS, state.model_dump_json())
-                if state.training.left_out.skipped + state.held_out.left_out.skipped >= _ENOUGH_SKIPPED:
-                    _check_usable(_names(recipe), training.written, held_out.written)
-                report(Progress(state.size, of, training.written.all_tokens + held_out.written.all_tokens))
-                if stop is not None and stop.is_set():
-                    raise Stopped("stopped while preparing the training set")
+    tasks = chain.from_iterable(source.tasks(recipe.task_bytes) for source in recipe.sources)
+    done = 0
+    with closing(training), closing(held_out), closing(tokenised(tasks, recipe.encoding, processes)) as results:
+        for task in results:
+            training.add(task.training)
+            held_out.add(task.held_out)
+            if training.left_out.skipped + held_out.left_out.skipped >= _ENOUGH_SKIPPED:
+                _check_usable(recipe, training, held_out)
+            done += task.size
+            report(Progress(done, of, training.tokens + held_out.tokens))
+            if stop is not None and stop.is_set():
+                raise Stopped("stopped while preparing the training set")
         training.finish_shard()
         held_out.finish_shard()
-    finally:
-        training.close()
-        held_out.close()
-    return _finish(recipe, out, made_from, training.written, held_out.written)
+    _check_usable(recipe, training, held_out)
+    index = _index(recipe, made_from, training, held_out)
+    recipe.tokenizer.save(out / TOKENIZER)
+    replace_file(out / FILE, lambda file: file.write(index.text().encode()))
+    return index
 
 
-def _tokenised(recipe: Recipe, state: _State, processes: int) -> Generator[TaskTokens, None, None]:
-    """Yield the tokens of the remaining tasks, source by source."""
-    while state.source < len(recipe.sources):
-        tasks = recipe.sources[state.source].tasks(state.tasks, state.rows, recipe.task_bytes)
-        yield from tokenised(tasks, recipe.encoding, processes)
-        state.source, state.tasks, state.rows = state.source + 1, 0, 0
-
-
-def _names(recipe: Recipe) -> str:
-    return ", ".join(source.name for source in recipe.sources)
-
-
-def _check_usable(names: str, *parts: _Written) -> None:
+def _check_usable(recipe: Recipe, *parts: "_Part") -> None:
     """Raise DataError if more than half of the rows had to be skipped."""
-    skipped = sum(part.left_out.skipped for part in parts)
-    used = sum(part.all_documents + sum(part.left_out.dropped.values()) for part in parts)
+    left_out = [part.left_out for part in parts]
+    skipped = sum(each.skipped for each in left_out)
+    used = sum(part.documents for part in parts) + sum(sum(each.dropped.values()) for each in left_out)
     if skipped > used:
-        first = next(fault for part in parts for fault in part.left_out.faults)
-        raise DataError(f"{names}: {skipped} of {skipped + used} rows cannot be used; the first is {first}")
+        first = next(fault for each in left_out for fault in each.faults)
+        raise DataError(f"{recipe.name}: {skipped} of {skipped + used} rows cannot be used; the first is {first}")
 
 
-def _finish(recipe: Recipe, out: Path, made_from: str, training: _Written, held_out: _Written) -> Index:
-    names, left_out = _names(recipe), training.left_out + held_out.left_out
-    _check_usable(names, training, held_out)
+def _index(recipe: Recipe, made_from: str, training: "_Part", held_out: "_Part") -> Index:
+    left_out = training.left_out + held_out.left_out
     if not training.shards:
         dropped = "".join(f"; {count} conversations have {reason}" for reason, count in left_out.dropped.items())
-        raise DataError(f"{names} has no text to train on{dropped}; add text, or hold out less")
+        raise DataError(f"{recipe.name} has no text to train on{dropped}; add text, or hold out less")
     tokenizer, conversations = recipe.tokenizer, None
     if (given := recipe.conversations) is not None:
         conversations = Conversations(
@@ -277,50 +226,44 @@ def _finish(recipe: Recipe, out: Path, made_from: str, training: _Written, held_
             packing=given.packing,
             **asdict(left_out),
         )
-    index = Index(
+    return Index(
         format=1 if conversations is None else 2,
         dtype=recipe.dtype,
         vocabulary=tokenizer.vocabulary,
         tokenizer=tokenizer.name,
         tokenizer_digest=tokenizer.digest,
         end=tokenizer.end,
-        source=names,
+        source=recipe.name,
         made_from=made_from,
         training=training.shards,
         held_out=held_out.shards,
         conversations=conversations,
     )
-    tokenizer.save(out / TOKENIZER)
-    _write(out / FILE, index.text())
-    (out / PROGRESS).unlink(missing_ok=True)
-    return index
 
 
-def _read_state(out: Path, made_from: str, item: Item) -> _State:
-    """Return the state of the directory. Raises DataError if it contains anything else."""
+@contextmanager
+def _unfinished(out: Path) -> Iterator[None]:
+    """Mark the directory as an unfinished set during the block. What a killed process has left in it is deleted first,
+    and what the block has written if it raises. Raises DataError if there is anything else."""
+    mark = out / UNFINISHED
+    if not mark.exists() and any(out.iterdir()):
+        raise DataError(f"{out} is not empty and not a token set; {_ELSEWHERE}")
+    mark.touch()
+    fsync(out)  # before any shard, so that the directory can be recognised
+    _delete_shards(out)
     try:
-        state = _State.model_validate_json((out / PROGRESS).read_bytes())
-    except FileNotFoundError:
-        if any(path.name != f"{PROGRESS}{NEW}" for path in out.iterdir()):
-            raise DataError(f"{out} is not empty and not a token set; {_ELSEWHERE}") from None
-        state = _State(made_from=made_from)
-        _write(out / PROGRESS, state.model_dump_json())  # before any shard, so that the directory can be recognised
-        return state
-    except ValidationError as error:
-        raise DataError(
-            f"{out / PROGRESS} cannot be read: {explain_all(error.errors(), most=3)}; {_START_OVER}"
-        ) from error
-    if state.made_from != made_from:
-        raise DataError(
-            f"{out} contains an unfinished token set of other text, or of files that have changed since, or with "
-            f"another tokenizer or other options; {_ELSEWHERE}"
-        )
-    check_sizes(state.training.shards + state.held_out.shards, item, out)
-    return state
+        yield
+    except BaseException:
+        _delete_shards(out)
+        raise
+    finally:
+        mark.unlink()
 
 
-def _write(path: Path, text: str) -> None:
-    replace_file(path, lambda file: file.write(text.encode()))
+def _delete_shards(out: Path) -> None:
+    for path in out.glob("*.bin"):
+        path.unlink()
+    shutil.rmtree(out / TOKENIZER, ignore_errors=True)
 
 
 @contextmanager
@@ -340,63 +283,57 @@ def _locked(out: Path, stop: threading.Event | None) -> Iterator[None]:
         os.close(descriptor)
 
 
-class _ShardWriter:
-    """Writes one part of a set, continuing after `written`, in shards of `shard_tokens`: PREFIX-00000.bin and so on.
-    `marked`: the ids have marks."""
+class _Part:
+    """One part of a set, written in shards: PREFIX-00000.bin and so on. It has the tokens, documents and rows left out
+    of all that was added."""
 
-    def __init__(
-        self, directory: Path, prefix: str, item: Item, shard_tokens: int, written: _Written, *, marked: bool
-    ) -> None:
-        self._directory, self._prefix, self._item, self._shard_tokens = directory, prefix, item, shard_tokens
-        self.written, self._marked = written, marked
+    def __init__(self, recipe: Recipe, directory: Path, prefix: str) -> None:
+        self._directory, self._prefix = directory, prefix
+        self._item, self._shard_tokens = item_of(recipe.dtype), recipe.whole_sequences
+        self._marked = recipe.conversations is not None
+        self.tokens, self.documents = 0, 0
+        self.shards: list[Shard] = []
+        self.left_out = LeftOut()
+        self._growing = Counter[str]()  # what the shard has that is being written
         self._hasher = blake3()
         self._file: BinaryIO | None = None
-        if written.tokens:
-            self._resume()
 
     def add(self, text: TokenisedText) -> None:
         """Append the ids. Each piece of text counts for the shard that it begins in."""
         at, ids = 0, text.ids.astype(self._item, copy=False)
         while at < len(ids):
-            stop = min(len(ids), at + self._shard_tokens - self.written.tokens)
+            stop = min(len(ids), at + self._shard_tokens - self._growing["tokens"])
             self._append(ids[at:stop].tobytes())
-            if self._marked:
-                trained = int(np.count_nonzero(ids[at:stop].astype(np.uint32) & np.uint32(TRAINED)))
-                self.written.trained = (self.written.trained or 0) + trained
             first, last = np.searchsorted(text.starts, (at, stop))
             if stop == len(ids):
                 last = len(text.starts)
-            self.written.tokens += stop - at
-            self.written.documents += int(text.begins[first:last].sum())
-            self.written.bytes += int(text.sizes[first:last].sum())
-            if self.written.tokens == self._shard_tokens:
+            self._growing.update(
+                tokens=stop - at,
+                documents=int(text.begins[first:last].sum()),
+                bytes=int(text.sizes[first:last].sum()),
+            )
+            if self._marked:
+                trained = np.count_nonzero(ids[at:stop].astype(np.uint32) & np.uint32(TRAINED))
+                self._growing["trained"] += int(trained)
+            if self._growing["tokens"] == self._shard_tokens:
                 self.finish_shard()
             at = stop
-        self.written.left_out += text.left_out
-
-    def sync(self) -> None:
-        """Make the appended ids durable."""
-        if self._file is not None:
-            with naming(Path(self._file.name)):
-                self._file.flush()
-                os.fsync(self._file.fileno())
+        self.tokens += len(ids)
+        self.documents += int(text.begins.sum())
+        self.left_out += text.left_out
 
     def finish_shard(self) -> None:
-        """Finish the growing shard, if there is one."""
+        """Finish the growing shard, if there is one, and make it durable."""
         if self._file is None:
             return
-        self.sync()
+        with naming(Path(self._file.name)):
+            self._file.flush()
+            os.fsync(self._file.fileno())
         self._file.close()
-        self._file, written = None, self.written
-        shard = Shard(
-            file=self._name,
-            tokens=written.tokens,
-            digest=self._hasher.hexdigest(),
-            documents=written.documents,
-            bytes=written.bytes,
-            trained=written.trained,
-        )
-        self.written, self._hasher = _Written(shards=[*written.shards, shard], left_out=written.left_out), blake3()
+        counts = {key: self._growing[key] for key in ("tokens", "documents", "bytes")}
+        trained = self._growing["trained"] if self._marked else None
+        self.shards.append(Shard(file=self._name, digest=self._hasher.hexdigest(), trained=trained, **counts))
+        self._file, self._growing, self._hasher = None, Counter(), blake3()
 
     def close(self) -> None:
         """Close the growing shard's file without finishing the shard."""
@@ -405,7 +342,7 @@ class _ShardWriter:
 
     @property
     def _name(self) -> str:
-        return f"{self._prefix}-{len(self.written.shards):05}.bin"
+        return f"{self._prefix}-{len(self.shards):05}.bin"
 
     def _append(self, content: bytes) -> None:
         if self._file is None:
@@ -413,18 +350,3 @@ class _ShardWriter:
         with naming(Path(self._file.name)):
             self._file.write(content)
         self._hasher.update(content)
-
-    def _resume(self) -> None:
-        """Truncate the growing shard to its recorded length, and hash it again."""
-        path, left = self._directory / self._name, self.written.tokens * self._item.itemsize
-        try:
-            self._file = path.open("r+b")
-        except OSError as error:
-            raise DataError(f"{path} is missing ({error.strerror}); {_START_OVER}") from error
-        while left and (chunk := self._file.read(min(left, _CHUNK_BYTES))):
-            self._hasher.update(chunk)
-            left -= len(chunk)
-        if left:
-            self._file.close()
-            raise DataError(f"{path} is {left} bytes shorter than recorded in {PROGRESS}; {_START_OVER}")
-        self._file.truncate()

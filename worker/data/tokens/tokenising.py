@@ -1,7 +1,7 @@
 """Tokenise tasks in several processes. The results come in the order of the tasks.
 
 Processes rather than threads: the threads of tokenizers share one interpreter, which has to convert every id to a numpy
-number serially. Each process reads its own tasks and sends back only the ids.
+number serially. A process gets whole tasks and sends back only the ids.
 """
 
 import multiprocessing
@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -27,8 +27,6 @@ from worker.data.tokens.tokenizer import Ids, Tokenizer, Tokens
 from worker.errors import DataError
 
 _BATCH_BYTES = 1 << 20
-
-
 _SHOWN = 5  # rows that are skipped, by file and line
 _SHOWN_CHARACTERS = 500
 
@@ -84,23 +82,15 @@ class TokenisedText:
     left_out: LeftOut = LeftOut()
 
 
-class Collector(Protocol):
-    """Collects the training or the held-out ids of a task."""
-
-    def text(self) -> TokenisedText: ...
-
-
-Encoder = Callable[[Sequence[Piece], Sequence[Any]], None]
+# Tokenises the text of a task. Returns the ids to train on and the held-out ones.
+Encoder = Callable[[Iterable[Piece]], tuple[TokenisedText, TokenisedText]]
 
 
 class Encoding(Protocol):
     """How text becomes ids. It can be sent to other processes."""
 
     def encoder(self) -> Encoder:
-        """Return a function that tokenises several pieces of text at once. Its results are added to two collectors, the
-        second for held-out text."""
-
-    def collector(self) -> Collector: ...
+        """Return a function that tokenises the text of a task."""
 
 
 @dataclass(frozen=True)
@@ -113,14 +103,27 @@ class DocumentEncoding:
     def encoder(self) -> Encoder:
         encode = self.tokenizer.encoder()
 
-        def add(batch: Sequence[Piece], parts: Sequence[Any]) -> None:
-            for piece, ids in zip(batch, encode([piece.text for piece in batch]), strict=True):
-                parts[piece.held_out].add(piece, ids)
+        def tokenise(pieces: Iterable[Piece]) -> tuple[TokenisedText, TokenisedText]:
+            training, held_out = (_Documents(self.tokenizer.end, self.dtype) for _ in range(2))
+            for batch in _batches(pieces):
+                for piece, ids in zip(batch, encode([each.text for each in batch]), strict=True):
+                    (held_out if piece.held_out else training).add(piece, ids)
+            return training.text(), held_out.text()
 
-        return add
+        return tokenise
 
-    def collector(self) -> "_Documents":
-        return _Documents(self.tokenizer.end, self.dtype)
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield lists of pieces, of about _BATCH_BYTES of text."""
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += piece.size
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,13 @@ class ConversationEncoding:
         return [*self.conversations.identity(), self.sequence_length, self.packing, self.skip]
 
     def encoder(self) -> Encoder:
-        encode = self.conversations.encoder()
+        encode, tokenizer = self.conversations.encoder(), self.conversations.tokenizer
+        pad = next(each for each in (tokenizer.pad, tokenizer.end, 0) if each is not None)
 
-        def add(batch: Sequence[Piece], parts: Sequence[Any]) -> None:
-            for piece in batch:
-                part, ignored = parts[piece.held_out], Counter[str]()
+        def tokenise(pieces: Iterable[Piece]) -> tuple[TokenisedText, TokenisedText]:
+            training, held_out = (_Sequences(self.sequence_length, pad, packing=self.packing) for _ in range(2))
+            for piece in pieces:
+                part, ignored = held_out if piece.held_out else training, Counter[str]()
                 try:
                     if piece.fault is not None:
                         raise BadConversation(piece.fault)
@@ -154,31 +159,26 @@ class ConversationEncoding:
                     part.skip(fault)
                 else:
                     part.add(piece, ids, ignored)
+            return training.text(), held_out.text()
 
-        return add
-
-    def collector(self) -> "_Sequences":
-        tokenizer = self.conversations.tokenizer
-        pad = next(each for each in (tokenizer.pad, tokenizer.end, 0) if each is not None)
-        return _Sequences(self.sequence_length, pad, packing=self.packing)
+        return tokenise
 
 
 @dataclass(frozen=True)
 class TaskTokens:
-    """The result of a task: its text to train on, and its held-out text. `size` and `rows` are those of the task."""
+    """The result of a task: its text to train on, and its held-out text. `size` is that of the task."""
 
     size: int
-    rows: int
     training: TokenisedText
     held_out: TokenisedText
 
 
-def tokenised(tasks: Iterable[Task], encoding: Encoding, processes: int) -> Iterator[TaskTokens]:
+def tokenised(tasks: Iterable[Task], encoding: Encoding, processes: int) -> Generator[TaskTokens, None, None]:
     """Yield the result of each task, in order. Raises DataError for the first task in that order that fails."""
     if processes == 1:
         encode = encoding.encoder()
         for task in tasks:
-            yield tokenise(task, encode, encoding)
+            yield TaskTokens(task.size, *encode(task.pieces()))
         return
     pool = ProcessPoolExecutor(
         processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(encoding,)
@@ -193,25 +193,10 @@ def tokenised(tasks: Iterable[Task], encoding: Encoding, processes: int) -> Iter
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a tokenising process was killed, possibly because memory ran out; run the same command again to continue"
+            "a tokenising process was killed, possibly because memory ran out; run the same command again"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def tokenise(task: Task, encode: Encoder, encoding: Encoding) -> TaskTokens:
-    """Return the ids of a task. `encode` is from `encoding.encoder()`."""
-    parts = (encoding.collector(), encoding.collector())
-    batch: list[Piece] = []
-    size = 0
-    for piece in task.pieces():
-        batch.append(piece)
-        size += piece.size
-        if size >= _BATCH_BYTES:
-            encode(batch, parts)
-            batch, size = [], 0
-    encode(batch, parts)
-    return TaskTokens(task.size, task.rows, parts[False].text(), parts[True].text())
 
 
 class _Documents:
@@ -299,7 +284,7 @@ class _Sequences:
 
 # --- in a tokenising process --------------------------------------------------------------------------------------
 
-_here: Callable[[Task], TaskTokens]
+_here: Encoder
 
 
 def _begin(encoding: Encoding) -> None:
@@ -307,8 +292,7 @@ def _begin(encoding: Encoding) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the process that collects the results
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    encode = encoding.encoder()
-    _here = lambda task: tokenise(task, encode, encoding)  # noqa: E731
+    _here = encoding.encoder()
 
 
 def _end_with_parent() -> None:
@@ -320,4 +304,4 @@ def _end_with_parent() -> None:
 
 
 def _tokenise_here(task: Task) -> TaskTokens:
-    return _here(task)
+    return TaskTokens(task.size, *_here(task.pieces()))
