@@ -11,6 +11,7 @@ import argparse
 import gc
 import importlib.util
 import json
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from outerstep.common.quantities import bytes_text
-from outerstep.doctor.trial import take_steps
+from outerstep.doctor.steps import take_steps
 from protocol.spec.run import parse_spec
+from worker.box import set_up
 from worker.inner.precision import has_float8
 from worker.settings import BoxSettings
 from worker.starting import start
@@ -83,7 +85,9 @@ def measure(name: str, spec_text: str, device_name: str) -> Row:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     torch.compiler.reset()
-    steps = take_steps(spec, settings, device)
+    box = set_up(spec, settings, device)
+    with closing(box.data):
+        steps = take_steps(box)
     tokens = spec.inner.batch_size * spec.data.sequence_length
     return Row(name, steps.first_s, steps.step_s, tokens / steps.step_s, steps.mfu, steps.peak_bytes, steps.at_once)
 
