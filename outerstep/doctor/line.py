@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from outerstep import plan, rest
+from outerstep import __version__, plan, rest
 from outerstep.common.answers import read_message
 from outerstep.common.connections import causes_of, proxy_of
 from outerstep.common.quantities import bytes_text, count_text, duration_text, share_text
@@ -89,7 +89,8 @@ def _advice(url: str, error: Transient) -> str:
 
 
 def judge_greeting(seen: Greeting) -> Judgement:
-    return State.FINE, f"an Outerstep coordinator, version {seen.version}, answers within {1000 * seen.took_s:.0f} ms"
+    both = f"version {seen.version}, here {__version__}"
+    return State.FINE, f"an Outerstep coordinator, {both}; it answers within {1000 * seen.took_s:.0f} ms"
 
 
 def judge_tls(url: str, seen: Greeting, now: float) -> Judgement:
