@@ -160,6 +160,10 @@ class Client:
 
     # --- the coordinator itself -----------------------------------------------------------------------------------
 
+    def health(self, read: Callable[[httpx.Response], T]) -> T:
+        """Send a request that needs no token, and return what `read` makes of the response, whose body is a Health."""
+        return self._send("GET", "/healthz", read)
+
     def status(self) -> ServerStatus:
         """Return the coordinator's status."""
         return self._ask("GET", "/v1/status", ServerStatus)

@@ -71,39 +71,41 @@ def _ended(settings: WorkerSettings, ask: Callable[[str], bool] | None, end_proc
                 _work(settings, ask, device, stop)
             finally:
                 stop.set()  # whatever is still being fetched is no longer needed
-    except Stopped:
-        log.info("stopped")
-    except Problem as problem:
-        return _code_of(problem)
-    except (
-        BoxError,
-        CodecError,
-        DataError,
-        ModelError,
-        NoCoordinator,
-        NotAllowed,
-        NotUnderstood,
-        StateDirBusy,
-    ) as error:
-        log.error("%s", error)
-        return Exit.REFUSED
-    except WrongVariable as error:
-        log.error("%s", error)
-        return Exit.USAGE
-    except OuterstepError as error:
-        log.error("%s", error)
-        return Exit.RETRY
-    except (OSError, httpx.HTTPError) as error:
-        log.error("%s", error_text(error))
-        return Exit.RETRY
     except Exception as error:
-        if is_out_of_memory(error):
-            reason = memory_error_of(error) or "no more is available"
-            log.error("not enough memory: %s; try --fit auto, or several GPUs (--gpus N)", reason)
-            return Exit.REFUSED
-        log.exception("unexpected error; restarting this worker resumes its work")
-        return Exit.RETRY
+        code, said = outcome(error)
+        if said is None:
+            log.exception("unexpected error; restarting this worker resumes its work")
+        else:
+            log.log(logging.INFO if code is Exit.DONE else logging.ERROR, "%s", said)
+        return code
     return Exit.DONE
+
+
+def outcome(error: Exception) -> tuple[Exit, str | None]:
+    """Return the exit code of a worker that `error` has ended, and what the error means in words; None if it is
+    unexpected."""
+    match error:
+        case Stopped():
+            return Exit.DONE, "stopped"
+        case Problem(slug="run-ended"):
+            return Exit.DONE, error.detail
+        case Problem():
+            code = Exit.REFUSED if error.remedy is Remedy.REFUSED else Exit.RETRY
+            return code, f"the coordinator rejected the request: {error}"
+        case WrongVariable():
+            return Exit.USAGE, str(error)
+        case OuterstepError():
+            return Exit.REFUSED if isinstance(error, _FINAL) else Exit.RETRY, str(error)
+        case OSError() | httpx.HTTPError():
+            return Exit.RETRY, error_text(error)
+    if is_out_of_memory(error):
+        reason = memory_error_of(error) or "no more is available"
+        return Exit.REFUSED, f"not enough memory: {reason}; try --fit auto, or several GPUs (--gpus N)"
+    return Exit.RETRY, None
+
+
+# After these, the same command would fail again.
+_FINAL = (BoxError, CodecError, DataError, ModelError, NoCoordinator, NotAllowed, NotUnderstood, StateDirBusy)
 
 
 def _work(
@@ -120,15 +122,15 @@ def _work(
             return
         check_suited(run.spec, Ranks.here().size)
         permit(run.spec, allowed_by(settings), ask)
-        _check_state_directory(settings.directory)
+        check_state_directory(settings.directory, Ranks.here().rank)
         _train(settings, client, run, device, stop)
 
 
-def _check_state_directory(path: Path) -> None:
-    """Raise BoxError if a worker cannot keep its state in `path`, and StateDirBusy if another one uses it, before a
-    model is loaded for nothing."""
+def check_state_directory(path: Path, rank: int) -> None:
+    """Raise BoxError if process `rank` of a worker cannot keep its state in `path`, and StateDirBusy if another worker
+    uses it, before a model is loaded for nothing."""
     try:
-        with StateDir(rank_directory(path, Ranks.here().rank)):
+        with StateDir(rank_directory(path, rank)):
             pass
     except OSError as error:
         raise BoxError(
@@ -201,11 +203,3 @@ def _log_setup(run: str, settings: WorkerSettings, box: Box) -> None:
         min(box.micro_batches.size, box.spec.inner.batch_size // box.ranks.size),
         KERNELS,
     )
-
-
-def _code_of(problem: Problem) -> Exit:
-    if problem.slug == "run-ended":
-        log.info("%s", problem.detail)
-        return Exit.DONE
-    log.error("the coordinator rejected the request: %s", problem)
-    return Exit.REFUSED if problem.remedy is Remedy.REFUSED else Exit.RETRY

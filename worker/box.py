@@ -20,7 +20,7 @@ from worker.data.fetching.shard_cache import cache_directory
 from worker.data.open_training_set import open_training_set
 from worker.data.training_set import TrainingSet
 from worker.errors import BoxError, DataError
-from worker.fit import fitted, keep_choice
+from worker.fit import check_memory, fitted, keep_choice, need_here
 from worker.inner.compact import Held
 from worker.inner.data_parallel import Mode, choose_mode, distribute, replica_budget, shard
 from worker.inner.evaluation import evaluate
@@ -32,6 +32,7 @@ from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.precision import Precision, cast_parameters, loss_scaler, precision_on, use_float8
 from worker.inner.schedules import Schedule
 from worker.inner.step import InnerStep
+from worker.memory import Need
 from worker.models.building import build_model, check_vocabulary
 from worker.models.pretrained import Pretrained
 from worker.process import give_back_free_memory
@@ -78,6 +79,36 @@ class Box:
     probe: Callable[[], EvaluationReport] | None
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """How this box trains the run `spec`, decided before the model is built. `settings`: with those that --fit has
+    chosen; `base`: how the frozen model of adapters is held; `need`: of memory and disk, None if it is unknown."""
+
+    spec: RunSpec
+    settings: BoxSettings
+    device: torch.device
+    ranks: Ranks
+    base: Base
+    precision: Precision
+    need: Need | None
+
+    @property
+    def assembled_in_host_memory(self) -> bool:
+        """True if the model is built in host memory. From there a sharded one is moved to the device layer by layer,
+        and one in bf16 once it is cast."""
+        several = self.ranks.size > 1 and self.settings.mode != "ddp"
+        return (several or self.settings.parameters == "bf16") and self.base != "nf4"
+
+
+@dataclass(frozen=True)
+class Built:
+    """The run's model, and how several processes share it (None: there is only one); `reasons`: why."""
+
+    model: nn.Module
+    mode: Mode | None
+    reasons: list[str]
+
+
 def set_up(
     spec: RunSpec,
     settings: BoxSettings,
@@ -90,49 +121,125 @@ def set_up(
     """Return the run `spec` on `device`, in each of the processes `ranks`. `state_dir` keeps what --fit auto chooses.
     Raises DataError, ModelError, BoxError, OSError and, if `stop` is set while data are prepared or fetched,
     Stopped."""
+    chosen = choose(spec, settings, device, ranks, state_dir)
+    if state_dir is not None and chosen.settings is not settings:
+        keep_choice(state_dir, chosen.settings)
+    log.info("memory: %s", check_room(chosen))
+    log.info("building the model")
+    built = build(chosen)
+    log.info("opening the training set")
+    data = open_data(chosen, built.model, stop)
+    return assemble(chosen, built, data)
+
+
+def choose(
+    spec: RunSpec, settings: BoxSettings, device: torch.device, ranks: Ranks = ALONE, state_dir: Path | None = None
+) -> Chosen:
+    """Return how this box trains the run. `state_dir`: where an earlier process kept what --fit auto chose. Raises
+    BoxError for what cannot be combined, DataError, and ModelError."""
     check_suited(spec, ranks.size)
-    given, settings = settings, fitted(spec, settings, device, ranks, state_dir)
-    if state_dir is not None and settings is not given:
-        keep_choice(state_dir, settings)
+    settings = fitted(spec, settings, device, ranks, state_dir)
     base = base_of(spec, settings.base)
     try:
         precision = precision_on(device, settings.precision, settings.parameters, base)
     except ValueError as error:
         raise BoxError(str(error)) from error
-    log.info("building the model")
-    if settings.offload:
-        _check_offload(settings, device, ranks.size, precision)
-    if base == "nf4" and settings.mode == "fsdp":
-        raise BoxError("--mode fsdp does not work with a frozen model in 4 bits (nf4): use --mode ddp or --base full")
-    # In host memory, from which a sharded model is moved to the device layer by layer, and one in bf16 once it is that.
-    in_host_memory = (ranks.size > 1 and settings.mode != "ddp") or settings.parameters == "bf16"
-    where = torch.device("cpu") if in_host_memory and base != "nf4" else device
-    model = build_model(spec, where, settings.max_parameters, base, trains_on=device)
+    need = need_here(spec, settings.model_copy(update={"base": base}), device)
+    chosen = Chosen(spec, settings, device, ranks, base, precision, need)
+    check_combination(chosen, sharded=ranks.size > 1 and settings.mode == "fsdp")
+    return chosen
+
+
+_OWN = "the run's inner.optimizer is {optimizer!r}, code that holds its moments as it does: leave out "
+
+# Two things that do not go together, by their names in `check_combination`: why, and what to do.
+EXCLUSIONS: dict[tuple[str, str], str] = {
+    ("--offload", "no GPU"): "--offload moves gradients and moments from a GPU to host memory, and this worker trains "
+    "on {device}: leave it out",
+    ("--offload", "processes"): "--offload is for a single GPU: share the model among several with --mode fsdp instead",
+    ("--offload", "fp16"): "--offload does not work with --precision fp16, whose gradients are scaled: use bf16",
+    ("--offload", "--compile"): "--offload does not work with --compile, which computes all gradients at once: leave "
+    "one out",
+    ("--offload", "own optimizer"): f"{_OWN}--offload",
+    ("--optimizer-state", "own optimizer"): f"{_OWN}--optimizer-state",
+    ("--optimizer-state", "shards"): "the model is sharded, and so are the moments: leave out --optimizer-state",
+    ("--compile", "shards"): "--compile does not work with a sharded model: leave it out, or use --mode ddp",
+    ("fp16", "shards"): "--precision fp16 does not work with a sharded model: leave it out, or use --mode ddp",
+    ("float8", "shards"): "--precision float8 does not work with a sharded model: use bf16, or --mode ddp",
+    ("nf4", "shards"): "--mode fsdp does not work with a frozen model in 4 bits (nf4): use --mode ddp or --base full",
+}
+
+
+def check_combination(chosen: Chosen, *, sharded: bool) -> None:
+    """Raise BoxError for the first of EXCLUSIONS that applies. `sharded`: the processes share the model in shards."""
+    settings, optimizer = chosen.settings, chosen.spec.inner.optimizer
+    found = {
+        "--compile": settings.compile,
+        "--offload": settings.offload,
+        "--optimizer-state": settings.optimizer_state is not None,
+        "nf4": chosen.base == "nf4",
+        "fp16": chosen.precision == "fp16",
+        "float8": chosen.precision == "float8",
+        "no GPU": chosen.device.type != "cuda",
+        "processes": chosen.ranks.size > 1,
+        "shards": sharded,
+        "own optimizer": optimizer not in OPTIMIZERS,
+    }
+    for (one, other), message in EXCLUSIONS.items():
+        if found[one] and found[other]:
+            raise BoxError(message.format(device=chosen.device, optimizer=optimizer))
+
+
+def check_room(chosen: Chosen) -> str:
+    """Return what the model takes of this machine's memory, and how much is free, in words. Raises BoxError if there is
+    too little."""
+    if chosen.need is None:
+        return "the size of a model from model.factory is known once it is built"
+    ranks, cut = chosen.ranks.size, chosen.settings.mode != "ddp" and chosen.base != "nf4"
+    in_host_memory = chosen.assembled_in_host_memory
+    return check_memory(chosen.need, chosen.device, ranks, ranks if cut else 1, in_host_memory=in_host_memory)
+
+
+def build(chosen: Chosen) -> Built:
+    """Return the run's model, not yet wrapped or sharded. Raises ModelError, and BoxError for what cannot be combined
+    with the mode that suits its size."""
+    spec, settings, device = chosen.spec, chosen.settings, chosen.device
+    where = torch.device("cpu") if chosen.assembled_in_host_memory else device
+    model = build_model(spec, where, settings.max_parameters, chosen.base, trains_on=device)
     give_back_free_memory()
     mode, reasons = None, []
-    if ranks.size > 1:
+    if chosen.ranks.size > 1:
         elements = sum(each.numel() for each in model.parameters())
-        mode, why = choose_mode(elements, replica_budget(device), "ddp" if base == "nf4" else settings.mode)
+        wanted = "ddp" if chosen.base == "nf4" else settings.mode
+        mode, why = choose_mode(elements, replica_budget(device), wanted)
         reasons.append(why)
-    if mode == "fsdp" and (settings.compile or precision == "fp16"):
-        wrong = "--compile" if settings.compile else "--precision fp16"
-        raise BoxError(f"{wrong} does not work with a sharded model: leave it out, or use --mode ddp")
-    conversations = conversations_in(spec.data)
-    if conversations == "packed":
+        check_combination(chosen, sharded=mode == "fsdp")
+    if conversations_in(spec.data) == "packed":
         check_packing(model)  # in fp32
     if settings.parameters == "bf16":
         cast_parameters(model, torch.bfloat16)
-    model = model if mode == "fsdp" else model.to(device)
+    return Built(model if mode == "fsdp" else model.to(device), mode, reasons)
+
+
+def open_data(chosen: Chosen, model: nn.Module, stop: threading.Event | None = None) -> TrainingSet:
+    """Return the run's training set on this machine, whose tokens the model knows. Raises DataError, ModelError and, if
+    `stop` is set while data are prepared or fetched, Stopped."""
+    spec, settings = chosen.spec, chosen.settings
     check = partial(check_vocabulary, model)
-    log.info("opening the training set")
     data = open_training_set(spec.with_source(settings.data), check=check, stop=stop, shards=shard_cache(settings))
     if spec.data.holdout and not data.held_out_tokens:
         warning = "nothing is held out, or less than a sequence of %d tokens: this worker measures no held-out loss"
         log.warning(warning, spec.data.sequence_length)
+    return data
+
+
+def assemble(chosen: Chosen, built: Built, data: TrainingSet) -> Box:
+    """Return the run on this machine: the model with its layers as the settings want them, and its inner steps. Raises
+    BoxError."""
+    spec, settings, device, ranks = chosen.spec, chosen.settings, chosen.device, chosen.ranks
+    model, mode, precision = built.model, built.mode, chosen.precision
     use = _device_use(spec, settings, model, precision, device, ranks.size)  # before the layers are replaced
     if precision == "float8":
-        if mode == "fsdp":
-            raise BoxError("--precision float8 does not work with a sharded model: use bf16, or --mode ddp")
         log.info("%d linear layers compute in float8", use_float8(model))
         if not settings.compile:
             log.warning("--precision float8 saves time only with --compile")
@@ -141,7 +248,7 @@ def set_up(
         checkpoint_activations(model)
     if settings.compile:
         head = compile_model(model, head, device)
-    loss = Loss(model, precision, head, conversations)
+    loss = Loss(model, precision, head, conversations_in(spec.data))
     if mode == "fsdp":
         shard(model)
     if mode is not None:
@@ -150,7 +257,7 @@ def set_up(
     offloaded = HostGradients(trained) if settings.offload else None
     optimizers = build_inner_optimizers(model, spec.inner, moments(spec, settings, mode), offloaded)
     sizes, why = _micro_batches(spec, settings, model, loss, device, ranks.size)
-    reasons.append(why)
+    reasons = [*built.reasons, why]
     log.info("%s", "; ".join(reasons))
 
     def measured(tokens: int) -> Callable[[], EvaluationReport] | None:
@@ -161,8 +268,8 @@ def set_up(
         settings=settings,
         device=device,
         precision=precision,
-        base=base,
-        frozen=summary_of_frozen(model, spec.model, base) if base == "nf4" else None,
+        base=chosen.base,
+        frozen=summary_of_frozen(model, spec.model, chosen.base) if chosen.base == "nf4" else None,
         data=data,
         model=model,
         optimizers=optimizers,
@@ -246,24 +353,8 @@ def _device_use(
     return DeviceUse(device, flops_per_token(model, length, precision, where), peak * devices)
 
 
-def _check_offload(settings: BoxSettings, device: torch.device, processes: int, precision: Precision) -> None:
-    """Raise BoxError if gradients and moments cannot be offloaded from this device with these settings."""
-    if device.type != "cuda":
-        raise BoxError(
-            f"--offload moves gradients and moments from a GPU to host memory, and this worker trains on {device}: "
-            "leave it out"
-        )
-    if processes > 1:
-        raise BoxError("--offload is for a single GPU: share the model among several with --mode fsdp instead")
-    if precision == "fp16":
-        raise BoxError("--offload does not work with --precision fp16, whose gradients are scaled: use bf16")
-    if settings.compile:
-        raise BoxError("--offload does not work with --compile, which computes all gradients at once: leave one out")
-
-
 def moments(spec: RunSpec, settings: BoxSettings, mode: Mode | None) -> Held | None:
-    """Return how the inner optimizers hold their moments; None: as torch or the user's code does. Raises BoxError if
-    --optimizer-state was given and they cannot be held that way."""
+    """Return how the inner optimizers hold their moments; None: as torch or the user's code does."""
     held: Held = settings.optimizer_state or settings.parameters
     if held == settings.parameters == "fp32" and not settings.offload:
         return None
@@ -273,9 +364,6 @@ def moments(spec: RunSpec, settings: BoxSettings, mode: Mode | None) -> Held | N
         why = "the model is sharded, and so are the moments"
     else:
         return held
-    for flag, given in (("--optimizer-state", settings.optimizer_state is not None), ("--offload", settings.offload)):
-        if given:
-            raise BoxError(f"{why}: leave out {flag}")
     log.warning("%s: with --parameters bf16, its steps are rounded to the nearest, which loses small updates", why)
     return None
 

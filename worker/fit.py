@@ -1,4 +1,4 @@
-"""`--fit auto`: the settings with which a run's model fits into this machine's free memory.
+"""Whether a run's model fits into this machine's free memory, and `--fit auto`: the settings with which it does.
 
 A worker that is restarted keeps what it chose first, whatever is free now: its snapshot has the moments in that form.
 """
@@ -17,7 +17,7 @@ from protocol.spec.run import RunSpec
 from protocol.spec.sections import OPTIMIZERS
 from worker.accounts.machine import free_memory
 from worker.errors import BoxError
-from worker.memory import ROOM, Need, Settings, needs
+from worker.memory import LIBRARIES_BYTES, PARAMETER_BYTES, ROOM, Need, Settings, need_of, needs
 from worker.models.building import sizes_of
 from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings
@@ -85,6 +85,49 @@ def fitted(
     )
     log.info("--fit auto: %s: %s, with %s; %s", what, chosen_options(complete), _text(found), free)
     return complete
+
+
+# Moments per trained parameter, at least: Muon has one for the hidden matrices, a user's optimizer any number.
+_MOMENTS = {"adamw": 2, "muon": 1}
+
+
+def need_here(spec: RunSpec, settings: BoxSettings, device: torch.device) -> Need | None:
+    """Return what the run's model needs at least with these settings; None if its size is unknown before it is built.
+    Raises ModelError."""
+    if spec.model.factory is not None or not spec.model.is_given:
+        return None
+    sizes, moments = sizes_of(spec, settings.max_parameters), _MOMENTS.get(spec.inner.optimizer, 0)
+    return need_of(sizes, _settings_of(settings), on_gpu=device.type == "cuda", moments_each=moments)
+
+
+def check_memory(need: Need, device: torch.device, processes: int, shards: int, *, in_host_memory: bool) -> str:
+    """Return what is needed and what is free, in words. Raises BoxError if there is too little, before gigabytes are
+    loaded; activations are not counted.
+
+    processes       of this worker
+    shards          into which the model is cut at most: 1 for replicas
+    in_host_memory  each process assembles the whole model there first, in fp32
+    """
+    beside, (free, free_on_host) = need.host - LIBRARIES_BYTES, free_memory(device)
+    training = need.device if need.on_gpu else need.device - need.host
+    assembled = processes * need.parameters * 4 // PARAMETER_BYTES[need.settings.parameters] if in_host_memory else 0
+    if need.on_gpu:
+        places = [(f"on {device}", training // shards, free), ("in host memory", max(beside, assembled), free_on_host)]
+    else:
+        places = [("in memory", max(processes * training // shards + beside, assembled), free)]
+    said = (
+        f"parameters {bytes_text(need.parameters)}, gradients {bytes_text(need.gradients)}, "
+        f"moments {bytes_text(need.moments)}, outer state and work to send "
+        f"{bytes_text(need.outer_state + need.work)}; "
+        + ", ".join(f"{bytes_text(size)} {where} ({bytes_text(free)} free)" for where, size, free in places)
+        + ", and activations"
+    )
+    if any(free is not None and size > free for _, size, free in places):
+        raise BoxError(
+            f"the model does not fit into memory: {said}; use --fit auto, --gpus N with --mode fsdp, or a machine with "
+            "more"
+        )
+    return said
 
 
 def keep_choice(state_dir: Path, chosen: BoxSettings) -> None:

@@ -115,12 +115,13 @@ class Need:
 def needs(sizes: Sizes, *, on_gpu: bool) -> list[Need]:
     """Return what a model of these sizes needs with AdamW, with each setting that suits it."""
     settings = OF_ADAPTERS if sizes.in_4_bits else SETTINGS
-    return [_need(sizes, each, on_gpu) for each in settings if on_gpu or not each.offload]
+    return [need_of(sizes, each, on_gpu=on_gpu) for each in settings if on_gpu or not each.offload]
 
 
-def _need(sizes: Sizes, settings: Settings, on_gpu: bool) -> Need:
+def need_of(sizes: Sizes, settings: Settings, *, on_gpu: bool, moments_each: int = 2) -> Need:
+    """Return what a model of these sizes needs with these settings. `moments_each`: per trained parameter."""
     size, trained = PARAMETER_BYTES[settings.parameters], sizes.trained
-    moments, in_file = 2 * MOMENT_BYTES[settings.moments], settings.offload or not on_gpu
+    moments, in_file = moments_each * MOMENT_BYTES[settings.moments], settings.offload or not on_gpu
     return Need(
         settings,
         size * trained + (size * sizes.frozen if settings.base == "full" else sizes.in_4_bits),

@@ -12,7 +12,7 @@ import typer
 from outerstep.cli.errors import UsageError, import_extra, validated
 from outerstep.cli.options import TOKEN_VARIABLE, checked_url, find_token
 from outerstep.cli.printing import Format, FormatOption, print_json, say, say_lines
-from outerstep.cli.worker import FLAGS, worker
+from outerstep.cli.worker import FLAGS, start_on, worker
 from outerstep.common.exit_codes import Exit
 from protocol.text import printable
 
@@ -39,9 +39,9 @@ def with_options_of_worker(command: Callable[..., None]) -> Callable[..., None]:
 def doctor(*, blobs: BlobsOption = None, output: FormatOption = Format.TABLE, **options: Any) -> None:
     """Check whether this machine can train a run as a worker, and say what to fix.
 
-    Takes the same options as `outerstep worker` and checks everything that it needs: the address, the token, the run,
-    the state directory, the data, the model. It runs a few inner steps on the device, measures the network connection,
-    and estimates the duration of a round. It does not join the run, and changes neither it nor the state directory.
+    Takes the same options as `outerstep worker` and goes through the same start: the address, the token, the run, the
+    state directory, the model, the data, and a few inner steps on the device. It measures the network connection, and
+    estimates how long a sync takes. It does not join the run.
 
     With --blobs alone, it checks a bucket for a coordinator instead: that it can be reached, written, read, listed, and
     that it never replaces an object.
@@ -61,29 +61,34 @@ def doctor(*, blobs: BlobsOption = None, output: FormatOption = Format.TABLE, **
         raise UsageError("Missing argument 'URL': the coordinator's address")
     if run is None:
         raise UsageError("Missing option '--run': the run to join")
-    if "LOCAL_RANK" in os.environ:
-        raise UsageError("torchrun started this process: start outerstep doctor without it, with --gpus N")
     token = find_token(options["token"], options["token_file"], os.environ)
     given = {key: options.get(_OPTIONS.get(key, key)) for key in FLAGS}
     settings = validated(
         settings_of.WorkerSettings, given | {"url": checked_url(url), "run": run, "token": token}, FLAGS
     )
+    if (options["gpus"] or 1) > 1 and "LOCAL_RANK" not in os.environ:
+        start_on(options["gpus"], settings.device)
     module = import_extra("outerstep.doctor.examine", extra="worker", command="outerstep doctor")
-    examination = import_extra("outerstep.doctor.examination", extra="worker", command="outerstep doctor")
-    found = module.examine(settings, options["gpus"] or 1, _Silent() if output is Format.JSON else _Lines())
+    conclude = import_extra("outerstep.doctor.findings", extra="worker", command="outerstep doctor").conclude
+    if (rank := int(os.environ.get("RANK", "0"))) > 0:
+        raise typer.Exit(_beside(module.examine(settings, _Silent()), rank))
+    found = module.examine(settings, _Silent() if output is Format.JSON else _Lines())
     command = worker_command(options)
-    conclusion = examination.conclude(found, command)
+    code, lines = conclude(found, command)
     if output is Format.JSON:
-        document = {
-            "exit_code": conclusion.code,
-            "verdict": conclusion.lines[0],
-            "command": command,
-            "findings": [asdict(each) for each in found],
-        }
-        print_json(document)
+        findings = [asdict(each) for each in found]
+        print_json({"exit_code": code, "verdict": lines[0], "command": command, "findings": findings})
     else:
-        say_lines("\n" + "\n  ".join(map(printable, conclusion.lines)))
-    raise typer.Exit(conclusion.code)
+        say_lines("\n" + "\n  ".join(map(printable, lines)))
+    raise typer.Exit(code)
+
+
+def _beside(found: list[Any], rank: int) -> Exit:
+    """Show what ended the steps of another process than the first, which may not hear of it. Return its exit code."""
+    faults = [each for each in found if each.name == "step" and each.state == "wrong"]
+    for each in faults:
+        say(f"process {rank}: {each.name} {each.state} {each.said}", err=True)
+    return Exit.REFUSED if faults else Exit.DONE
 
 
 def _examine_bucket(url: str, output: Format) -> None:
@@ -158,6 +163,4 @@ class _Lines:
         if self._begun != finding.name:
             say(f"{finding.name:<12}", end=False)
         say(f" {finding.state:<8} {finding.said}")
-        if finding.remedy:
-            say(f"{'':<21} → {finding.remedy}")
         self._begun = ""

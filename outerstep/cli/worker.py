@@ -226,7 +226,7 @@ def worker(
     for flag, path in (("--log", joining.log), ("--log-file", joining.log_file)):
         check_log(flag, path)
     if gpus is not None and gpus > 1 and "LOCAL_RANK" not in os.environ:
-        _start_on(gpus, joining.device)
+        start_on(gpus, joining.device)
     raise typer.Exit(_agent(joining).run_worker(joining, ask=owner_at_terminal()))
 
 
@@ -238,8 +238,9 @@ def _agent(settings: Any) -> ModuleType:
     return import_extra("worker.agent", extra="worker", command="outerstep worker")
 
 
-def _start_on(gpus: int, device: str) -> None:
-    """Replace this process by torchrun, which starts this command once per GPU."""
+def start_on(gpus: int, device: str) -> None:
+    """Replace this process by torchrun, which starts this command once per GPU. Raises UsageError if there are fewer
+    of them."""
     starting = import_extra("worker.starting", extra="worker", command="outerstep worker")
     try:
         starting.check_gpus(gpus, device)

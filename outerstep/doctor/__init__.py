@@ -1,6 +1,6 @@
-"""`outerstep doctor`: checks whether this machine can train a run, without joining it.
+"""`outerstep doctor`: goes through a worker's start stage by stage, without joining the run, and measures the line.
 
-`examine.py` has the order of the checks. Each check is two functions: one that looks and may do I/O, and a pure one
-that judges what was seen and returns findings. Nothing is changed on the coordinator or in the worker's state
-directory.
+`examine.py` has the order of the stages. Almost everything that can be wrong is found by the worker's own functions,
+whose errors are shown. The run is left as it is; what the worker itself would keep stays: its state directory, and data
+that were prepared or fetched.
 """

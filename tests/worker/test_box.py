@@ -141,6 +141,7 @@ def test_the_gradient_is_the_same(spec: Any, tmp_path: Path, changes: dict[str, 
         (3, {}, "the run's batch of 2 sequences cannot be divided by 3 processes"),
         (2, {"mode": "fsdp", "compile": True}, "--compile .* sharded"),
         (2, {"mode": "fsdp", "precision": "fp16"}, "--precision fp16 .* sharded"),
+        (2, {"mode": "fsdp", "optimizer_state": "8bit"}, "sharded, .* --optimizer-state"),
     ],
 )
 def test_what_several_processes_cannot_do_is_refused(

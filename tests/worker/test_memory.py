@@ -10,13 +10,15 @@ import torch
 from typer.testing import CliRunner
 
 from outerstep.cli import app
+from outerstep.common.quantities import bytes_text
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.trained import save_trained
 from worker import fit
+from worker.accounts.machine import host_free_bytes
 from worker.box import set_up
 from worker.errors import BoxError
-from worker.fit import CHOICE, fitted, keep_choice
-from worker.memory import ROOM, Sizes, needs
+from worker.fit import CHOICE, check_memory, fitted, keep_choice, need_here
+from worker.memory import IN_USE, ROOM, Settings, Sizes, disk_bytes, need_of, needs
 from worker.models.building import build_model, sizes_of
 from worker.settings import BoxSettings
 from worker.state.state_dir import SNAPSHOT
@@ -219,6 +221,71 @@ def test_a_box_is_set_up_with_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -
     box = set_up(run, BoxSettings(fit="auto", device="cpu"), CPU)
     assert options_of(box.settings) == ("bf16", "8bit", False, True)
     assert {each.dtype for each in box.model.parameters()} == {torch.bfloat16}
+
+
+# --- what is checked before the model is loaded ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "processes", "shards", "device", "host"),
+    [
+        (Settings("fp32", "fp32"), 1, 1, 16e9, 12e9),
+        (Settings("bf16", "8bit"), 1, 1, 6e9, 12e9),
+        (Settings("bf16", "8bit", offload=True), 1, 1, 2e9, 2e9 + 2e9 + 4 * IN_USE),
+        (Settings("fp32", "fp32"), 4, 4, 4e9, 16e9),  # each process assembles the model, in fp32
+    ],
+)
+def test_what_must_fit(
+    settings: Settings, processes: int, shards: int, device: float, host: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A billion parameters."""
+    need = need_of(Sizes(10**9), settings, on_gpu=True)
+
+    def check() -> str:
+        return check_memory(need, CUDA, processes, shards, in_host_memory=processes > 1)
+
+    for memory, host_memory in ((device - 1, host), (device, host - 1)):
+        free(monkeypatch, memory, host_memory)
+        with pytest.raises(BoxError, match="the model does not fit into memory: .*--fit auto"):
+            check()
+    for room in ((device, host), (None, None)):
+        free(monkeypatch, *room)
+        assert f"{bytes_text(device)} on cuda ({bytes_text(room[0])} free)" in check()
+
+
+def test_frozen_parameters_have_no_gradients() -> None:
+    need = need_of(Sizes(10**6, 10**9), Settings("fp32", "fp32"), on_gpu=True)
+    assert need.device == 4 * (10**9 + 10**6) + 12 * 10**6
+    need = need_of(Sizes(10**6, 10**9, 6 * 10**8), Settings("fp32", "fp32", base="nf4"), on_gpu=True)
+    assert need.parameters == 4 * 10**6 + 6 * 10**8, "in 4 bits, but for the embeddings"
+
+
+def test_what_cannot_be_known_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 1000, None)
+    assert need_here(spec('factory = "mine:model"'), BoxSettings(), CPU) is None
+    least = need_here(spec(inner='optimizer = "mine:adam"'), BoxSettings(), CPU)
+    assert least is not None
+    assert least.moments == 0
+    with pytest.raises(BoxError, match="the model does not fit into memory"):
+        set_up(spec(), BoxSettings(device="cpu"), CPU)
+
+
+def test_the_state_on_the_disk() -> None:
+    """16 bytes of two outer states, 12 of a snapshot with AdamW, 12 of the next one. In files: 24 of three outer states,
+    4 of the pseudo-gradient, and two snapshots."""
+    assert disk_bytes(10**8, 8, in_files=False) == 40 * 10**8
+    assert disk_bytes(10**8, 2, in_files=True) == 40 * 10**8
+
+
+def test_a_container_may_have_less_memory_than_its_host(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 2000 kB\nMemAvailable: 1000 kB\n")
+    assert host_free_bytes(meminfo, tmp_path) == 1024_000
+    for name, content in {"memory.max": "max", "memory.current": "600", "memory.stat": "inactive_file 100\n"}.items():
+        (tmp_path / name).write_text(content)
+    assert host_free_bytes(meminfo, tmp_path) == 1024_000
+    (tmp_path / "memory.max").write_text("900\n")
+    assert host_free_bytes(meminfo, tmp_path) == 400
 
 
 # --- outerstep plan -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from protocol.spec.run import RunSpec, parse_spec
-from worker.box import moments, set_up
+from worker.box import set_up
 from worker.errors import BoxError
 from worker.inner.compact import Held
 from worker.inner.loss import Loss
@@ -160,6 +160,7 @@ def test_a_saved_state_resumes_exactly_on_a_box_that_offloads_and_on_one_that_do
         ("cuda", {"precision": "fp16"}, "", 1, "--offload does not work with --precision fp16"),
         ("cuda", {"compile": True}, "", 1, "--offload does not work with --compile"),
         ("cuda", {}, "", 2, "--offload is for a single GPU: .* --mode fsdp"),
+        ("cuda", {}, 'optimizer = "mine:adam"', 1, "code that holds its moments as it does: leave out --offload"),
     ],
 )
 def test_it_is_refused_by_name_where_it_cannot_be(
@@ -167,8 +168,3 @@ def test_it_is_refused_by_name_where_it_cannot_be(
 ) -> None:
     with pytest.raises(BoxError, match=message):
         set_up(spec(inner), BoxSettings(offload=True, **settings), torch.device(device), ranks=Ranks(0, processes))
-
-
-def test_code_that_holds_its_moments_as_it_does_is_refused() -> None:
-    with pytest.raises(BoxError, match="code that holds its moments as it does: leave out --offload"):
-        moments(spec('optimizer = "mine:adam"'), BoxSettings(offload=True), None)
