@@ -227,7 +227,12 @@ def restored(url: str, data_dir: Path, number: int | None = None, warn: Callable
 
 
 def test_after_a_restart_the_files_of_earlier_backups_stay(url: str, tmp_path: Path) -> None:
-    play(url, tmp_path / "data", 2)
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=SHORT)
+        for round_ in range(2):
+            play_round([a], round_)
+            at_rest(running, "r", round_ + 1)
+        leave(a)
     with coordinator_thread(tmp_path / "data", blobs=url) as running:
         go_on(running, "r", ["a"], 2)
         assert sorted(states(url).values()) == [2, 2, 3], "one at the start, and one from before it"
