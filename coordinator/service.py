@@ -21,9 +21,9 @@ from coordinator.aggregation import queue
 from coordinator.aggregation.delegation import Delegation
 from coordinator.alerts import Alerts
 from coordinator.backup import directory
-from coordinator.backup.bucket import BucketBackups
-from coordinator.backup.create import BackupSource
-from coordinator.backup.scheduled import Backups, DirectoryBackups, ScheduledBackups
+from coordinator.backup.bucket import BucketBackupMaker
+from coordinator.backup.directory import BackupSource, DirectoryBackups
+from coordinator.backup.scheduled import ScheduledBackups
 from coordinator.logs import RecentErrors
 from coordinator.notifications.sending import Notifier, receivers_of
 from coordinator.peers import Peers
@@ -142,7 +142,7 @@ class Coordinator:
         opened.callback(self.notifier.close)
         self.alerts = Alerts(clock, self.notifier.note_alert)
         self.started_at = now()
-        self._in_bucket: BucketBackups | None = None
+        self._in_bucket: BucketBackupMaker | None = None
         self.backups = self._scheduled(url, blobs)
         if self.backups is not None:
             opened.callback(self.backups.close)
@@ -200,16 +200,15 @@ class Coordinator:
     def _scheduled(self, url: URL, blobs: Blobs) -> ScheduledBackups | None:
         """Return the scheduled backups: in the bucket that has the blobs, or in the settings' `backup_dir`; None if
         there is neither."""
-        settings, bucket = self.settings, blobs.bucket
-        backups: Backups
-        if bucket is not None:
-            backups = self._in_bucket = BucketBackups(bucket, url, self.data.scratch, self.now)
-        elif settings.backup_dir is not None:
-            source = BackupSource(url, blobs.open)
-            backups = DirectoryBackups(settings.backup_dir, source, settings.backup_keep, self.now)
-        else:
-            return None
-        return ScheduledBackups(backups, settings.backup_every_s, self._closing, self.clock, self.now)
+        settings = self.settings
+        when = settings.backup_every_s, self._closing, self.clock, self.now
+        if blobs.bucket is not None:
+            maker = self._in_bucket = BucketBackupMaker(blobs.bucket, url, self.data.scratch, self.now)
+            return ScheduledBackups(maker.backups, maker.make, *when)
+        if settings.backup_dir is not None:
+            backups, source = DirectoryBackups(settings.backup_dir), BackupSource(url, blobs.open)
+            return ScheduledBackups(backups, partial(backups.make, source, settings.backup_keep, self.now), *when)
+        return None
 
     def _back_up(self, *, alone: bool = False) -> frozenset[str]:
         if self._in_bucket is None or self.backups is None:

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import pytest
 
-from coordinator.backup.directory import BackupDirectory
+from coordinator.backup.directory import DirectoryBackups
 from coordinator.backup.restore import Target, restore
 from coordinator.store.database import url_of
 from coordinator.store.sqlite import FILE
 from harness.coordinator import coordinator_thread
 from tests.coordinator.crew import crew, play_round
 from tests.support import crash_points
-from tests.support.backing_up import back_up, blobs_in, check_restored, damages
+from tests.support.backing_up import back_up, blobs_in, check_restored, damages, files_in
 from tests.support.crash_points import forked
 from tests.support.crashing import run_backup, run_restore
 from tests.support.waiting import PATIENCE_S
@@ -28,22 +28,20 @@ pytestmark = pytest.mark.system
 
 # What at least must be among the points of a backup, and of a restore.
 OF_BACKUP = {
-    "fsync incoming/N in contents.copy_whole",
-    "rename to blobs/D in directory.take_blob",
-    "fsync blobs in directory.add",
-    "rename to backups/N.db in directory.add",
-    "rename to backups/N.json in directory.add",
-    "fsync backups in directory.add",
-    "remove backups/N.json in directory.remove",
-    "remove backups/N.db in directory.remove_databases_but",
-    "remove blobs/D in directory.remove_blobs",
+    "fsync unfinished/copied in contents.copy_whole",
+    "rename to unfinished/runs/r/deltas/N/N.D in directory.make",
+    "rename to unfinished/manifest.json in directory.make",
+    "fsync unfinished in directory.make",
+    "rename to N in directory.make",
+    "fsync . in directory.make",
+    "rename to removed in directory.make",
 }
 OF_RESTORE = {
     "rename to restored in restore.restore",
     "fsync incoming/N in contents.copy_whole",
-    "link checkpoints/N/N.D in restore.restore",
-    "link deltas/N/N.D in restore.restore",
-    "fsync checkpoints/N in restore.restore",
+    "link checkpoints/N/N.D in directory.fetched",
+    "link deltas/N/N.D in directory.fetched",
+    "fsync checkpoints/N in directory.fetched",
     "rename to outerstep.db in restore.restore",
     "fsync . in restore.restore",
 }
@@ -95,20 +93,20 @@ def test_a_backup_killed_at_each_point_leaves_a_whole_one_and_the_next_goes_on(
     process = forked(run_backup, tmp_path / "first", prepared.data, tmp_path / "undisturbed")
     process.join(PATIENCE_S)
     assert process.exitcode == 0, (tmp_path / "first" / "log").read_text()
-    wanted = blobs_in(tmp_path / "undisturbed")
+    wanted = files_in(tmp_path / "undisturbed" / "2")
     for index, (point, count) in enumerate(passed(tmp_path / "first", OF_BACKUP).items()):
         root = tmp_path / f"backups-{index}"
         shutil.copytree(prepared.backups, root)
         killed(tmp_path / str(index), point, (count + 1) // 2, run_backup, prepared.data, root)
-        found = damages(root)
-        assert found, point
-        assert set(found.values()) == {""}, point
+        number = max(DirectoryBackups(root).numbers())
         new = tmp_path / f"new-{index}"
-        check_restored(new, restore(BackupDirectory(root), None, Target(new)))
+        assert restore(DirectoryBackups(root), None, Target(new)).number == number, point
+        check_restored(new, root, number)
         made = back_up(prepared.data, root, keep=1)
-        assert damages(root) == {made.manifest.number: ""}, point
-        assert blobs_in(root) == wanted, point
-        assert made.manifest.number in (2, 3), "what was killed may have become one"
+        assert damages(DirectoryBackups(root)) == {made.number: ""}, point
+        assert {path.name for path in root.iterdir()} == {str(made.number), "lock"}, point
+        assert files_in(root / str(made.number)) == wanted == {blob.name for blob in blobs_in(root / str(made.number))}
+        assert made.number in (2, 3), "what was killed may have become one"
         for folder in (root, new):
             shutil.rmtree(folder)
 
@@ -122,11 +120,11 @@ def test_a_restore_killed_at_each_point_is_done_again(prepared: Prepared, tmp_pa
     for index, (point, count) in enumerate(passed(tmp_path / "first", OF_RESTORE).items()):
         new = tmp_path / f"new-{index}"
         killed(tmp_path / str(index), point, (count + 1) // 2, run_restore, prepared.backups, new)
-        manifest = BackupDirectory(prepared.backups).manifest(1)
+        manifest = DirectoryBackups(prepared.backups).manifest(1)
         if not (new / FILE).exists():
             if (new / "restored").exists():
                 with pytest.raises(ValueError, match="is incomplete"):
                     url_of(None, new)
-            assert restore(BackupDirectory(prepared.backups), None, Target(new)) == manifest, point
-        check_restored(new, manifest)
+            assert restore(DirectoryBackups(prepared.backups), None, Target(new)) == manifest, point
+        check_restored(new, prepared.backups, 1)
         shutil.rmtree(new)

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.backup.restore import BackupChecker, Target, restore
+from coordinator.backup.restore import Target, restore
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from harness.coordinator import coordinator_thread
 from tests.coordinator.crew import crew, play_round
 from tests.coordinator.test_bucket_backups import at_rest, backups
+from tests.support.backing_up import damages
 from tests.support.crash_points import forked
 from tests.support.crashing import run_bucket_restore, run_bucket_start
 
@@ -127,10 +128,9 @@ def killed(s3: S3Server, act: Play, folder: Path, data_dir: Path, url: str, nth:
 
 def whole(url: str) -> list[int]:
     """Return the numbers of the backups, of which all are whole."""
-    infos = BackupChecker(backups(url)).infos()
-    assert infos
-    assert {info.damage for info in infos} == {""}
-    return [info.number for info in infos]
+    found = damages(backups(url))
+    assert set(found.values()) == {""}
+    return list(found)
 
 
 @pytest.mark.covers("reliability:bucket-backup-killed")

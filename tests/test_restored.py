@@ -53,7 +53,7 @@ def test_every_replica_ends_with_the_state_of_the_restored_coordinator(tmp_path:
         workers = start_workers(running, spec, tmp_path)
         held = hold_back(running, workers[1], from_round=1)  # so that it is known of which round the backup is
         made = back_up(tmp_path / "data", place)
-        assert (made.manifest.runs[0].round, made.manifest.lost) == (held, [])
+        assert (made.runs[0].round, made.lost) == (held, [])
         go_on(workers[1])
         assert hold_back(running, workers[1], from_round=held + 2) >= held + 2
         lost.kill()

@@ -7,49 +7,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
-from typing import Protocol
 
-from coordinator.backup.contents import BackupInterrupted, DamagedBackup
-from coordinator.backup.create import BackupSource, create
-from coordinator.backup.directory import BackupDirectory
-from coordinator.backup.manifest import Manifest
+from coordinator.backup.contents import BackupInterrupted, DamagedBackup, Manifest
+from coordinator.backup.restore import Backups
 from coordinator.run.live_run import LiveRun
 from protocol.errors import OuterstepError
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 300.0
-
-
-class Backups(Protocol):
-    """What makes backups in one place, which `str` names."""
-
-    def last_made_at(self) -> float | None:
-        """Return when the newest backup was made, by any process, in seconds since 1970; None if there is none."""
-
-    def make(self, interrupt: Callable[[], object]) -> Manifest:
-        """Make a backup. `interrupt` is called now and then, and may raise. Raises OuterstepError and OSError."""
-
-
-class DirectoryBackups:
-    """Makes backups of `source` in a directory, and keeps the newest `keep`."""
-
-    def __init__(self, root: Path, source: BackupSource, keep: int, now: Callable[[], float]) -> None:
-        self.source = source
-        self._directory, self._keep, self._now = BackupDirectory(root), keep, now
-
-    def __str__(self) -> str:
-        return str(self._directory)
-
-    def last_made_at(self) -> float | None:
-        for number in self._directory.numbers():
-            with suppress(DamagedBackup):
-                return self._directory.manifest(number).made_at
-        return None
-
-    def make(self, interrupt: Callable[[], object]) -> Manifest:
-        return create(self.source, self._directory, self._keep, self._now, interrupt).manifest
 
 
 class ScheduledBackups:
@@ -64,15 +30,17 @@ class ScheduledBackups:
     def __init__(
         self,
         backups: Backups,
+        make: Callable[[Callable[[], object]], Manifest],
         every_s: float,
         closing: threading.Event,
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
+        """`backups`: those that there are. `make` makes one; its argument is called now and then, and may raise."""
         self.last_at: float | None = None
         self.fault = ""
         self.failed_at: float | None = None
-        self.backups, self.every_s = backups, every_s
+        self.backups, self.make, self.every_s = backups, make, every_s
         self._closing, self._clock, self._now = closing, clock, now
         self._lock = threading.Lock()
         self.due = -math.inf  # at once: the first tick finds out when the newest backup was made
@@ -162,18 +130,25 @@ class ScheduledBackups:
         """Make a backup unless the newest one is recent enough. Return the seconds until the next one is due."""
         if (remaining_s := self._remaining_s()) > 0:
             return remaining_s
-        self._note_made(self.backups.make(self._interrupt))
+        self._note_made(self.make(self._interrupt))
         return self.every_s
 
     def _remaining_s(self) -> float:
         """Return the seconds until the next backup is due. Return 0 after a failure, and if the newest one is dated
         more than `every_s` in the future, because then the clock was set back."""
-        if (made_at := self.backups.last_made_at()) is None:
+        if (made_at := self._newest_at()) is None:
             return 0.0
         if made_at != self.last_at:
             self.last_at, self._made = made_at, None
         remaining_s = made_at + self.every_s - self._now()
         return remaining_s if remaining_s <= 2 * self.every_s and not self.fault else 0.0
+
+    def _newest_at(self) -> float | None:
+        """Return when the newest backup was made, by any process, in seconds since 1970; None if there is none."""
+        for number in self.backups.numbers():
+            with suppress(DamagedBackup):
+                return self.backups.manifest(number).made_at
+        return None
 
     def _interrupt(self) -> None:
         if self._closing.is_set():

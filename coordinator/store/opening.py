@@ -63,8 +63,14 @@ class FileMark:
         replace_file(self.root / MARK, lambda file: file.write(f"{own} {url}\n".encode()))
 
     def clear(self) -> None:
-        (self.root / MARK).unlink()
+        (self.root / MARK).unlink(missing_ok=True)
         fsync(self.root)
+
+    def claim(self, url: str) -> str:
+        """Return the id with which the bucket at `url` will belong to this new directory: the same each time."""
+        own, _ = self.read() or (secrets.token_hex(16), url)
+        self.write(own, url)
+        return own
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,6 @@ def _coordinator() -> typer.Typer:
 
     commands: dict[str, Callable[..., None]] = {
         "backup": backup.backup,
-        "backups": backup.backups,
         "restore": backup.restore,
         "status": coordinator.status,
         "notify-test": coordinator.notify_test,

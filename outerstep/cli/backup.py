@@ -1,4 +1,4 @@
-"""The commands `outerstep coordinator backup|backups|restore`."""
+"""The commands `outerstep coordinator backup|restore`."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,6 @@ import typer
 from outerstep.cli.coordinator import DatabaseOption, database_url_of, existing_database, settings_of
 from outerstep.cli.errors import UsageError, import_extra
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
-from outerstep.common.quantities import bytes_text
 from outerstep.display import table
 from protocol.errors import OuterstepError
 
@@ -26,80 +25,67 @@ PlaceArgument = Annotated[
 
 
 def backup(
-    to: Annotated[
-        str, typer.Argument(metavar="DIR", help="The directory of backups, best on another disk.", show_default=False)
-    ],
+    place: PlaceArgument,
     data: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
     database_url: DatabaseOption = None,
     keep: Annotated[
         int | None, typer.Option(min=1, help="Number of backups to keep, the newest ones. Default: 7.")
     ] = None,
+    show: Annotated[
+        bool, typer.Option("--list", help="Make none, and list the backups in a directory or a bucket, newest first.")
+    ] = False,
     output: FormatOption = Format.TABLE,
 ) -> None:
-    """Back up a coordinator to a directory, even while it runs.
+    """Back up a coordinator to a directory, even while it runs; or list backups.
 
-    Copies the database and the blobs that it needs, as of one moment. Blobs that an earlier backup already has are not
+    Copies the database and the blobs that it needs, as of one moment. Blobs that the last backup has are linked, not
     copied again. Backups beyond the newest --keep are deleted once the new one is durable. admin.token is not copied.
     A coordinator with --blobs URL makes backups in that bucket by itself; this command then makes one elsewhere.
 
     \b
     Example:
       outerstep coordinator backup /mnt/backups --data ./data
+      outerstep coordinator backup /mnt/backups --list
     """
-    if "://" in to:
+    if show:
+        _list(place, output)
+        return
+    if "://" in place:
         raise UsageError(
-            f"{to} is no directory: back up to a directory and copy that with rclone, or start the coordinator with "
+            f"{place} is no directory: back up to a directory and copy that with rclone, or start the coordinator with "
             "--blobs, then its backups are in that bucket (docs/deployment.md)"
         )
-    creating, directories = _module("create", "backup"), _module("directory", "backup")
-    opening = import_extra("coordinator.store.opening", extra="coordinator", command="outerstep coordinator backup")
+    directory = _module("backup.directory", "backup")
     os.umask(0o077)  # its files must not be readable by other users
     settings = settings_of({"data_dir": data, "database": database_url, "backup_keep": keep})
-    directories.check_apart(Path(to), settings.data_dir)
+    directory.check_apart(Path(place), settings.data_dir)
     url = existing_database(settings)
-    source = creating.BackupSource(url, opening.reader_of(settings.data_dir, url))
-    created = creating.create(source, store := directories.BackupDirectory(Path(to)), settings.backup_keep)
-    manifest = created.manifest
+    source = directory.BackupSource(url, _module("store.opening", "backup").reader_of(settings.data_dir, url))
+    manifest = directory.DirectoryBackups(Path(place)).make(source, settings.backup_keep)
     if output is Format.JSON:
-        print_json(
-            {
-                **_summary(manifest),
-                "copied_blobs": created.copied_blobs,
-                "copied_bytes": created.copied_bytes,
-                "removed": sorted(created.removed),
-            }
-        )
+        print_json(manifest)
     else:
-        new = f"{created.copied_blobs} new of {len(manifest.blobs)} blobs, {bytes_text(created.copied_bytes)}"
-        say(f"made backup {manifest.number} in {store}: {new}")
-        if created.removed:
-            say(f"removed {_numbered(created.removed)}; --keep {settings.backup_keep}")
+        say(f"made backup {manifest.number} in {place}: {_runs(manifest)}")
     if manifest.lost:
         shown = ", ".join(manifest.lost[:3]) + (", …" if len(manifest.lost) > 3 else "")
         say(f"without {len(manifest.lost)} blobs that are lost or corrupt in {settings.data_dir}: {shown}", err=True)
 
 
-def backups(place: PlaceArgument, output: FormatOption = Format.TABLE) -> None:
-    """List backups, newest first, and verify them.
-
-    In a directory every byte is read. In a bucket every database is read, and the blobs that it needs must be there in
-    their size. Exits with code 3 if a backup is damaged.
-
-    \b
-    Example:
-      outerstep coordinator backups /mnt/backups
-      outerstep coordinator backups s3://bucket/outerstep
-    """
-    infos = _module("restore", "backups").BackupChecker(_existing(place, "backups")).infos()
+def _list(place: str, output: Format) -> None:
+    """Print the backups in a directory or a bucket, newest first. Raises OuterstepError if a manifest is damaged."""
+    backups, found, damaged = _existing(place, "backup"), [], []
+    for number in backups.numbers():
+        try:
+            found.append(backups.manifest(number))
+        except _module("backup.contents", "backup").DamagedBackup as damage:
+            damaged.append(f"backup {number}: {damage}")
     if output is Format.JSON:
-        print_json(infos)
+        print_json(found)
     else:
-        console().print(table(["backup", "made at", "runs", "bytes", "blobs", "state"], [_row(info) for info in infos]))
-    damaged = [info for info in infos if info.damage]
+        rows = [[str(each.number), time_text(each.made_at), _runs(each), str(len(each.lost))] for each in found]
+        console().print(table(["backup", "made at", "runs", "lost blobs"], rows))
     if damaged:
-        damage = "; ".join(f"backup {info.number}: {info.damage}" for info in damaged)
-        remedy = "restore another one; if you delete a damaged blob, the next backup copies it again"
-        raise OuterstepError(f"{damage}. Do not rely on it: {remedy}")
+        raise OuterstepError("; ".join(damaged))
 
 
 def restore(
@@ -154,7 +140,7 @@ def restore(
       outerstep coordinator restore /mnt/backups --data ./data-4 --blobs s3://bucket/new \\
         --database postgresql+psycopg://me:secret@host/runs
     """
-    restoring = _module("restore", "restore")
+    restoring = _module("backup.restore", "restore")
     os.umask(0o077)
     in_bucket = "://" in place
     if in_bucket and blobs is not None:
@@ -167,15 +153,14 @@ def restore(
         raise UsageError("--database: with PostgreSQL, the files are in a bucket: give --blobs URL")
     found = _existing(place, "restore")
     if not in_bucket:
-        _module("directory", "restore").check_apart(Path(place), data)
+        _module("backup.directory", "restore").check_apart(Path(place), data)
     target = restoring.Target(data, blobs, database)
     manifest = restoring.restore(found, number, target, lambda text: say(text, err=True))
     token_file = restoring.new_admin_token(target) if new_admin_token else None
     if output is Format.JSON:
-        print_json({**_summary(manifest), "admin_token_file": None if token_file is None else str(token_file)})
+        print_json({**dict(manifest), "admin_token_file": None if token_file is None else str(token_file)})
     else:
-        runs = ", ".join(f"{run.name} at state {run.round}" for run in manifest.runs) or "no runs"
-        say(f"restored backup {manifest.number} of {time_text(manifest.made_at)} into {data}: {runs}")
+        say(f"restored backup {manifest.number} of {time_text(manifest.made_at)} into {data}: {_runs(manifest)}")
         if token_file is not None:
             say(f"created an admin token: {token_file}")
     if manifest.lost:
@@ -190,30 +175,16 @@ def _postgresql(text: str, data: Path) -> Any:
     return url
 
 
-def _summary(manifest: Any) -> dict[str, Any]:
-    runs = [{"name": run.name, "round": run.round} for run in manifest.runs]
-    counts = {"blobs": len(manifest.blobs), "lost": manifest.lost}
-    return {"number": manifest.number, "made_at": manifest.made_at, "runs": runs, **counts}
-
-
-def _row(info: Any) -> list[str]:
-    runs = ", ".join(f"{run.name} {run.round}" for run in info.runs)
-    made_at = "?" if info.made_at is None else time_text(info.made_at)
-    size = "?" if info.bytes is None else bytes_text(info.bytes)
-    return [str(info.number), made_at, runs, size, str(info.blobs), "damaged" if info.damage else "intact"]
-
-
-def _numbered(numbers: list[int]) -> str:
-    return f"backup{'s' if len(numbers) > 1 else ''} {', '.join(map(str, sorted(numbers)))}"
+def _runs(manifest: Any) -> str:
+    return ", ".join(f"{run.name} at state {run.round}" for run in manifest.runs) or "no runs"
 
 
 def _module(name: str, command: str) -> ModuleType:
-    return import_extra(f"coordinator.backup.{name}", extra="coordinator", command=f"outerstep coordinator {command}")
+    return import_extra(f"coordinator.{name}", extra="coordinator", command=f"outerstep coordinator {command}")
 
 
 def _existing(place: str, command: str) -> Any:
     """Return the backups in a directory or a bucket. Raises OuterstepError if there are none."""
     if "://" not in place:
-        return _module("directory", command).existing(Path(place))
-    opening = import_extra("coordinator.store.opening", extra="coordinator", command=f"outerstep coordinator {command}")
-    return _module("bucket", command).StoredBackups.of(opening.objects_at(place))
+        return _module("backup.directory", command).existing(Path(place))
+    return _module("backup.bucket", command).BucketBackups.of(_module("store.opening", command).objects_at(place))

@@ -10,22 +10,27 @@ from typing import Any
 
 import httpx
 import pytest
+import zstandard
 
-from coordinator.backup.bucket import KEPT, StoredBackups
-from coordinator.backup.contents import DamagedBackup
-from coordinator.backup.restore import BackupChecker, Target, restore
+from coordinator.backup.bucket import KEPT, BucketBackups
+from coordinator.backup.contents import DamagedBackup, blobs_of
+from coordinator.backup.restore import Target, restore
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
 from coordinator.store.blobs import StoreOutage
+from coordinator.store.payloads import READ_BYTES
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.seaweedfs import SeaweedFS
 from harness.stores import read, rounds
+from outerstep.common import files
+from protocol.digest import Buffer
 from protocol.errors import OuterstepError
 from protocol.messages import RunState
 from tests.coordinator.crew import crew, enlist, events, info, play_round
 from tests.coordinator.test_backup import caught_up
 from tests.coordinator.test_removing import finished, leave, remove
+from tests.support import backing_up
 from tests.support.backing_up import round_in
 from tests.support.waiting import wait_until
 
@@ -42,12 +47,12 @@ def url(store: SeaweedFS) -> str:
     return store.url(f"bucket-backups/{next(_numbers)}")
 
 
-def backups(url: str) -> StoredBackups:
-    return StoredBackups.of(Objects(url))
+def backups(url: str) -> BucketBackups:
+    return BucketBackups.of(Objects(url))
 
 
 def damages(url: str) -> dict[int, str]:
-    return {each.number: each.damage for each in BackupChecker(backups(url)).infos()}
+    return backing_up.damages(backups(url))
 
 
 def states(url: str, run: str = "r") -> dict[int, int]:
@@ -128,7 +133,7 @@ def test_where_the_bucket_is_away_nothing_is_deleted_and_the_failure_is_reported
             raise OuterstepError("the store is away")
 
         with monkeypatch.context() as broken:
-            broken.setattr(StoredBackups, "add", away)
+            broken.setattr(BucketBackups, "add", away)
             play_round([a], 0)
             wait_until(lambda: len(events(running, "r", "backup-failed")) == 1)
             assert "the store is away" in events(running, "r", "backup-failed")[0]["message"]
@@ -144,7 +149,7 @@ def test_one_whose_answer_was_lost_is_no_reason_to_fail_ever_after(
 ) -> None:
     with coordinator_thread(tmp_path / "data", blobs=url) as running:
         crew(running, "r", ["a"], rounds=2)
-        before, real = max(backups(url).numbers()), StoredBackups.add
+        before, real = max(backups(url).numbers()), BucketBackups.add
 
         def lost(*given: Any) -> None:
             real(*given)
@@ -152,7 +157,7 @@ def test_one_whose_answer_was_lost_is_no_reason_to_fail_ever_after(
 
         context = running.live("r").context
         with monkeypatch.context() as broken:
-            broken.setattr(StoredBackups, "add", lost)
+            broken.setattr(BucketBackups, "add", lost)
             with pytest.raises(StoreOutage, match="no answer"):
                 context.back_up()
         running.create_run('name = "later"\n[data]\nsource = "custom"\n[sync]\nrounds = 1\n')
@@ -201,7 +206,7 @@ def test_a_rollback_whose_backup_fails_is_one_all_the_same(
             play_round([a], round_)
         at_rest(running, "r", 3)
         with running.client() as admin, monkeypatch.context() as broken:
-            broken.setattr(StoredBackups, "add", away)
+            broken.setattr(BucketBackups, "add", away)
             answer = admin.post("/v1/runs/r/rollback", json={"to": 1, "from_round": 3})
             assert (answer.status_code, "the store is away" in answer.text) == (503, True)
         assert info(running, "r")["round"] == 1
@@ -219,6 +224,19 @@ def restored(url: str, data_dir: Path, number: int | None = None, warn: Callable
     manifest = restore(backups(url), number, Target(data_dir), warn)
     shutil.copy(data_dir.parent / "data" / "admin.token", data_dir)
     return manifest.number
+
+
+def test_after_a_restart_the_files_of_earlier_backups_stay(url: str, tmp_path: Path) -> None:
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=SHORT)
+        for round_ in range(2):
+            play_round([a], round_)
+            at_rest(running, "r", round_ + 1)
+        leave(a)
+    with coordinator_thread(tmp_path / "data", blobs=url) as running:
+        go_on(running, "r", ["a"], 2)
+        assert sorted(states(url).values()) == [2, 2, 3], "one at the start, and one from before it"
+        assert set(damages(url).values()) == {""}
 
 
 @pytest.mark.in_sqlite
@@ -282,29 +300,42 @@ def test_of_two_copies_of_a_data_directory_the_second_is_told(url: str, tmp_path
             running.live("r").context.back_up()
 
 
-def spoil_database(url: str, number: int) -> None:
-    found, objects = backups(url), Objects(url)
-    name = found.database_name(found.manifest(number)).removeprefix(f"{url}/")
+def database_of(found: BucketBackups, number: int) -> str:
+    """Return the name of the object with a backup's copy of the database."""
+    (name,) = (name for name, _ in found.objects.within("database") if f"/{number}." in name and name.endswith(".zst"))
+    return f"database/{name}"
+
+
+def needs(url: str, number: int, folder: Path) -> set[str]:
+    """Return the names of the blobs that a backup needs."""
+    found, numbers = backups(url), itertools.count()
+    manifest = found.manifest(number)
+    copied = found.fetch_database(manifest, lambda: folder / f"{number}.{next(numbers)}")
+    return {blob.name for blob in blobs_of(manifest, copied)}
+
+
+def spoil_database(url: str, number: int, _: Path) -> None:
+    objects = Objects(url)
+    name = database_of(backups(url), number)
     content = objects.get(name)
     assert content is not None
     objects.delete([name])
     objects.create_from(name, content[0][:-9] + bytes(9))
 
 
-def lose_checkpoint(url: str, number: int) -> None:
-    found = backups(url)
-    own = {blob.name for blob in found.manifest(number).blobs}
-    others = {blob.name for other in found.numbers() if other != number for blob in found.manifest(other).blobs}
+def lose_checkpoint(url: str, number: int, folder: Path) -> None:
+    own = needs(url, number, folder)
+    others = {name for other in backups(url).numbers() if other != number for name in needs(url, other, folder)}
     Objects(url).delete([name for name in own - others if "/checkpoints/" in name])
 
 
 @pytest.mark.parametrize("damage", [spoil_database, lose_checkpoint])
 def test_a_damaged_one_is_named_and_an_older_one_restored(
-    url: str, tmp_path: Path, damage: Callable[[str, int], None]
+    url: str, tmp_path: Path, damage: Callable[[str, int, Path], None]
 ) -> None:
     play(url, tmp_path / "data", 2)
     newest, *older = backups(url).numbers()
-    damage(url, newest)
+    damage(url, newest, tmp_path)
     assert [number for number, text in damages(url).items() if "missing" in text] == [newest]
     with pytest.raises(DamagedBackup, match="missing"):
         restore(backups(url), newest, Target(tmp_path / "new"))
@@ -315,20 +346,27 @@ def test_a_damaged_one_is_named_and_an_older_one_restored(
     assert round_in(tmp_path / "new" / sqlite.FILE, "r") == 1
 
 
-def test_a_database_that_unpacks_to_more_than_the_manifest_says_fills_no_disk(url: str, tmp_path: Path) -> None:
-    from coordinator.backup import bucket
-
+def test_a_database_that_unpacks_to_more_than_the_manifest_says_fills_no_disk(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     play(url, tmp_path / "data", 1)
-    found, objects = backups(url), Objects(url)
+    found, objects, written = backups(url), Objects(url), list[int]()
     manifest = found.manifest(max(found.numbers()))
-    name = found.database_name(manifest).removeprefix(f"{url}/")
-    (tmp_path / "zeros").write_bytes(bytes(manifest.database.size * 40))
-    bucket.compress(tmp_path / "zeros", tmp_path / "bomb")
+    name = database_of(found, manifest.number)
     objects.delete([name])
-    objects.create_from(name, tmp_path / "bomb")
+    objects.create_from(name, zstandard.compress(bytes(manifest.database.size + (64 << 20))))
+    real = files.Writer.write
+
+    def write(self: files.Writer, data: Buffer) -> int:
+        written.append(real(self, data))
+        return written[-1]
+
+    monkeypatch.setattr(files.Writer, "write", write)
+    numbers = itertools.count()
     with pytest.raises(DamagedBackup, match="is missing or damaged"):
-        found.fetch_database(manifest, tmp_path / "database", tmp_path / "scratch")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bomb", "data", "zeros"]
+        found.fetch_database(manifest, lambda: tmp_path / str(next(numbers)))
+    assert sum(written) <= manifest.database.size + READ_BYTES
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 @pytest.mark.in_sqlite
@@ -342,7 +380,7 @@ def test_two_restores_at_once_leave_one_owner(url: str, tmp_path: Path) -> None:
     with pytest.raises(OuterstepError, match="belongs to the coordinator of another data directory"):
         Coordinator(Settings(data_dir=tmp_path / "a", blobs=url))
     with coordinator_thread(tmp_path / "b", blobs=url) as running:
-        assert read(running.live("r").blobs, backups(url).manifest(max(backups(url).numbers())).blobs[0].name)
+        assert read(running.live("r").blobs, min(needs(url, max(backups(url).numbers()), tmp_path)))
 
 
 def test_where_there_is_none_it_is_said(url: str, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from coordinator.sync import direct_uploads
+from coordinator.sync.direct_uploads import LEFT_S
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member
 from harness.seaweedfs import SeaweedFS

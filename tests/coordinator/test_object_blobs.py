@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.backup.contents import copy_whole
+from coordinator.backup.contents import Content, copy_whole
 from coordinator.store.blobs import OwnedBucket, RunNames, StoreOutage
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import fault_of
@@ -187,13 +187,14 @@ def test_a_backup_during_an_outage_fails_and_takes_no_blob_for_lost(
 ) -> None:
     """Otherwise it would be recorded as a backup without that blob, and older ones removed."""
     blobs.put(NAME, b"some bytes")
+    content = Content(digest=digest(b"some bytes").hex(), size=len(b"some bytes"))
     with blobs.open(NAME, fresh=True) as reader:
         s3.fault = lambda request: (503, "SlowDown")
         with pytest.raises(StoreOutage):
-            copy_whole(reader, tmp_path / "copy", digest(b"some bytes").hex())
+            copy_whole(reader.read_into, tmp_path / "copy", content)
         assert not (tmp_path / "copy").exists()
         s3.undisturbed()
-        assert copy_whole(reader, tmp_path / "copy", digest(b"some bytes").hex())
+        assert copy_whole(reader.read_into, tmp_path / "copy", content)
 
 
 def test_an_outage_of_the_bucket_is_named_and_ends_once_it_can_be_written(

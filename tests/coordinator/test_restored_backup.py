@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.backup.directory import BackupDirectory
+from coordinator.backup.directory import DirectoryBackups
 from coordinator.backup.restore import Target, restore
 from coordinator.store.database import url_of
 from harness.coordinator import coordinator_thread
@@ -105,7 +105,7 @@ def test_half_of_a_restore_is_no_data_directory(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         crew(running, "r", ["a"], rounds=1)
         back_up(running.data_dir, tmp_path / "backups")
-    restore(BackupDirectory(tmp_path / "backups"), None, Target(tmp_path / "new"))
+    restore(DirectoryBackups(tmp_path / "backups"), None, Target(tmp_path / "new"))
     (tmp_path / "new" / "outerstep.db").unlink()
     with pytest.raises(ValueError, match="incomplete: run `outerstep coordinator restore` again"):
         url_of(None, tmp_path / "new")

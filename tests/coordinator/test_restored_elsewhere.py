@@ -9,10 +9,9 @@ import pytest
 from sqlalchemy import URL, make_url
 
 from coordinator.backup import restore as restoring
-from coordinator.backup.bucket import StoredBackups
-from coordinator.backup.create import BackupSource, create
-from coordinator.backup.directory import BackupDirectory
-from coordinator.backup.restore import Target, restore
+from coordinator.backup.bucket import BucketBackups
+from coordinator.backup.directory import BackupSource, DirectoryBackups
+from coordinator.backup.restore import Backups, Target, restore
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import sqlite
@@ -70,9 +69,10 @@ def contents(running: InThread) -> dict[str, bytes]:
     return {name: read(live.blobs, name) for name in found if "contributions/0/" not in name and "/1/" not in name}
 
 
-def backed_up(data: Path, place: Path, database: URL | None = None) -> BackupDirectory:
+def backed_up(data: Path, place: Path, database: URL | None = None) -> DirectoryBackups:
     url = database or sqlite.url_in(data)
-    create(BackupSource(url, reader_of(data, url)), backups := BackupDirectory(place), 7)
+    backups = DirectoryBackups(place)
+    backups.make(BackupSource(url, reader_of(data, url)), 7)
     return backups
 
 
@@ -129,7 +129,7 @@ def test_a_backup_in_a_bucket_leaves_its_files_there(tmp_path: Path, url: str, d
             play_round(members, round_)
             at_rest(running, "r", round_ + 1)
     restore(
-        StoredBackups.of(Objects(url)), None, Target(tmp_path / "b", database=make_url(database) if shared else None)
+        BucketBackups.of(Objects(url)), None, Target(tmp_path / "b", database=make_url(database) if shared else None)
     )
     with pytest.raises(OuterstepError, match="it was restored there since, so do not start this one"):
         Coordinator(Settings(data_dir=tmp_path / "a", blobs=url))
@@ -145,8 +145,8 @@ STEPS = [
     pytest.param(False, FileMark, "clear", "before", marks=pytest.mark.nightly),
     pytest.param(True, restoring, "_fill", "before", marks=pytest.mark.nightly),
     pytest.param(True, restoring, "_fill", "after", marks=pytest.mark.nightly),
-    pytest.param(True, StoredBackups, "pass_on", "before", marks=pytest.mark.nightly),
-    pytest.param(True, StoredBackups, "pass_on", "after"),
+    pytest.param(True, BucketBackups, "pass_on", "before", marks=pytest.mark.nightly),
+    pytest.param(True, BucketBackups, "pass_on", "after"),
     pytest.param(True, FileMark, "clear", "before", marks=pytest.mark.nightly),
 ]
 
@@ -164,13 +164,13 @@ def test_a_restore_that_is_killed_can_be_repeated(
     step: str,
     when: str,
 ) -> None:
-    backups: BackupDirectory | StoredBackups = backed_up(data, tmp_path / "backups")
+    backups: Backups = backed_up(data, tmp_path / "backups")
     target = Target(tmp_path / "c", None if from_bucket else url, make_url(database))
     if from_bucket:
         restore(backups, None, Target(tmp_path / "b", url))
         with coordinator_thread(tmp_path / "b", token_in=tmp_path / "data", blobs=url):
             pass
-        backups = StoredBackups.of(Objects(url))
+        backups = BucketBackups.of(Objects(url))
     real: Callable[..., object] = getattr(owner, step)
 
     def killed(*arguments: object) -> object:
@@ -182,7 +182,7 @@ def test_a_restore_that_is_killed_can_be_repeated(
         patched.setattr(owner, step, killed)
         with pytest.raises(KeyboardInterrupt):
             restore(backups, None, target)
-    restore(StoredBackups.of(Objects(url)) if from_bucket else backups, None, target)
+    restore(BucketBackups.of(Objects(url)) if from_bucket else backups, None, target)
     assert FileMark(tmp_path / "c").read() is None
     with coordinator_thread(tmp_path / "c", token_in=tmp_path / "data", blobs=url, database=database) as running:
         go_on(running, 2)

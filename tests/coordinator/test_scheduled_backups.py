@@ -6,15 +6,16 @@ import shutil
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from coordinator.backup.directory import BackupDirectory
+from coordinator.backup.directory import BackupSource, DirectoryBackups
 from coordinator.backup.restore import Target, restore
-from coordinator.backup.scheduled import RETRY_S, DirectoryBackups
+from coordinator.backup.scheduled import RETRY_S
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import Reader
@@ -41,7 +42,7 @@ def running(tmp_path: Path, clock: SettableClock) -> Iterator[InThread]:
 
 
 def numbers(tmp_path: Path) -> list[int]:
-    return BackupDirectory(tmp_path / "backups").numbers()
+    return DirectoryBackups(tmp_path / "backups").numbers()
 
 
 def await_backup(running: InThread, after: float | None) -> float:
@@ -55,8 +56,10 @@ def await_backup(running: InThread, after: float | None) -> float:
 def set_now(running: InThread, monkeypatch: pytest.MonkeyPatch, now: float) -> None:
     scheduled = running.coordinator.backups
     assert scheduled is not None
-    for each in (scheduled, scheduled.backups):
-        monkeypatch.setattr(each, "_now", lambda: now)
+    monkeypatch.setattr(scheduled, "_now", lambda: now)
+    make = scheduled.make
+    assert isinstance(make, partial)
+    monkeypatch.setattr(scheduled, "make", partial(make.func, *make.args[:-1], lambda: now))
 
 
 def await_rest(running: InThread) -> None:
@@ -81,8 +84,9 @@ def test_one_is_made_at_the_first_start_and_again_after_a_while(
     running.await_state("r", 1)
     clock.advance(EVERY_S)
     assert await_backup(running, first) == first + EVERY_S + 1
-    assert damages(tmp_path / "backups") == {2: "", 1: ""}
-    check_restored(tmp_path / "new", restore(BackupDirectory(tmp_path / "backups"), 2, Target(tmp_path / "new")))
+    assert damages(DirectoryBackups(tmp_path / "backups")) == {2: "", 1: ""}
+    restore(DirectoryBackups(tmp_path / "backups"), 2, Target(tmp_path / "new"))
+    check_restored(tmp_path / "new", tmp_path / "backups", 2)
 
 
 @pytest.mark.covers("security:clock-set")
@@ -118,7 +122,7 @@ def test_one_that_the_command_has_made_counts(tmp_path: Path) -> None:
         pass
     made = back_up(tmp_path / "data", tmp_path / "backups")
     with coordinator_thread(tmp_path / "data", backup_dir=tmp_path / "backups") as running:
-        assert await_backup(running, None) == made.manifest.made_at
+        assert await_backup(running, None) == made.made_at
     assert numbers(tmp_path) == [1]
 
 
@@ -163,8 +167,11 @@ def test_it_waits_for_nobody_and_nobody_for_it(tmp_path: Path, clock: SettableCl
 
         scheduled = running.coordinator.backups
         assert scheduled is not None
-        assert isinstance(scheduled.backups, DirectoryBackups)
-        scheduled.backups.source = replace(scheduled.backups.source, open_blob=stuck)
+        make = scheduled.make
+        assert isinstance(make, partial)
+        source, *rest = make.args
+        assert isinstance(source, BackupSource)
+        scheduled.make = partial(make.func, replace(source, open_blob=stuck), *rest)
         shutil.rmtree(root)
         clock.advance(EVERY_S)
         assert reached.wait(PATIENCE_S)
