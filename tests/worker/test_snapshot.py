@@ -75,8 +75,8 @@ def test_round_trip(files: StateDir) -> None:
     assert loaded.work.round == 7
     assert (loaded.partial, loaded.warmup_left) == (False, 3)
     for ours, theirs in zip(loaded.work.contributions, taken.work.contributions, strict=True):
-        assert torch.equal(ours.delta, theirs.delta)
-        assert replace(ours, delta=theirs.delta, late=theirs.late) == theirs
+        assert torch.equal(ours.pseudo_gradient, theirs.pseudo_gradient)
+        assert replace(ours, pseudo_gradient=theirs.pseudo_gradient, late=theirs.late) == theirs
     late, expected = loaded.work.contributions[1].late, taken.work.contributions[1].late
     assert loaded.work.contributions[0].late is None
     assert late is not None

@@ -16,7 +16,7 @@ def contribution(delta: Tensor, *, round_number: int = 3, late: Late | None = No
 def test_late_work_is_what_the_mean_lacks_of_it() -> None:
     late = contribution(torch.tensor([1.0, 2.0, 4.0])).missed(Missed(torch.ones(3), 0.5))
     assert (late.lacking.tolist(), late.share, late.rounds) == ([0, 1, 3], 0.5, [3])
-    assert late.delta.tolist() == [0, 0.5, 1.5]
+    assert late.part.tolist() == [0, 0.5, 1.5]
 
 
 def test_what_is_carried_is_told_by_fragment() -> None:
@@ -47,12 +47,12 @@ def test_late_work_makes_up_for_the_means_that_lacked_it(late_rounds: int) -> No
         missed = Missed(means(deltas[:2]), 0.5)
         for w in (0, 1):
             late = carried[w]
-            sent = deltas[2 + w] + (late.delta if late else 0)
+            sent = deltas[2 + w] + (late.part if late else 0)
             carried[w] = contribution(sent, round_number=number, late=late).missed(missed)
     first, second = carried
     assert first is not None
     assert second is not None
-    made_up = means(torch.stack([first.delta, second.delta]))
+    made_up = means(torch.stack([first.part, second.part]))
     published = torch.stack([means(deltas[:2]) for deltas in rounds]).sum(0)
     assert torch.allclose(published + made_up, torch.stack([means(deltas) for deltas in rounds]).sum(0))
     assert first.rounds == list(range(late_rounds))
