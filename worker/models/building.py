@@ -291,7 +291,8 @@ def sizes_of(spec: RunSpec, max_parameters: int = MAX_PARAMETERS) -> Sizes:
     else:
         config, label = _config(spec), "the run's model"
     _check_length(config, spec)
-    model = _check_size(config, label, max_parameters, _attention(torch.device("cpu"), config))
+    with _SEEDING:  # transformers sets torch's default dtype meanwhile, which belongs to the whole process
+        model = _check_size(config, label, max_parameters, _attention(torch.device("cpu"), config))
     whole = sum(each.numel() for each in model.parameters())
     if model_spec.lora is None:
         trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
