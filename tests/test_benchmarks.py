@@ -20,10 +20,10 @@ from benchmarks.boxes.loop import together
 from benchmarks.boxes.rows import QUICK, equal_length, search, spec_of
 from benchmarks.control_plane import measure
 from benchmarks.convergence import rows as convergence
-from benchmarks.faults import Replica
 from benchmarks.frontier import rows as frontier
 from benchmarks.frontier.model import Replicas
 from benchmarks.frontier.training import Training
+from benchmarks.replica import Replica
 from harness.coordinator import coordinator_process
 from protocol.spec.run import parse_spec
 from protocol.wire import CHUNK_ELEMENTS

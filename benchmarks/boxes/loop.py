@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from benchmarks.faults import CPU, Replica
+from benchmarks.replica import CPU, Replica
 from protocol.outer_step import outer_step, reached
 from protocol.spec.run import RunSpec, parse_spec
 from worker.data.open_training_set import TextData
