@@ -603,7 +603,7 @@ class DiLoCo:
         round_number = None if state is None or self._digests is None else state.round
         state_digest = None if self._digests is None or round_number is None else model_digest(self._digests)
         try:
-            report = self._progress.report(self._membership.epoch)
+            report = self._progress.last_report(self._membership.epoch)
             self._membership.leave(round_number, state_digest, self._shared_metrics(), report)
         except (httpx.TransportError, OuterstepError) as error:
             log.warning("could not leave the run (%s): the lease will expire", error)

@@ -63,7 +63,7 @@ class Progress:
         self._bytes_before = (0, 0)
         self._round = 0  # that the next report is about
         self._dropped_steps = 0  # since the last report
-        self.last_report: RoundReport | None = None
+        self._unsent: deque[RoundReport] = deque()
 
     def phase(self, name: str, **values: object) -> None:
         """Enter a phase of the training loop; `values` are shown with it."""
@@ -150,7 +150,8 @@ class Progress:
         moved = self._ranks.all((self._traffic.upload_bytes, self._traffic.download_bytes))
         del moved[self._ranks.rank]
         self._others = sum(up for up, _ in moved), sum(down for _, down in moved)
-        self.last_report = report = self.report(epoch)
+        report = self.report(epoch)
+        self._unsent.append(report)
         self._round += 1
         metrics = self.metrics()
         self._losses_by_round.append(metrics.loss)
@@ -189,6 +190,30 @@ class Progress:
             seconds=self._stages.take(),
             dropped_steps=dropped,
         )
+
+    @property
+    def unsent(self) -> RoundReport | None:
+        """The oldest report on a round that the coordinator does not have yet. It may be sent again."""
+        return self._unsent[0] if self._unsent else None
+
+    def note_sent(self, report: RoundReport | None) -> None:
+        """The coordinator has got the report."""
+        if report is not None and report is self.unsent:
+            self._unsent.popleft()
+
+    def last_report(self, epoch: int) -> RoundReport:
+        """Return the report with which this worker leaves: everything that was not sent."""
+        reports = [*self._unsent, self.report(epoch)]
+        self._unsent.clear()
+        sums: dict[Stage, float] = {}
+        for each in reports:
+            for stage, seconds in each.seconds.items():
+                sums[stage] = sums.get(stage, 0.0) + seconds
+        counts = {
+            name: sum(getattr(each, name) for each in reports)
+            for name in ("upload_bytes", "download_bytes", "dropped_steps")
+        }
+        return reports[-1].model_copy(update={**counts, "seconds": sums})
 
     def _moved(self) -> tuple[int, int]:
         up, down = self._others

@@ -47,10 +47,12 @@ class Assignments:
         return self._ranks.on_first(lambda: self._ask(state_round, carried))
 
     def _ask(self, state_round: int | None, carried: UnitRanges) -> tuple[int, Assignment]:
-        worker, report = self._membership.worker, self._progress.last_report
+        worker, report = self._membership.worker, self._progress.unsent
         epoch, rows = self._membership.epoch, self._membership.rows
         ask = lambda token: self._client.assignment(token, worker, state_round, carried, report, rows)  # noqa: E731
-        return epoch, self._membership.act(ask)
+        answer = self._membership.act(ask)
+        self._progress.note_sent(report)
+        return epoch, answer
 
     def prepare(self, assignment: Assignment) -> None:
         """Seed the run, recover its outer state, or wait, as `assignment` says. Then ask again."""
