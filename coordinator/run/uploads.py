@@ -118,4 +118,4 @@ class Uploads:
 
     def _check_not_deleting(self, name: str) -> None:
         if name in self._deleting:
-            raise Problem("not-ready", "a rejected upload with the same bytes is being deleted", retry_after_s=1)
+            raise Problem("not-ready", "an upload of the same bytes is being deleted", retry_after_s=1)

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 
 from coordinator.run.live_run import Change, LiveRun, QueuedReport
 from coordinator.store.tables import ReportRow, RoundRow, WorkerRow
-from protocol.messages import Account, RoundReport
+from protocol.messages import Account, RoundReport, added
 
 Key = tuple[str, int, int]  # worker, round, epoch
 
@@ -89,15 +89,6 @@ def _book(change: Change, reports: dict[Key, RoundReport]) -> None:
         for row in (run_row, workers[worker], opened.get(round_)):
             if row is not None:
                 row.account = added(row.account, account)
-
-
-def added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """Return the sum of two accounts, as JSON."""
-    seconds = a.get("seconds", {})
-    counts = {name: a.get(name, 0) + b[name] for name in ("upload_bytes", "download_bytes", "dropped_steps")}
-    return counts | {
-        "seconds": seconds | {stage: seconds.get(stage, 0.0) + more for stage, more in b["seconds"].items()}
-    }
 
 
 def by_worker(session: Session, run_id: int, round_: int) -> dict[str, Account]:

@@ -22,6 +22,7 @@ from protocol.messages.base import (
     RequestModel,
     RoundReport,
     Stage,
+    added,
 )
 from protocol.messages.rounds import (
     DIRECT_HEADER_BYTES,

@@ -1,7 +1,7 @@
 """Shared by all messages: base classes, common types, pages, and accounts of bytes and seconds."""
 
 from enum import StrEnum
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
@@ -70,6 +70,15 @@ class Account(ReplyModel):
     def total_s(self) -> float:
         """The workers' time in seconds: the sum over the successive stages."""
         return sum(seconds for stage, seconds in self.seconds.items() if stage in SUCCESSIVE)
+
+
+def added(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+    """Return the sum of an account and another one, or a report, as JSON."""
+    seconds = a.get("seconds", {})
+    counts = {name: a.get(name, 0) + b[name] for name in ("upload_bytes", "download_bytes", "dropped_steps")}
+    return counts | {
+        "seconds": seconds | {stage: seconds.get(stage, 0.0) + more for stage, more in b["seconds"].items()}
+    }
 
 
 class RoundReport(RequestModel):

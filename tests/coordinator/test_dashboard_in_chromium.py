@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, expect
 
 from coordinator.alerts import Disk
+from coordinator.dashboard import serving
 from coordinator.store.database import Fault
 from coordinator.store.tables import EvaluationRow, FragmentRow, RoundRow, WorkerRow
 from coordinator.upkeep.storage import Storage
@@ -563,6 +564,59 @@ def test_where_nobody_answers_at_first_it_asks_again_and_keeps_the_token(browser
         expect(found.page.get_by_role("alert")).to_contain_text("does not answer")
         found.page.unroute("**/tokens/self")
         expect(found.page.get_by_role("heading", name="Runs")).to_be_visible()
+
+
+def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running: InThread) -> None:
+    account = {"seconds": {"train": 2.0, "sync": 1.0, "upload": 0.7, "wait": 0.5}}
+    slow = {"seconds": {"train": 6.0, "sync": 1.0, "upload": 0.7}, "dropped_steps": 12}
+    details: list[dict[str, Any]] = [
+        {
+            "round": n,
+            "opened_at": 100 + n,
+            "accounts": {"a": account, "b": account, "c": slow} if n == 0 else {"a": account, "c": slow},
+            "waits": {"a": {"upload": 0.7, "workers": 0.1, "coordinator": 0.0, "download": 0.2, "opening": 0.5}},
+            "waiting": {"share": 0.25, "never": 0.2, "doubled_h": 0.1},
+            "closed_at": 110 + n,
+            "adds": {
+                "a": {"tokens": 0.75, "weight": 0.75, "held_s": None},
+                "c": {"tokens": 0.25, "weight": 0.2, "held_s": 2.4 + n},
+            },
+            "late": [{"worker": "c", "fragment": 0, "late_s": 3.5}] if n == 1 else [],
+            "fragments": [{"contributors": ["a", "b", "c"] if n == 0 else ["a"]}],
+        }
+        for n in range(2)
+    ]
+    workers = [{"name": name, "state": "live", "epoch": 1, "joined_at": 1.0} for name in "abc"]
+    workers += [{"name": "new", "state": "live", "epoch": 1, "joined_at": 101.5}]  # in the middle of the second round
+    with opened(browser, running, "") as found:
+        found.page.get_by_role("heading", name="Runs").wait_for()
+        module = f"{running.url}/dashboard/{serving.version()}/derived.js"
+        rows = found.page.evaluate(
+            f"async ([details, workers]) => (await import('{module}')).timeline(details, workers)", [details, workers]
+        )
+        text = found.page.evaluate(f"async (detail) => (await import('{module}')).waitingText(detail)", details[1])
+        costs = [
+            found.page.evaluate(f"async (detail) => (await import('{module}')).costsText(detail)", each)
+            for each in details
+        ]
+    assert "In round 1 the workers waited 25.0 % of their time" in text
+    assert 'without sync.wait = "always" up to 20.0 % would be saved, with twice as many inner steps 10.0 %' in text
+    cells = {row["worker"]: row["cells"] for row in rows}
+    assert {row["worker"]: row["slow"] for row in rows} == {"a": 0.75, "b": 1.0, "c": 2.25, "new": None}
+    assert cells["a"][0]["stages"] == {"train": 2.0, "send": 0.7, "wait": 0.8, "other": 0, "all": 3.5}
+    assert cells["a"][0]["waits"] == details[0]["waits"]["a"]
+    assert cells["b"][0]["waits"] is None
+    assert (cells["c"][0]["adds"], cells["b"][0]["adds"]) == (details[0]["adds"]["c"], None)
+    dropped = "c dropped 12 inner steps before round {}: the others were a round further before it had their deltas; "
+    dropped += "more sync.inner_steps give its line time."
+    assert costs == [
+        dropped.format(0),
+        f"{dropped.format(1)} c costs more than it gives: 34.0 % of round 1 was spent waiting for it, and it gave 25.0 % of the tokens; "
+        'with sync.wait = "never" nobody waits for it.',
+    ]
+    assert [cell["gone"] for cell in cells["b"]] == [False, True]
+    assert [cell["late_s"] for cell in cells["c"]] == [None, 3.5]
+    assert [cell["gone"] for cell in cells["new"]] == [False, False]
 
 
 def test_where_nobody_looks_nothing_is_asked(browser: Browser, played: Played) -> None:

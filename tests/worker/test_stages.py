@@ -112,3 +112,24 @@ def test_a_single_step_is_all_that_is_known_of_a_pace(clock: Clock) -> None:
     progress.step(1)
     progress.end_inner_steps(1, 100)
     assert progress.metrics().inner_steps_per_second == 0.25
+
+
+def test_what_was_not_sent_is_in_the_last_report_and_nothing_twice(clock: Clock) -> None:
+    traffic = Traffic()
+    progress = Progress(traffic, Stages(clock), clock)
+    for round_number in range(3):
+        progress.begin_round(round_number)
+        traffic.upload_bytes += 10
+        clock.now += 2
+        progress.drop(round_number)
+        progress.end_round(round_number, epoch=1)
+    first = progress.unsent
+    assert first is not None
+    assert (first.round, first.upload_bytes, first.dropped_steps) == (0, 10, 0)
+    assert progress.unsent is first, "until the coordinator has it"
+    progress.note_sent(first)
+    clock.now += 1
+    last = progress.last_report(epoch=1)
+    assert (last.round, last.upload_bytes, last.dropped_steps) == (3, 20, 3)
+    assert (last.seconds[Stage.TRAIN], last.seconds[Stage.WAIT]) == (4, 1)
+    assert progress.unsent is None

@@ -9,12 +9,13 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outerstep.common.quantities import PACE_ROUNDS, UNKNOWN, duration_text, learning_rate_text, remaining_s, sparkline
-from protocol.messages import Metrics, RoundReport, Stage
+from protocol.messages import Metrics, RoundReport, Stage, added
 from worker.accounts.machine import DeviceUse
 from worker.accounts.stages import Stages, Traffic
 from worker.ranks import ALONE, Ranks
@@ -173,7 +174,7 @@ class Progress:
         )
 
     def drop(self, steps: int) -> None:
-        """Note that so many inner steps count for nothing."""
+        """Note that so many inner steps are in no contribution."""
         self._dropped_steps += steps
 
     def report(self, epoch: int) -> RoundReport:
@@ -203,17 +204,11 @@ class Progress:
 
     def last_report(self, epoch: int) -> RoundReport:
         """Return the report with which this worker leaves: everything that was not sent."""
-        reports = [*self._unsent, self.report(epoch)]
+        own, sums = self.report(epoch), dict[str, Any]()
+        for each in (*self._unsent, own):
+            sums = added(sums, each.model_dump(mode="json"))
         self._unsent.clear()
-        sums: dict[Stage, float] = {}
-        for each in reports:
-            for stage, seconds in each.seconds.items():
-                sums[stage] = sums.get(stage, 0.0) + seconds
-        counts = {
-            name: sum(getattr(each, name) for each in reports)
-            for name in ("upload_bytes", "download_bytes", "dropped_steps")
-        }
-        return reports[-1].model_copy(update={**counts, "seconds": sums})
+        return RoundReport(round=own.round, epoch=own.epoch, **sums)
 
     def _moved(self) -> tuple[int, int]:
         up, down = self._others
