@@ -378,20 +378,21 @@ def make_delta(
     return _delta_of(collected, factors, frames), None if residual is None else residual.content
 
 
-def make_difference(collected: Collected, blobs: Blobs, factors: Mapping[str, float], delta: bytes) -> memoryview:
-    """Return the aggregated contributions minus the published delta with the digest `delta`, as a payload in memory,
-    encoded with DIFFERENCES. Raises ContributionsLost, and like `aggregate_fragment`."""
-    name, codec = RunNames(collected.run).delta(collected.round, collected.fragment, delta), CODECS[DIFFERENCES]
+def make_difference(collected: Collected, blobs: Blobs, factors: Mapping[str, float], worker: str) -> memoryview:
+    """Return the mean without `worker` minus the mean of all, as a payload in memory, encoded with DIFFERENCES. Raises
+    ContributionsLost, and like `aggregate_fragment`.
+
+    The delta's encoding error, and what it has made up for of earlier ones, are in neither mean: they would look like
+    the worker's doing."""
+    without, codec = {**factors, worker: 0.0}, CODECS[DIFFERENCES]
     frames: list[Buffer] = []
-    with StoredPayload(blobs.open(name)) as published, _opened(collected, blobs, factors) as opened:
-        for index, chunk in enumerate(aggregated(opened.payloads, opened.factors)):
-            subtracted = np.empty_like(chunk)
-            published.codec.decode(published.chunk(index), subtracted)
-            raw = np.empty(codec.size(len(chunk)), np.uint8)
-            codec.encode(chunk - subtracted, raw)
+    with _opened(collected, blobs, factors) as every, _opened(collected, blobs, without) as others:
+        means = zip(*(aggregated(opened.payloads, opened.factors) for opened in (others, every)), strict=True)
+        for lacking, whole in means:
+            raw = np.empty(codec.size(len(whole)), np.uint8)
+            codec.encode(lacking - whole, raw)
             frames.append(pack_frame(raw, zstd=collected.sync.zstd))
-    header = head_of(collected, factors, [len(frame) for frame in frames], DIFFERENCES)
-    return _concatenate([header, *frames])
+    return _concatenate([head_of(collected, without, [len(frame) for frame in frames], DIFFERENCES), *frames])
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def report_without(
 def get_difference(
     http: Request, run: ReadableRun, number: Number, fragment: Number, worker: PathName, evaluator: AnyMember
 ) -> Response:
-    """Download what the fragment's delta lacks of the mean without this worker's contribution."""
+    """Download the fragment's mean without this worker's contribution minus the mean of all."""
     layout_with(run, fragment)
     digest, content = differences.difference(run, number, fragment, worker, evaluator)
     return memory_response(http, content, digest)

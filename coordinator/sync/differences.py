@@ -11,7 +11,7 @@ from protocol.errors import Problem
 
 def difference(run: LiveRun, state: int, fragment: int, worker: str, evaluator: str) -> tuple[bytes, memoryview]:
     """Return the digest and the bytes of D, the difference to a fragment's delta if `worker` is left out of the round
-    before `state`: the mean without it, minus the delta. The state to evaluate is then x − η·D.
+    before `state`: the mean without it, minus the mean of all. The state to evaluate is then x − η·D.
 
     Raises Problem: not-asked, unless `evaluator` has evaluated the state and `worker` may be left out; gone, if its
     contributions are not kept.
@@ -28,8 +28,8 @@ def difference(run: LiveRun, state: int, fragment: int, worker: str, evaluator: 
     if content is None:
         with run.context.working:
             try:
-                found = collected_again(run, row, {worker})
-                content = None if found is None else make_difference(found[0], run.blobs, found[1], row.delta_digest)
+                found = collected_again(run, row)
+                content = None if found is None else make_difference(found[0], run.blobs, found[1], worker)
             except (ContributionsLost, FileNotFoundError):
                 content = None
         if content is None:

@@ -224,12 +224,10 @@ def test_an_evaluator_gets_what_makes_the_state_without_a_worker(shared: InThrea
     got = Payload.from_bytes(b.http.get(path).raise_for_status().content)
     assignment = a.assignment(1)  # of as many units as in round 0
     each = [sent(member, assignment, 0, member.pseudo_gradients(0)[0]) for member in members]
-    delta = np.empty_like(each[0])
-    Payload.from_bytes(a.delta(0, 0).content).decode(delta)
-    mean = sum(values * np.float32(1 / 3) for values in each[:3])
-    codec, expected, found = CODECS[DIFFERENCES], np.empty_like(delta), np.empty_like(delta)
-    raw = np.empty(codec.size(len(delta)), np.uint8)
-    codec.encode(mean - delta, raw)
+    without_m, whole = (sum(values * np.float32(1 / len(of)) for values in of) for of in (each[:3], each))
+    codec, expected, found = CODECS[DIFFERENCES], np.empty_like(whole), np.empty_like(whole)
+    raw = np.empty(codec.size(len(whole)), np.uint8)
+    codec.encode(without_m - whole, raw)
     codec.decode(raw, expected)
     got.decode(found)
     np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -224,7 +224,7 @@ class Client:
         self._retry(lambda: self._answer("PUT", path, member_token, _pass_over, report))
 
     def without(self, member_token: str, state_round: int, p: int, worker: str, elements: int) -> wire.Payload:
-        """Fetch what fragment p's last delta lacks of the mean without `worker`. `elements`: of the fragment."""
+        """Fetch the last mean of fragment p without `worker` minus that of all. `elements`: of the fragment."""
         path = f"{self._path}/rounds/{state_round}/fragments/{p}/without/{worker}"
         limit_bytes = wire.max_payload_bytes("fp32", elements)
         expected_bytes = wire.max_payload_bytes(wire.DIFFERENCES, elements) - wire.MAX_HEADER_BYTES

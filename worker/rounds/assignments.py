@@ -123,7 +123,7 @@ class Assignments:
         log.info("state %d: held-out loss %.4f, without %s", state_round, reached.loss, reached.without)
 
     def _differences(self, state_round: int, worker: str) -> dict[int, Payload]:
-        """Return what the last deltas lack of the means without `worker`, by fragment that this process owns."""
+        """Return the last means without `worker` minus those of all, by fragment that this process owns."""
         state, client = self._exchange.state, self._client
         return {
             p: self._membership.act(
