@@ -38,6 +38,7 @@ from harness.lines import NO_LINES_EXIT, why_not
 
 FIRST = {"1": 0.9, "1,1": 0.75}  # lengths to begin the search with
 OTHERS = 0.85
+TOO_SLOW = 1.2  # times `step_s`
 
 
 class Floor:
@@ -87,6 +88,9 @@ class Real:
                 small_disks=trouble == "disk full",
             )
             print(f"{key}: {found}", file=sys.stderr, flush=True)
+            step_s = found.in_steps * found.seconds * sum(speeds_of(boxes)) / (found.tokens / self._size.tokens_per_step)
+            if step_s > TOO_SLOW * self._size.step_s:
+                print(f"an inner step took {step_s:.2f} s: this machine is too slow for this row", file=sys.stderr)
             return asdict(found)
 
         result: dict[str, Any] = self._results.of({**key, **asdict(self._size)}, measure)

@@ -47,6 +47,8 @@ class Size:
     evaluation_tokens: int = 65_536
     model: str = "tiny"
 
+    tokens_per_step = 8 * 64  # SPEC's batch
+
     @property
     def round_s(self) -> float:
         return self.inner_steps * self.step_s
