@@ -16,6 +16,7 @@ import os
 import random
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from harness.worker_processes import WorkerProcesses
 from outerstep.chat import Chat, of_export
 from outerstep.epochs import EPOCHS, completed
 from protocol.messages import RunDetail, RunState, Scope
-from worker.data.tokens.conversations import ConversationEncoder, load_chat_template
+from worker.data.tokens.conversations import conversation_encoder, load_chat_template
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.export import export
 from worker.inner.loss import Loss
@@ -105,13 +106,14 @@ def train_base(directory: Path, steps: int, seed: int) -> float:
     )
     model = LlamaForCausalLM(config)
     tokenizer = load_tokenizer(str(directory))
-    encode = ConversationEncoder(tokenizer, load_chat_template(tokenizer), "assistant").encoder()
+    encode = conversation_encoder(tokenizer, load_chat_template(tokenizer), "assistant")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     loss_of, draw, loss = Loss(model, "fp32", None, "padded"), random.Random(seed), torch.zeros(())
     for _ in range(steps):
         texts = [conversation(draw.choice(list(RULES)), question(draw)) for _ in range(32)]
-        rows = nn.utils.rnn.pad_sequence([torch.from_numpy(ids.astype("int64")) for ids in encode(texts)], True)
+        encoded = [torch.from_numpy(encode(text, Counter()).astype("int64")) for text in texts]
+        rows = nn.utils.rnn.pad_sequence(encoded, True)
         loss = loss_of(rows)
         loss.backward()
         optimizer.step()

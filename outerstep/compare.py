@@ -25,7 +25,7 @@ from protocol.messages import DataSummary, RunDetail
 from protocol.spec.run import RunSpec, parse_spec
 from worker.allowing import OF_DATA, OF_MODEL, allowed_by, permit
 from worker.data.tokens.tokenizer import FILE, load_tokenizer
-from worker.data.training_set import Sequences
+from worker.data.training_set import TrainingSet
 from worker.errors import DataError, ModelError
 from worker.export import load_checkpoint
 from worker.inner.loss import Loss
@@ -131,7 +131,7 @@ def measure(
 
 def _data_of(
     contenders: Sequence[Contender], box: BoxSettings, ask: Callable[[str], bool] | None
-) -> tuple[RunSpec, Sequences]:
+) -> tuple[RunSpec, TrainingSet]:
     for each in contenders:
         if each.run is not None:
             permit(each.run.spec, allowed_by(box), ask, OF_DATA)
@@ -207,7 +207,7 @@ def losses(
     return Losses(nats[targets > 0], targets[targets > 0])
 
 
-def _numbered(data: Sequences, max_tokens: int) -> Iterator[torch.Tensor]:
+def _numbered(data: TrainingSet, max_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the number of each target's sequence."""
     seen = 0
     for batch in data.held_out_batches(max_tokens):

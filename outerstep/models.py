@@ -21,7 +21,7 @@ from worker.box import base_of, check_suited, shard_cache, summary_of_frozen
 from worker.data.open_training_set import open_training_set
 from worker.data.tokens.index import described
 from worker.data.tokens.tokenizer import IN_BYTES
-from worker.data.training_set import Sequences, TrainingSet
+from worker.data.training_set import TrainingSet
 from worker.errors import DataError, ModelError
 from worker.export import export, load_checkpoint
 from worker.inner.evaluation import evaluate
@@ -91,7 +91,7 @@ def micro_batches(described: DataSpec) -> MicroBatches:
     return MicroBatches(None, max(TOKENS_AT_ONCE // described.sequence_length, 1))
 
 
-def held_out_data(spec: RunSpec, box: BoxSettings, name: str, recorded: DataSummary | None) -> Sequences:
+def held_out_data(spec: RunSpec, box: BoxSettings, name: str, recorded: DataSummary | None) -> TrainingSet:
     """Return the data of the spec, or those that `box` names. `name` is that of the run, or of its export; `recorded`
     is what the coordinator knows of the run's data, None if nothing. Raises DataError if they are missing, use another
     tokenizer than the run, are not the run's although `box` names none, or have nothing held out."""

@@ -135,12 +135,12 @@ def show(
       outerstep data show /data/talk --sample 3
     """
     indexes = _load("worker.data.tokens.index", command="outerstep data show")
-    index = indexes.read_index(directory / indexes.FILE)
-    indexes.check_sizes(index.shards, index.item, directory)
+    index = indexes.complete_index(directory)
     if verify:
         files = _load("worker.data.tokens.token_files", command="outerstep data show")
-        for shard in index.shards:
-            files.verify_file(shard, directory / shard.file, index.item.itemsize)
+        open_verified = files.InDirectory(index.shards, directory, index.item.itemsize)
+        for number in range(len(index.shards)):
+            open_verified(number).close()
     sampled = []
     if sample:
         sampled = _load("worker.data.tokens.samples", command="outerstep data show").samples(index, directory, sample)

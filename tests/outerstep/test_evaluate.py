@@ -24,9 +24,10 @@ from tests.support.trained import save_trained
 from tests.support.workers import worker_settings
 from tests.worker.runs import create, work
 from worker.agent import run_worker
-from worker.data.sources.rows import TextRows
+from worker.data.sources.rows import Rows
 from worker.data.sources.source import find_source
 from worker.data.tokens.preparing import Recipe, prepare
+from worker.data.tokens.tokenising import DocumentEncoding
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.export import tokenizer_of
 from worker.state.fragments import Fragments
@@ -229,7 +230,7 @@ def test_text_by_another_tokenizer_is_not_evaluated_on(
     """Its ids are those of other text to the model: their loss would be a number, and mean nothing."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer")))
-    recipe = Recipe([find_source(str(trained.text), TextRows("text"), 0.3)], tokenizer)
+    recipe = Recipe([find_source(str(trained.text), Rows(0.3))], DocumentEncoding(tokenizer))
     prepare(recipe, tmp_path / "set", processes=1)
     code, said = trained.refused("--data", str(tmp_path / "set"))
     assert (code, "is trained on ids from 'bytes'" in said) == (3, True), said
@@ -237,7 +238,7 @@ def test_text_by_another_tokenizer_is_not_evaluated_on(
 
 def test_a_set_behind_an_address_is_kept_where_a_worker_would_keep_it(trained: Trained, tmp_path: Path) -> None:
     """What it said of too small a cache named --data-cache-gb, which the command did not take."""
-    recipe = Recipe([find_source(str(trained.text), TextRows("text"), 0.3)], load_tokenizer("bytes"))
+    recipe = Recipe([find_source(str(trained.text), Rows(0.3))], DocumentEncoding(load_tokenizer("bytes")))
     index = prepare(recipe, tmp_path / "set", processes=1)
     files = {f"/{path.name}": path.read_bytes() for path in (tmp_path / "set").iterdir() if path.is_file()}
     with file_server(FileServer(files)) as url:

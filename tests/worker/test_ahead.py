@@ -7,8 +7,7 @@ import pytest
 
 from protocol.errors import Transient
 from tests.support.waiting import wait_until
-from worker.data.fetching import remote_set
-from worker.data.fetching.remote_set import Prefetcher, PrefetchStop
+from worker.data.fetching.prefetching import Prefetcher
 from worker.data.order import WINDOW_SHARDS, Order
 from worker.errors import DataError, Stopped
 
@@ -23,7 +22,7 @@ def order() -> Order:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_set, "THREADS", 1)
+    monkeypatch.setattr("worker.data.fetching.prefetching.THREADS", 1)
 
 
 class Fetched:
@@ -41,7 +40,7 @@ class Fetched:
 
 def fetch_ahead(fetched: Fetched, room: int = SHARDS) -> Prefetcher:
     """A prefetcher with room for this many shards, each of one byte."""
-    return Prefetcher(fetched, [1] * SHARDS, room, PrefetchStop(threading.Event()))
+    return Prefetcher(fetched, [1] * SHARDS, room, threading.Event())
 
 
 def windows(order: Order, *numbers: int) -> list[int]:

@@ -19,7 +19,7 @@ from tests.worker.test_conversations import spec
 from worker.box import set_up
 from worker.data.open_training_set import open_training_set
 from worker.data.tokens.marks import BEGINS, IDS, TRAINED
-from worker.data.training_set import Sequences
+from worker.data.training_set import TrainingSet
 from worker.errors import ModelError
 from worker.inner.evaluation import evaluate
 from worker.inner.loss import Loss, check_packing, find_head
@@ -38,7 +38,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_conversations(tmp_path / "talk.jsonl")
 
 
-def opened(source: Path, data: str = "", *, batch: int = 4) -> Sequences:
+def opened(source: Path, data: str = "", *, batch: int = 4) -> TrainingSet:
     return open_training_set(spec(source, source.parent, f"holdout = 0.2\n{data}", length=160, batch=batch))
 
 

@@ -15,18 +15,18 @@ from tokenizers import Tokenizer as Fast
 
 from protocol.errors import SpecError
 from protocol.spec.run import RunSpec, parse_spec
+from protocol.spec.sections import DataSpec
 from tests.support.conversations import conversation, write_conversations, write_rows
 from tests.support.tokenizers import CHATML, CHATML_MARKED, TURN_END, write_chat_tokenizer, write_tokenizer
 from worker.data.open_training_set import open_training_set
-from worker.data.sources.documents import HoldOut
-from worker.data.sources.rows import ConversationRows, RowError, without_nulls
+from worker.data.sources.rows import Rows, without_nulls
 from worker.data.tokens.answers import CALL as NOT_RENDERED
 from worker.data.tokens.answers import EMPTY, TrainOn
-from worker.data.tokens.conversations import ConversationEncoder, load_chat_template
+from worker.data.tokens.conversations import conversation_encoder, load_chat_template
 from worker.data.tokens.index import read_index
 from worker.data.tokens.marks import BEGINS, IDS, TRAINED
 from worker.data.tokens.packing import pack
-from worker.data.tokens.preparing import Recipe, prepare, recipe_of
+from worker.data.tokens.preparing import Recipe, encoding_of, prepare, recipe_of
 from worker.data.tokens.rendering import renderer
 from worker.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from worker.errors import DataError
@@ -51,9 +51,7 @@ def chat_tokenizer(tmp_path: Path, template: str | None = CHATML) -> Tokenizer:
 
 
 def encoded(tokenizer: Tokenizer, example: Any, train_on: TrainOn = "assistant") -> np.ndarray:
-    encode = ConversationEncoder(tokenizer, load_chat_template(tokenizer), train_on).encoder()
-    (ids,) = encode([json.dumps(example)])
-    return ids
+    return conversation_encoder(tokenizer, load_chat_template(tokenizer), train_on)(json.dumps(example), Counter())
 
 
 def trained_text(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
@@ -223,9 +221,9 @@ def test_a_conversation_that_begins_with_an_answer(tmp_path: Path, system: str) 
 def test_answers_of_weight_0_and_empty_ones_are_not_trained_on(tmp_path: Path, template: str) -> None:
     tokenizer = chat_tokenizer(tmp_path, template)
     talk = [*TALK[:2], TALK[2] | {"weight": 0}, TALK[3], TALK[4] | {"weight": 1}, TALK[3], TALK[2] | {"content": " "}]
-    encode = ConversationEncoder(tokenizer, load_chat_template(tokenizer), "assistant").encoder()
+    encode = conversation_encoder(tokenizer, load_chat_template(tokenizer), "assistant")
     ignored = Counter[str]()
-    (ids,) = encode([json.dumps({"messages": talk})], ignored)
+    ids = encode(json.dumps({"messages": talk}), ignored)
     assert trained_text(tokenizer, ids) == [f"the delta 😀{TURN_END}"]
     assert ignored == {EMPTY: 1}
     everything = encoded(tokenizer, {"messages": talk}, "all")
@@ -250,9 +248,9 @@ def test_tool_calls_reach_the_template_with_a_null_content(tmp_path: Path) -> No
 
 def test_tool_calls_that_the_template_does_not_render_are_not_trained_on(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path)
-    encode = ConversationEncoder(tokenizer, load_chat_template(tokenizer), "assistant").encoder()
+    encode = conversation_encoder(tokenizer, load_chat_template(tokenizer), "assistant")
     ignored = Counter[str]()
-    (ids,) = encode([json.dumps({"messages": [TALK[1], CALL, TALK[3], TALK[4]]})], ignored)
+    ids = encode(json.dumps({"messages": [TALK[1], CALL, TALK[3], TALK[4]]}), ignored)
     assert trained_text(tokenizer, ids) == [f"the delta 😀{TURN_END}"]
     assert ignored == {NOT_RENDERED: 1}
 
@@ -278,15 +276,13 @@ def test_content_in_parts_reaches_the_template_as_it_takes_it(tmp_path: Path) ->
 def test_the_date_of_a_template_is_the_given_one(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, "{{ strftime_now('%d %b %Y') }}" + CHATML)
     template = load_chat_template(tokenizer, date(2024, 2, 29))
-    (ids,) = ConversationEncoder(tokenizer, template, "assistant").encoder()([json.dumps({"messages": TALK})])
+    ids = conversation_encoder(tokenizer, template, "assistant")(json.dumps({"messages": TALK}), Counter())
     assert tokenizer.fast().decode((ids & IDS).tolist()).startswith("29 Feb 2024")
 
 
 def test_the_date_changes_only_the_sets_of_templates_that_show_it(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path)
-    one, other = (
-        ConversationEncoder(tokenizer, load_chat_template(tokenizer, date(2024, 1, d)), "all") for d in (1, 2)
-    )
+    one, other = (encoding_of(DataSpec(format="chat", date=date(2024, 1, d)), tokenizer) for d in (1, 2))
     assert one.identity() == other.identity()
 
 
@@ -329,7 +325,9 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
 
 
 def example_of(row: Any, row_format: Any = "chat") -> Any:
-    (piece,) = ConversationRows(row_format).pieces(row, HoldOut(0.0))
+    (piece,) = Rows(0.0, row_format).pieces(row, "here")
+    if piece.fault is not None:
+        raise DataError(piece.fault)
     return json.loads(piece.text)
 
 
@@ -376,7 +374,7 @@ def test_what_belongs_to_a_conversation() -> None:
     ],
 )
 def test_rows_that_are_no_conversation(row_format: Any, row: Any, message: str) -> None:
-    with pytest.raises(RowError, match=message):
+    with pytest.raises(DataError, match=message):
         example_of(row, row_format)
 
 
@@ -482,8 +480,9 @@ def test_every_conversation_is_there_once(tmp_path: Path) -> None:
     source = write_conversations(tmp_path / "talk.jsonl")
     index = prepare(recipe(source, tmp_path, "holdout = 0.2", length=160), tmp_path / "set", processes=1)
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
-    encode = ConversationEncoder(tokenizer, load_chat_template(tokenizer), "assistant").encoder()
-    wanted = encode([json.dumps({"messages": conversation(number, number % 3 + 1)}) for number in range(60)])
+    encode = conversation_encoder(tokenizer, load_chat_template(tokenizer), "assistant")
+    talks = [{"messages": conversation(number, number % 3 + 1)} for number in range(60)]
+    wanted = [encode(json.dumps(each), Counter()) for each in talks]
     found = [each for part in (False, True) for each in conversations_in(tmp_path / "set", part)]
     pad = load_tokenizer(str(tmp_path / "tokenizer")).pad
 

@@ -11,7 +11,7 @@ import zstandard
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.tokenizers import write_tokenizer
 from worker.data.open_training_set import TextData, open_training_set
-from worker.data.sources.rows import TextRows
+from worker.data.sources.rows import Rows
 from worker.data.sources.source import find_source
 from worker.errors import DataError
 
@@ -217,7 +217,7 @@ def test_a_file_that_is_text_by_its_name_alone_is_refused(text: Path, told: str,
     with pytest.raises(DataError, match=message):
         TextData(spec(str(text)))
     with pytest.raises(DataError, match=message):
-        find_source(str(text), TextRows("text"), 0.1)
+        find_source(str(text), Rows(0.1))
 
 
 def test_text_of_any_language_and_age_is_text(text: Path) -> None:

@@ -20,10 +20,11 @@ from tests.support.text import write_text
 from tests.support.tokenizers import END, write_tokenizer
 from tests.support.waiting import PATIENCE_S
 from worker.data.open_training_set import open_training_set
-from worker.data.sources.rows import TextRows
+from worker.data.sources.rows import Rows
 from worker.data.sources.source import find_source
 from worker.data.tokens.index import UNFINISHED, Index, read_index
 from worker.data.tokens.preparing import Progress, Recipe, prepare
+from worker.data.tokens.tokenising import DocumentEncoding
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import DataError, Stopped
 
@@ -47,9 +48,8 @@ def recipe(
     source: Path | str, tokenizer: str, *, holdout: float = 0.1, shard_tokens: int = 700, task_bytes: int = 2000
 ) -> Recipe:
     """Small tasks and shards, so that there are many of both."""
-    return Recipe(
-        [find_source(str(source), TextRows("text"), holdout)], load_tokenizer(tokenizer), shard_tokens, task_bytes
-    )
+    encoding = DocumentEncoding(load_tokenizer(tokenizer))
+    return Recipe([find_source(str(source), Rows(holdout))], encoding, shard_tokens, task_bytes)
 
 
 def ids(directory: Path, index: Index, *, held_out: bool = False) -> list[int]:
@@ -199,10 +199,10 @@ def test_characters_are_never_cut(tokenizer: str, tmp_path: Path, monkeypatch: p
 def test_a_second_source_is_held_out_whole(lines: Path, tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_text(json.dumps({"text": "held out"}) + "\n")
     both = [
-        find_source(str(lines), TextRows("text"), 0.0),
-        find_source(str(tmp_path / "test.jsonl"), TextRows("text"), 1.0),
+        find_source(str(lines), Rows(0.0)),
+        find_source(str(tmp_path / "test.jsonl"), Rows(1.0)),
     ]
-    index = prepare(Recipe(both, load_tokenizer(tokenizer)), tmp_path / "out", processes=1)
+    index = prepare(Recipe(both, DocumentEncoding(load_tokenizer(tokenizer))), tmp_path / "out", processes=1)
     assert documents(ids(tmp_path / "out", index, held_out=True), tokenizer) == ["held out"]
     assert documents(ids(tmp_path / "out", index), tokenizer) == TEXTS
 
@@ -300,8 +300,8 @@ def test_the_digests_are_what_docs_wire_format_says(tmp_path: Path) -> None:
     assert tokenizer.digest == of({key: document[key] for key in document.keys() - {"truncation", "padding"}})
 
     (tmp_path / "text.jsonl").write_text('{"text": "a worker"}\n{"text": "waits"}\n' * 50)
-    source = find_source(str(tmp_path / "text.jsonl"), TextRows("text"), 0.0)
-    index = prepare(Recipe([source], tokenizer, shard_tokens=100), tmp_path / "set", processes=1)
+    source = find_source(str(tmp_path / "text.jsonl"), Rows(0.0))
+    index = prepare(Recipe([source], DocumentEncoding(tokenizer), shard_tokens=100), tmp_path / "set", processes=1)
     written = json.loads((tmp_path / "set" / "index.json").read_text())
     named = ["format", "dtype", "vocabulary", "tokenizer_digest", "end", "training", "held_out"]
     content = {key: written[key] for key in named}

@@ -22,11 +22,12 @@ from tests.support.token_sets import write_token_set
 from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
+from worker.data.fetching.prefetching import THREADS
 from worker.data.fetching.remote_files import HttpFiles
-from worker.data.fetching.remote_set import THREADS, CacheSettings, open_remote_set
+from worker.data.fetching.remote_set import CacheSettings, open_remote_set
 from worker.data.open_training_set import open_training_set
 from worker.data.tokens.index import Index
-from worker.data.training_set import Sequences
+from worker.data.training_set import TrainingSet
 from worker.errors import DataError, Stopped
 
 SHARDS, TOKENS = 40, 1001  # five windows of eight shards; ten sequences of 100 tokens in a shard
@@ -66,7 +67,7 @@ def server(directory: Path) -> FileServer:
     return FileServer({f"/sets/one/{path.name}": path.read_bytes() for path in directory.iterdir()})
 
 
-Opened = Callable[..., Sequences]
+Opened = Callable[..., TrainingSet]
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
     """Opens the set behind a URL, in a cache for so many shards; at the end nothing is fetched any more."""
     with ExitStack() as closed:
 
-        def opened(url: str, *, shards: int = 20, stop: threading.Event | None = None) -> Sequences:
+        def opened(url: str, *, shards: int = 20, stop: threading.Event | None = None) -> TrainingSet:
             settings = CacheSettings(tmp_path / "cache", shards * BYTES)
             data = open_remote_set(spec(f"{url}/sets/one"), None, settings, stop or threading.Event())
             return closed.enter_context(closing(data))
@@ -82,7 +83,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
         yield opened
 
 
-def units(data: Sequences, numbers: range) -> list[torch.Tensor]:
+def units(data: TrainingSet, numbers: range) -> list[torch.Tensor]:
     return [data.unit(number) for number in numbers]
 
 
@@ -127,7 +128,7 @@ def test_only_the_held_out_shards_that_are_read_are_fetched(server: FileServer, 
         ]
 
 
-def names_of(data: Sequences, units: range) -> set[str]:
+def names_of(data: TrainingSet, units: range) -> set[str]:
     return {f"/sets/one/train-{shard}.bin" for unit in units for shard in data.order.shards(unit)}
 
 
@@ -203,7 +204,7 @@ def test_a_server_that_knows_no_ranges_will_do(server: FileServer, directory: Pa
 # --- what is wrong for good ---------------------------------------------------------------------------------------
 
 
-def first_shard(data: Sequences) -> str:
+def first_shard(data: TrainingSet) -> str:
     return f"train-{data.order.shards(0)[0]}.bin"
 
 

@@ -2,6 +2,7 @@
 differences that docs/data.md lists, and always the token that ends an answer."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
 
 from tests.support.tokenizers import write_tokenizer
-from worker.data.tokens.conversations import ConversationEncoder, load_chat_template
+from worker.data.tokens.conversations import conversation_encoder, load_chat_template
 from worker.data.tokens.marks import BEGINS, IDS, TRAINED
 from worker.data.tokens.rendering import BadConversation
 from worker.data.tokens.tokenizer import load_tokenizer
@@ -116,8 +117,8 @@ class Ours:
         (directory / "chat_template.jinja").write_text(SOURCES[name], encoding="utf-8")
         (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": end_of(name), "bos_token": "<s>"}))
         tokenizer = load_tokenizer(str(directory))
-        encode = ConversationEncoder(tokenizer, load_chat_template(tokenizer), "assistant").encoder()
-        (ids,) = encode([json.dumps({"messages": messages} | ({"tools": tools} if tools else {}))])
+        encode = conversation_encoder(tokenizer, load_chat_template(tokenizer), "assistant")
+        ids = encode(json.dumps({"messages": messages} | ({"tools": tools} if tools else {})), Counter())
         parts = np.split(ids, np.flatnonzero(ids & BEGINS)[1:])
         self.parts = [(part & IDS).tolist() for part in parts]
         marks = [((part & TRAINED) != 0).tolist() for part in parts]

@@ -19,11 +19,12 @@ from tests.support.text import write_text
 from tests.support.tokenizers import write_tokenizer
 from worker.data.fetching.shard_cache import cache_directory
 from worker.data.open_training_set import TextData, open_training_set
-from worker.data.sources.rows import TextRows
+from worker.data.sources.rows import Rows
 from worker.data.sources.source import find_source
 from worker.data.tokens import bin_files
 from worker.data.tokens.index import Index, read_index
 from worker.data.tokens.preparing import Recipe, prepare
+from worker.data.tokens.tokenising import DocumentEncoding
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.data.training_set import TrainingSet
 from worker.errors import DataError, Stopped
@@ -53,7 +54,9 @@ def prepared(tmp_path: Path) -> Path:
     """A token set of 10 shards of 500 tokens or fewer, and two held out."""
     text = write_text(tmp_path / "text", seed=3, files=10, words=600)
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer")))
-    prepare(Recipe([find_source(str(text), TextRows("text"), 0.2)], tokenizer, 1000), tmp_path / "set", processes=1)
+    prepare(
+        Recipe([find_source(str(text), Rows(0.2))], DocumentEncoding(tokenizer), 1000), tmp_path / "set", processes=1
+    )
     return tmp_path / "set"
 
 
@@ -104,7 +107,9 @@ def test_a_document_of_a_token_set_ends_with_the_tokenizer_s_end(
     monkeypatch.setattr("worker.data.training_set._READ_TOKENS", 100)
     text = write_text(tmp_path / "text", seed=3, files=60, words=20)
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer")))
-    prepare(Recipe([find_source(str(text), TextRows("text"), 0.3)], tokenizer, 1000), tmp_path / "set", processes=1)
+    prepare(
+        Recipe([find_source(str(text), Rows(0.3))], DocumentEncoding(tokenizer), 1000), tmp_path / "set", processes=1
+    )
     data = open_training_set(spec(tmp_path / "set"))
     end = json.loads((tmp_path / "set" / "index.json").read_text())["end"]
     documents = data.held_out_documents(10**9)

@@ -23,15 +23,17 @@ from protocol.spec.run import RunSpec
 from worker.data.fetching.remote_files import is_remote
 from worker.data.fetching.remote_set import CacheSettings, open_remote_set
 from worker.data.fetching.shard_cache import cache_directory
-from worker.data.sources.files import NamedFiles, changed, held_out_names, holdout_note, source_files
-from worker.data.sources.hub import PREFIX
-from worker.data.sources.kinds import BIN, COMPRESSED_TEXT, HUB, TEXT, first_with_crlf, kind_of_files
+from worker.data.order import Integers
+from worker.data.sources.files import NamedFiles, changed, held_out_names, holdout_note
+from worker.data.sources.kinds import BIN, COMPRESSED_TEXT, TEXT, first_with_crlf
+from worker.data.sources.rows import Rows
+from worker.data.sources.source import Source, find_source
 from worker.data.tokens import bin_files
-from worker.data.tokens.index import FILE, Index, check_sizes, check_tokenizer, is_token_set, read_index
-from worker.data.tokens.preparing import Progress, prepare, recipe_of
+from worker.data.tokens.index import FILE, Index, Shard, complete_index, is_token_set
+from worker.data.tokens.preparing import Progress, Recipe, encoding_of, prepare
 from worker.data.tokens.token_files import InDirectory, TokenFiles
 from worker.data.tokens.tokenizer import BYTES, IN_BYTES, Tokenizer, load_tokenizer
-from worker.data.training_set import InMemory, Sequences, token_sequences
+from worker.data.training_set import InMemory, TrainingSet, open_tokens
 from worker.errors import DataError
 
 _REPORT_EVERY = 0.05  # of the work
@@ -45,7 +47,7 @@ def open_training_set(
     check: Callable[[int], object] = lambda vocabulary: None,
     stop: threading.Event | None = None,
     shards: CacheSettings | None = None,
-) -> Sequences:
+) -> TrainingSet:
     """Return the run's training set on this machine. Prepares it first if necessary, until `stop` is set. `shards` is
     the cache for the shards of a set behind a URL.
 
@@ -55,45 +57,43 @@ def open_training_set(
     data = spec.data
     tokenizer = None if data.tokenizer is None else load_tokenizer(data.tokenizer)
     directory = Path(data.source).expanduser()
-    is_url = is_remote(data.source)
-    prepared = not is_url and is_token_set(directory)
-    kind = None if is_url or prepared else _kind(data.source)
-    if data.dtype is not None and kind != BIN:
+    if is_remote(data.source) or is_token_set(directory):
+        source = None
+    else:
+        source = find_source(data.source, Rows(data.holdout, data.format, data.column))
+    if data.dtype is not None and (source is None or source.kind != BIN):
         raise DataError(
             f"data.dtype is for .bin files without a header, and data.source = {data.source!r} has none: leave it out"
         )
-    if is_url:
-        remote = open_remote_set(spec, tokenizer, shards or CacheSettings(), stop or threading.Event())
-        check(remote.vocabulary)
-        return remote
     asked: float | None = data.holdout
     documents: int | None = None
-    if prepared:
-        asked, opened = None, open_token_set(spec, directory, tokenizer)
-        check(opened.vocabulary)
-    elif kind == BIN and data.format == "text":
-        files = source_files(data.source)
-        asked, opened = None if bin_files.held_out_files(files) else asked, _open_bin_files(spec, files, tokenizer)
-        check(opened.vocabulary)
+    if is_remote(data.source):
+        opened = open_remote_set(spec, tokenizer, shards or CacheSettings(), stop or threading.Event())
+    elif source is None:
+        asked, opened = None, _in_directory(spec, complete_index(directory), directory, tokenizer)
+    elif source.kind == BIN:
+        asked = None if bin_files.held_out_files(source.files) else asked
+        opened = _open_bin_files(spec, source.files, tokenizer)
     else:
-        opened = _open_text(spec, kind, tokenizer, check, stop)
-        if kind in (TEXT, COMPRESSED_TEXT):
-            files = source_files(data.source)
-            documents, crlf = len(files), first_with_crlf(files)
-            opened.summary = opened.summary.model_copy(update={"crlf": crlf})
-    if (note := holdout_note(opened.tokens[1], opened.tokens[0], asked, documents)) is not None:
+        opened = _open_text(spec, source, tokenizer, check, stop)
+        if source.kind in (TEXT, COMPRESSED_TEXT):
+            documents = len(source.files)
+            opened.summary = opened.summary.model_copy(update={"crlf": first_with_crlf(source.files)})
+    check(opened.vocabulary)
+    note = None if is_remote(data.source) else holdout_note(opened.tokens[1], opened.tokens[0], asked, documents)
+    if note is not None:
         log.warning("data.source = %r: %s", data.source, note)
     return opened
 
 
 def _open_text(
     spec: RunSpec,
-    kind: str | None,
+    source: Source,
     tokenizer: Tokenizer | None,
     check: Callable[[int], object],
     stop: threading.Event | None,
-) -> Sequences:
-    """Return a source of text of this kind, prepared if necessary. See `open_training_set`."""
+) -> TrainingSet:
+    """Return a source of text, prepared if necessary. See `open_training_set`."""
     data = spec.data
     if tokenizer is None and data.format != "text":
         raise DataError(
@@ -101,46 +101,33 @@ def _open_text(
         )
     tokenizer = tokenizer or load_tokenizer(IN_BYTES)
     check(tokenizer.vocabulary)
-    if kind == TEXT and tokenizer.name == IN_BYTES:
-        return TextData(spec)
-    recipe = recipe_of(data, tokenizer)
+    if source.kind == TEXT and tokenizer.name == IN_BYTES:
+        return TextData(spec, source)
+    recipe = Recipe([source], encoding_of(data, tokenizer))
     cache = cache_directory("data") / recipe.digest()[:32]
     if not (cache / FILE).exists():
         log.info("preparing data.source = %r with the tokenizer %s in %s", data.source, tokenizer.name, cache)
     index = prepare(recipe, cache, report=_progress_log(), stop=stop)
     for sentence in [] if index.conversations is None else index.conversations.left_out():
         log.warning("data.source = %r: %s", data.source, sentence)
-    return open_token_set(spec, cache, tokenizer)
+    return _in_directory(spec, index, cache, tokenizer)
 
 
-def open_token_set(spec: RunSpec, directory: Path, tokenizer: Tokenizer | None) -> Sequences:
-    """Return the token set in a directory. Raises DataError, also if it was made with another tokenizer than
-    `tokenizer`, unless that is None."""
-    index = read_index(directory / FILE)
-    check_sizes(index.shards, index.item, directory)
-    if tokenizer is not None:
-        check_tokenizer(index, tokenizer, f"data.source = {spec.data.source!r}")
-    return _sequences(spec, index, directory)
-
-
-def _kind(source: str) -> str:
-    return HUB if source.startswith(PREFIX) else kind_of_files(source, source_files(source))
-
-
-def _open_bin_files(spec: RunSpec, files: NamedFiles, tokenizer: Tokenizer | None) -> Sequences:
+def _open_bin_files(spec: RunSpec, files: NamedFiles, tokenizer: Tokenizer | None) -> TrainingSet:
     index = bin_files.index_of(files, spec.data.source, spec.data.holdout, tokenizer, spec.data.dtype)
     root = files[0][1]
     for _ in Path(files[0][0]).parts:
         root = root.parent
-    return _sequences(spec, index, root)
+    return _in_directory(spec, index, root, tokenizer)
 
 
-def _sequences(spec: RunSpec, index: Index, directory: Path) -> Sequences:
+def _in_directory(spec: RunSpec, index: Index, directory: Path, tokenizer: Tokenizer | None) -> TrainingSet:
+    """Return the token set of this index, whose files are in `directory`."""
     training, held_out = (
         TokenFiles(index, shards, InDirectory(shards, directory, index.item.itemsize))
         for shards in (index.training, index.held_out)
     )
-    return token_sequences(spec, index, training, held_out)
+    return open_tokens(spec, index, tokenizer, training, held_out)
 
 
 def _progress_log() -> Callable[[Progress], None]:
@@ -158,30 +145,40 @@ def _progress_log() -> Callable[[Progress], None]:
     return report
 
 
-class TextData(Sequences):
+class TextData(TrainingSet):
     """Text as bytes: the training set of `data.tokenizer = "bytes"`. `training` and `held_out` are uint8 token ids.
 
     Raises DataError if the files cannot be read, are not text, or are too small for one work unit.
     """
 
-    def __init__(self, spec: RunSpec) -> None:
-        source = spec.data.source
+    def __init__(self, spec: RunSpec, source: Source | None = None) -> None:
+        """`source`: that of the spec, if it has been found already."""
+        source = source or find_source(spec.data.source, Rows(spec.data.holdout))
+        if source.kind != TEXT:
+            raise DataError(f"data.source = {source.name!r} is {source.kind}, which is not read as bytes")
         try:
-            files = source_files(source)
-            if (kind := kind_of_files(source, files)) != TEXT:
-                raise DataError(f"data.source = {source!r} is {kind}, which is not read as bytes")
-            self.training, self.held_out, starts, digest = _read(files, spec.data.holdout)
+            self.training, self.held_out, self._starts, digest = _read(source.files, spec.data.holdout)
         except OSError as error:
-            raise DataError(f"data.source = {source!r}: {error_text(error)}") from error
-        super().__init__(
-            spec,
-            InMemory(self.training),
-            InMemory(self.held_out),
-            digest=digest,
-            vocabulary=BYTES,
-            bytes_per_token=1.0 if len(self.held_out) else None,
-            held_out_starts=starts,
+            raise DataError(f"data.source = {source.name!r}: {error_text(error)}") from error
+        training, held_out = (
+            [Shard(file=name, tokens=len(part), bytes=len(part), digest=digest)] if len(part) else []
+            for name, part in (("training", self.training), ("held-out", self.held_out))
         )
+        index = Index(
+            dtype="uint8",
+            vocabulary=BYTES,
+            tokenizer=None,
+            tokenizer_digest=None,
+            end=None,
+            source=source.name,
+            training=training,
+            held_out=held_out,
+        )
+        super().__init__(spec, index, InMemory(self.training), InMemory(self.held_out))
+        self.summary = self.summary.model_copy(update={"digest": digest})  # of all files, as docs/wire-format.md has it
+
+    def _document_starts(self) -> list[Integers]:
+        return [self._starts]
 
 
 def _read(

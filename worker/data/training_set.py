@@ -1,4 +1,4 @@
-"""Training sets: what the training loop, the evaluation and the agent see of one, and its implementation by shards.
+"""A training set: what the training loop, the evaluation and the agent see of a token set or of text in memory.
 
 Sequence i of a shard is its tokens [i·L, i·L + L]: L inputs, and the L targets that are the same tokens shifted by one.
 No sequence continues in the next shard, which may be on another machine. So up to L tokens at a shard's end are unused.
@@ -18,58 +18,15 @@ from torch import Tensor
 from protocol.messages import DataSummary
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import DataSpec
+from worker.data.fetching.prefetching import Prefetcher
 from worker.data.order import Integers, Order, Places
-from worker.data.tokens.index import Conversations, Index
+from worker.data.tokens.index import Index, described
 from worker.data.tokens.marks import BEGINS, TRAINED
-from worker.data.tokens.token_files import TokenFiles
-from worker.data.tokens.tokenizer import BYTES, Tokens
+from worker.data.tokens.tokenizer import BYTES, Tokenizer, Tokens
 from worker.errors import DataError
 
 _READ_TOKENS = 1 << 20
 _COLUMNS = 64  # batches of few widths: each is compiled, and measured by the allocator, anew
-
-
-class TrainingSet(Protocol):
-    """A training set as numbered work units, and its held-out part. Its methods are thread-safe."""
-
-    @property
-    def summary(self) -> DataSummary:
-        """The identity of the set, which the coordinator compares between workers."""
-
-    @property
-    def units_per_epoch(self) -> int:
-        """Work units of one epoch, at least 1."""
-
-    @property
-    def vocabulary(self) -> int:
-        """All token ids are below this."""
-
-    @property
-    def held_out_tokens(self) -> int:
-        """Tokens of the held-out shards that contain a whole sequence, of conversations those that are trained on; 0 if
-        there are none."""
-
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Bytes of text per token of the held-out part; None if unknown, or if nothing is held out."""
-
-    def unit(self, number: int) -> Tensor:
-        """Return work unit `number`, int64[batch_size, sequence_length + 1], a pure function of the set, the run's seed
-        and the number; of conversations without packing it may have fewer columns. Raises DataError if the data cannot
-        be read or has changed."""
-
-    def expect(self, units: Sequence[int]) -> None:
-        """Announce the units that are read next, in this order, so that their shards can be prefetched until `close`.
-        Does not wait."""
-
-    def close(self) -> None:
-        """Stop prefetching and end its threads. Waits briefly for requests that are in progress."""
-
-    def held_out_batches(self, max_tokens: int) -> Iterator[Tensor]:
-        """Yield at most `max_tokens` held-out tokens in batches, int64[<= batch_size, sequence_length + 1].
-
-        At least one whole sequence, evenly spaced: the first ones would come from one or two documents only.
-        """
 
 
 class Shards(Protocol):
@@ -86,100 +43,82 @@ class Shards(Protocol):
 
 
 class InMemory:
-    """Shards that are arrays in memory."""
+    """A shard that is an array in memory."""
 
-    def __init__(self, *arrays: Tokens) -> None:
-        self._arrays = arrays
-        self.tokens = [len(array) for array in arrays]
+    def __init__(self, array: Tokens) -> None:
+        self._array = array
+        self.tokens = [len(array)]
 
     def read(self, shards: Integers, starts: Integers, length: int) -> Tokens:
-        out = np.empty((len(shards), length), self._arrays[0].dtype)
-        for shard, array in enumerate(self._arrays):
-            rows = shards == shard
-            out[rows] = array[starts[rows, None] + np.arange(length)]
-        return out
+        """See `Shards`."""
+        return self._array[starts[:, None] + np.arange(length)]
 
 
-class Prefetch(Protocol):
-    """Fetches shards ahead of time until it is closed."""
+class TrainingSet:
+    """A training set as numbered work units, and its held-out part. Its methods are thread-safe.
 
-    def __call__(self, order: Order, units: Sequence[int]) -> None:
-        """Announce the units that are read next."""
-
-    def close(self) -> None: ...
-
-
-class Sequences:
-    """A `TrainingSet` made of shards. Raises DataError if they are too small for one work unit."""
+    summary          the identity of the set, which the coordinator compares between workers
+    order            the order of its sequences, with `units_per_epoch`, at least 1
+    vocabulary       all token ids are below this
+    tokens           tokens to train on, and held-out ones, of any length
+    held_out_tokens  tokens of the held-out shards that contain a whole sequence, of conversations those that are
+                     trained on; 0 if there are none
+    bytes_per_token  bytes of text per token of the held-out part; None if unknown, or if nothing is held out
+    """
 
     def __init__(
-        self,
-        spec: RunSpec,
-        training: Shards,
-        held_out: Shards,
-        *,
-        digest: str,
-        vocabulary: int,
-        bytes_per_token: float | None,
-        tokenizer: str | None = None,
-        tokenizer_digest: str | None = None,
-        prefetch: Prefetch | None = None,
-        index: Index | None = None,
-        held_out_starts: Integers | None = None,
+        self, spec: RunSpec, index: Index, training: Shards, held_out: Shards, prefetch: Prefetcher | None = None
     ) -> None:
-        """`held_out_starts`: where the documents of the only held-out shard begin, ascending; None: each ends with the
-        index's `end`, or where they begin is unknown."""
-        self._prefetch, self._held_out_starts = prefetch, held_out_starts
-        self._end = None if index is None else index.end
+        """Raises DataError if the shards are too small for one work unit."""
+        self._training, self._held_out, self._prefetch = training, held_out, prefetch
         self._length, self._batch = spec.data.sequence_length, spec.inner.batch_size
-        conversations = None if index is None else index.conversations
+        conversations = index.conversations
         self._stride = self._length if conversations is None else self._length + 1
         self._trims = conversations is not None and not conversations.packing
-        self._training, self._held_out = training, held_out
-        self.vocabulary, self.bytes_per_token = vocabulary, bytes_per_token
-        self.tokens = sum(training.tokens), sum(held_out.tokens)  # to train on, and held out, of any length
+        self._end = index.end
+        self.vocabulary, self.bytes_per_token = index.vocabulary, index.bytes_per_token
+        self.tokens = sum(training.tokens), sum(held_out.tokens)
         self.held_out_tokens = sum(tokens for tokens in held_out.tokens if tokens > self._length)
-        if index is not None and conversations is not None:
-            self.held_out_tokens = sum(shard.trained or 0 for shard in index.held_out)
         sequences = self._sequences(training)
         self.order = Order(sequences, self._batch, spec.seed)
         self.units_per_epoch = self.order.units_per_epoch
-        if self.units_per_epoch == 0 and conversations is not None:
-            raise DataError(
-                f"data.source = {spec.data.source!r} has {sum(sequences)} sequences of conversations to train on, too "
-                f"few for one work unit of {self._batch}: lower inner.batch_size, hold out less, or add conversations"
-            )
         if self.units_per_epoch == 0:
-            unit = "bytes" if vocabulary == BYTES else "tokens"
-            raise DataError(
-                f"data.source = {spec.data.source!r} has {sum(training.tokens)} training {unit}, too few for one work "
-                f"unit: {self._batch} sequences of {self._length} {unit} plus one need "
-                f"{self._batch * self._length + 1}; add text, or lower batch_size or sequence_length"
-            )
+            raise _too_few(spec, index, sum(sequences))
+        unit_tokens = None
+        if conversations is not None:
+            self.held_out_tokens = sum(shard.trained or 0 for shard in index.held_out)
+            trained = sum(shard.trained or 0 for shard in index.training)
+            unit_tokens = max(round(trained * self._batch / sum(sequences)), 1)
         self.summary = DataSummary(
-            digest=digest,
+            digest=index.digest(),
             units=self.units_per_epoch,
-            tokenizer=tokenizer,
-            tokenizer_digest=tokenizer_digest,
-            unit_tokens=None if index is None or conversations is None else _unit_tokens(index, self._batch),
+            tokenizer=index.tokenizer,
+            tokenizer_digest=index.tokenizer_digest,
+            unit_tokens=unit_tokens,
         )
 
     def unit(self, number: int) -> Tensor:
-        """See `TrainingSet`."""
+        """Return work unit `number`, int64[batch_size, sequence_length + 1], a pure function of the set, the run's seed
+        and the number; of conversations without packing it may have fewer columns. Raises DataError if the data cannot
+        be read or has changed."""
         return self._read(self._training, self.order.places(number))
 
     def expect(self, units: Sequence[int]) -> None:
-        """See `TrainingSet`."""
+        """Announce the units that are read next, in this order, so that their shards can be prefetched until `close`.
+        Does not wait."""
         if self._prefetch is not None:
             self._prefetch(self.order, units)
 
     def close(self) -> None:
-        """See `TrainingSet`."""
+        """Stop prefetching and end its threads. Waits briefly for requests that are in progress."""
         if self._prefetch is not None:
             self._prefetch.close()
 
     def held_out_batches(self, max_tokens: int) -> Iterator[Tensor]:
-        """See `TrainingSet`."""
+        """Yield at most `max_tokens` held-out tokens in batches, int64[<= batch_size, sequence_length + 1].
+
+        At least one whole sequence, evenly spaced: the first ones would come from one or two documents only.
+        """
         for places in self._held_out_places(max_tokens):
             yield self._read(self._held_out, places)
 
@@ -212,8 +151,6 @@ class Sequences:
     def _document_starts(self) -> list[Integers]:
         """Return where documents begin in each held-out shard; nowhere if that is unknown. A shard's first token begins
         one."""
-        if self._held_out_starts is not None:
-            return [self._held_out_starts]
         if self._end is None:
             return []
         found = []
@@ -250,13 +187,6 @@ class Sequences:
         return torch.from_numpy(tokens.astype(np.int64))
 
 
-def _unit_tokens(index: Index, batch_size: int) -> int:
-    """Return how many tokens of a unit of a set of conversations are trained on, on average, rounded."""
-    sequences = sum(shard.tokens for shard in index.training) // index.row_tokens
-    trained = sum(shard.trained or 0 for shard in index.training)
-    return max(round(trained * batch_size / sequences), 1)
-
-
 def _trained_columns(tokens: Tokens) -> int:
     """Return how many columns of a batch with marks there are up to the last one that is trained on, rounded up to
     _COLUMNS and one. Later ones change nothing, as no token sees those after it."""
@@ -265,9 +195,47 @@ def _trained_columns(tokens: Tokens) -> int:
     return min(-(-last // _COLUMNS) * _COLUMNS + 1, tokens.shape[1])
 
 
-def _check_conversations(data: DataSpec, found: Conversations | None) -> None:
-    """Raise DataError unless the token set is what the spec's [data] describes: text, or such conversations."""
-    name = f"data.source = {data.source!r}"
+def open_tokens(
+    spec: RunSpec,
+    index: Index,
+    tokenizer: Tokenizer | None,
+    training: Shards,
+    held_out: Shards,
+    prefetch: Prefetcher | None = None,
+) -> TrainingSet:
+    """Return the training set that `index` describes, read through `training` and `held_out`. Raises DataError if it is
+    not what the spec's [data] describes, or was made with another tokenizer than `tokenizer`, unless that is None."""
+    name = f"data.source = {spec.data.source!r}"
+    if tokenizer is not None:
+        _check_tokenizer(name, index, tokenizer)
+    if spec.data.private and index.tokenizer is None:
+        raise DataError(
+            f"{name} does not record which tokenizer made its ids. With data.private, the tokenizer is all that "
+            "ensures that equal ids mean equal text on every worker: set data.tokenizer"
+        )
+    _check_conversations(name, index, spec.data)
+    return TrainingSet(spec, index, training, held_out, prefetch)
+
+
+def _check_tokenizer(name: str, index: Index, tokenizer: Tokenizer) -> None:
+    """Raise DataError if the set was made with another tokenizer, as far as its index shows."""
+    if index.tokenizer is None:
+        if tokenizer.vocabulary < index.vocabulary:
+            raise DataError(
+                f"{name} has token ids up to {index.vocabulary - 1}, but data.tokenizer = {tokenizer.name!r} only up "
+                f"to {tokenizer.vocabulary - 1}: the set was made with another tokenizer; name that one"
+            )
+    elif (index.tokenizer_digest, index.end) != (tokenizer.digest, tokenizer.end):
+        raise DataError(
+            f"{name} was made with the tokenizer {described(index.tokenizer, index.tokenizer_digest)}, but "
+            f"data.tokenizer is {described(tokenizer.name, tokenizer.digest)}; name the set's tokenizer, or leave "
+            "data.tokenizer out, or prepare the set again"
+        )
+
+
+def _check_conversations(name: str, index: Index, data: DataSpec) -> None:
+    """Raise DataError unless the set is of text or of conversations, and prepared as `data` says."""
+    found = index.conversations
     if found is None:
         if data.format != "text":
             raise DataError(
@@ -287,25 +255,16 @@ def _check_conversations(data: DataSpec, found: Conversations | None) -> None:
             )
 
 
-def token_sequences(
-    spec: RunSpec, index: Index, training: TokenFiles, held_out: TokenFiles, prefetch: Prefetch | None = None
-) -> Sequences:
-    """Return the training set that `index` describes, read through `training` and `held_out`. Raises DataError."""
-    if spec.data.private and index.tokenizer is None:
-        raise DataError(
-            f"data.source = {spec.data.source!r} does not record which tokenizer made its ids. With data.private, the "
-            "tokenizer is all that ensures that equal ids mean equal text on every worker: set data.tokenizer"
+def _too_few(spec: RunSpec, index: Index, sequences: int) -> DataError:
+    name, batch, length = spec.data.source, spec.inner.batch_size, spec.data.sequence_length
+    if index.conversations is not None:
+        return DataError(
+            f"data.source = {name!r} has {sequences} sequences of conversations to train on, too few for one work unit "
+            f"of {batch}: lower inner.batch_size, hold out less, or add conversations"
         )
-    _check_conversations(spec.data, index.conversations)
-    return Sequences(
-        spec,
-        training,
-        held_out,
-        digest=index.digest(),
-        vocabulary=index.vocabulary,
-        bytes_per_token=index.bytes_per_token,
-        tokenizer=index.tokenizer,
-        tokenizer_digest=index.tokenizer_digest,
-        prefetch=prefetch,
-        index=index,
+    unit, found = "bytes" if index.vocabulary == BYTES else "tokens", sum(shard.tokens for shard in index.training)
+    return DataError(
+        f"data.source = {name!r} has {found} training {unit}, too few for one work unit: {batch} "
+        f"sequences of {length} {unit} plus one need {batch * length + 1}; add text, or lower batch_size or "
+        "sequence_length"
     )

@@ -7,11 +7,8 @@ A document longer than a piece is tokenised piece by piece, cut at the end of a 
 gigabyte at once. A cut changes at most the tokens next to it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
-
-from worker.data.sources.files import draw
 
 TASK_BYTES = 8 << 20
 PIECE_BYTES = 1 << 17
@@ -26,47 +23,24 @@ class Piece:
     begins: bool  # the document begins with this piece
     ends: bool  # the document ends with this piece
     held_out: bool
-    where: Callable[[], str] = str  # names the file and line of a conversation; computed only for errors
+    where: str = ""  # the file and line of a conversation, for errors
     fault: str | None = None  # why a row is no conversation; it has no text then
 
 
-class Task(Protocol):
-    """A part of a source that is tokenised at once. It can be sent to another process."""
-
-    @property
-    def size(self) -> int:
-        """Its size in the source's bytes."""
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yield its text, in order. Raises DataError if it cannot be read."""
-
-
 @dataclass(frozen=True)
-class HoldOut:
-    """Decides which documents are held out: this share of them, by the digest of their text; all, if it is 1.
+class Task:
+    """A part of a source that is tokenised at once, `size` of the source's bytes. It can be sent to another process.
 
-    So a text that occurs twice is never both trained on and held out, and neither the tokenizer nor the other documents
-    and their order change which ones are held out.
+    `pieces` returns its text, in order. Raises DataError if it cannot be read.
     """
 
-    share: float
-
-    def __call__(self, text: bytes) -> bool:
-        return draw(text) < self.share
-
-
-def document(text: str, hold_out: HoldOut) -> Iterator[Piece]:
-    """Yield the pieces of a document; none if it is empty. Raises UnicodeEncodeError for a lone surrogate."""
-    content = text.encode()
-    if 0 < len(content) <= PIECE_BYTES:
-        yield Piece(text, len(content), begins=True, ends=True, held_out=hold_out(content))
-    elif content:
-        yield from pieces(content, hold_out(content))
+    size: int
+    pieces: Callable[[], Iterable[Piece]]
 
 
 def pieces(content: bytes, held_out: bool, *, begins: bool = True, ends: bool = True) -> Iterator[Piece]:
-    """Yield the pieces of UTF-8 text. `begins`, `ends`: whether the document begins and ends with this text. Raises
-    UnicodeDecodeError."""
+    """Yield the pieces of UTF-8 text; none if it is empty. `begins`, `ends`: whether the document begins and ends with
+    this text. Raises UnicodeDecodeError."""
     at = 0
     while at < len(content):
         stop = _cut(content, at)

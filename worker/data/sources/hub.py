@@ -4,44 +4,29 @@ A stream can only be read by one process; the others tokenise what it has read.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from worker.data.sources.documents import TASK_BYTES, HoldOut, Piece
-from worker.data.sources.rows import RowFormat, row_pieces, without_nulls
+from worker.data.sources.documents import Piece, Task
+from worker.data.sources.rows import Rows
 from worker.errors import DataError
 
 PREFIX = "hub:"
 
 
-@dataclass(frozen=True)
-class RowsTask:
-    """The text of some rows of the stream, about `size` bytes."""
-
-    texts: tuple[Piece, ...]
-    size: int
-
-    def pieces(self) -> Iterator[Piece]:
-        yield from self.texts
-
-
-def hub_tasks(
-    source: str, row_format: RowFormat, hold_out: HoldOut, task_bytes: int = TASK_BYTES
-) -> Iterator[RowsTask]:
+def hub_tasks(source: str, rows: Rows, task_bytes: int) -> Iterator[Task]:
     """Yield the tasks of a data set of the hub."""
-    texts: list[Piece] = []
+    collected: list[Piece] = []
     size = 0
     for number, row in enumerate(_stream(source)):
-        values = {name: without_nulls(value) for name, value in row.items()}
-        found = list(row_pieces(row_format, values, hold_out, partial(str, f"{source}, row {number}")))
-        texts += found
-        size += sum(piece.size for piece in found)
+        for piece in rows.pieces_of_table(row, f"{source}, row {number}"):
+            collected.append(piece)
+            size += piece.size
         if size >= task_bytes:
-            yield RowsTask(tuple(texts), size)
-            texts, size = [], 0
-    if texts:
-        yield RowsTask(tuple(texts), size)
+            yield Task(size, partial(tuple, collected))
+            collected, size = [], 0
+    if collected:
+        yield Task(size, partial(tuple, collected))
 
 
 def _stream(source: str) -> Iterator[dict[str, Any]]:

@@ -7,17 +7,19 @@ those of TRL's dataset formats (https://huggingface.co/docs/trl/dataset_formats)
     chat        {"messages": [{"role": …, "content": …}, …]}, with or without "tools" and "chat_template_kwargs";
                 or {"conversations": [{"from": …, "value": …}, …]}. A message with "weight": 0 is not trained on
     completion  {"prompt": …, "completion": …}, two texts or two lists of messages
+
+Documents and conversations are held out by the digest of their text. So a text that occurs twice is never both trained
+on and held out, and neither the tokenizer nor the other documents and their order change which ones are held out.
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from worker.data.sources.documents import HoldOut, Piece, document
+from worker.data.sources.documents import Piece, pieces
+from worker.data.sources.files import draw
 from worker.errors import DataError
-
-Format = Literal["text", "chat", "completion"]
 
 _MESSAGES = ("messages", "conversations")
 _OPTIONS = ("tools", "chat_template_kwargs")
@@ -29,116 +31,89 @@ class RowError(Exception):
     """The row or the file does not contain what it should; the message says what it has instead, and the remedy."""
 
 
-class RowFormat(Protocol):
-    """A format of rows."""
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a source are read: the share that is held out, their format, and the column with text."""
+
+    holdout: float
+    format: Literal["text", "chat", "completion"] = "text"
+    column: str = "text"
+
+    def identity(self) -> list[Any]:
+        """Return values that distinguish it from any other."""
+        return [self.column if self.format == "text" else self.format, self.holdout]
 
     def columns(self, names: Sequence[str]) -> list[str]:
         """Return which columns to read of a file that has the columns `names`. Raises RowError."""
+        return [*self._needed(names), *(name for name in _OPTIONS if self.format != "text" and name in names)]
 
-    def pieces(self, row: Any, hold_out: HoldOut, where: Callable[[], str] = str) -> Iterator[Piece]:
-        """Yield the text of a row, in order. `where` names the row in errors. Raises RowError."""
+    def pieces(self, row: Any, where: str) -> Iterator[Piece]:
+        """Yield the text of a row, which `where` names in errors: of a conversation one piece, with it as JSON.
 
-    def identity(self) -> list[str]:
-        """Return values that distinguish it from any other format."""
+        A row that is no conversation gives a piece with its `fault`: whether it is skipped is decided later. Raises
+        DataError if the row has no text.
+        """
+        try:
+            text = self._text(row) if self.format == "text" else self._conversation(row)
+            content = text.encode()
+        except RowError as error:
+            yield self.faulty(str(error), where)
+        except UnicodeEncodeError as error:
+            yield self.faulty(f"lone surrogate in the text ({error}); fix or remove it", where)
+        else:
+            held_out = draw(content) < self.holdout
+            if self.format == "text":
+                yield from pieces(content, held_out)
+            else:
+                yield Piece(text, len(content), begins=True, ends=True, held_out=held_out, where=where)
 
+    def pieces_of_table(self, row: dict[str, Any], where: str) -> Iterator[Piece]:
+        """Yield the text of a row of a parquet file or of the hub; see `pieces`."""
+        yield from self.pieces({name: without_nulls(value) for name, value in row.items()}, where)
 
-@dataclass(frozen=True)
-class TextRows:
-    """Rows with a document in `column`."""
+    def faulty(self, fault: str, where: str) -> Piece:
+        """Return the piece for a row that cannot be used. Raises DataError for one of text."""
+        if self.format == "text":
+            raise DataError(f"{where}: {fault}")
+        return Piece("", 0, begins=True, ends=True, held_out=False, where=where, fault=fault)
 
-    column: str
-
-    def columns(self, names: Sequence[str]) -> list[str]:
-        if self.column not in names:
-            raise RowError(f"it has no column {self.column!r}; {self._remedy(names)}")
-        return [self.column]
-
-    def pieces(self, row: Any, hold_out: HoldOut, where: Callable[[], str] = str) -> Iterator[Piece]:
+    def _text(self, row: Any) -> str:
         _check_object(row, f"a text in {self.column!r}")
-        if self.column not in row:
-            raise RowError(f"it has no {self.column!r}; {self._remedy(row)}")
-        text = row[self.column]
+        text = row[self._needed(row)[0]]
         if not isinstance(text, str):
             raise RowError(f"its {self.column!r} is {_type(text)}, not text; name another column, or remove the row")
-        try:
-            yield from document(text, hold_out)
-        except UnicodeEncodeError as error:
-            raise _lone_surrogate(error) from error
+        return text
 
-    def identity(self) -> list[str]:
-        return [self.column]
-
-    def _remedy(self, names: Any) -> str:
-        return f"name the column with the text (data.column, --column), one of {', '.join(map(repr, names))}"
-
-
-@dataclass(frozen=True)
-class ConversationRows:
-    """Rows with a conversation, or with a prompt and its completion. Each gives one piece: the conversation as JSON,
-    with the members "messages", or "prompt" and "completion", and those of `_OPTIONS` that it has."""
-
-    format: Literal["chat", "completion"]
-
-    def columns(self, names: Sequence[str]) -> list[str]:
-        return [*self._needed(names), *(name for name in _OPTIONS if name in names)]
-
-    def pieces(self, row: Any, hold_out: HoldOut, where: Callable[[], str] = str) -> Iterator[Piece]:
+    def _conversation(self, row: Any) -> str:
+        """Return a conversation as JSON, with the members "messages", or "prompt" and "completion", and those of
+        `_OPTIONS` that it has."""
         _check_object(row, "a conversation" if self.format == "chat" else '"prompt" and "completion"')
-        needed = self._needed(row)
-        found: dict[str, Any]
-        if self.format == "chat":
-            found = {"messages": _messages(row[needed[0]], needed[0])}
-        else:
-            found = _prompt_and_completion(row)
-        if (tools := _decoded(row, "tools", list)) is not None:
-            found["tools"] = tools
-        if (options := _decoded(row, "chat_template_kwargs", dict)) is not None:
-            found["chat_template_kwargs"] = options
-        text = json.dumps(found, ensure_ascii=False, separators=(",", ":"))
-        try:
-            content = text.encode()
-        except UnicodeEncodeError as error:
-            raise _lone_surrogate(error) from error
-        yield Piece(text, len(content), begins=True, ends=True, held_out=hold_out(content), where=where)
-
-    def identity(self) -> list[str]:
-        return [self.format]
+        name, *_ = self._needed(row)
+        found = {"messages": _messages(row[name], name)} if self.format == "chat" else _prompt_and_completion(row)
+        for option, kind in zip(_OPTIONS, (list, dict), strict=True):
+            if (given := _decoded(row, option, kind)) is not None:
+                found[option] = given
+        return json.dumps(found, ensure_ascii=False, separators=(",", ":"))
 
     def _needed(self, names: Any) -> list[str]:
-        """Return the members with the conversation. Raises RowError if they are not among `names`."""
+        """Return the members with the text or the conversation. Raises RowError if they are not among `names`."""
+        found = ", ".join(map(repr, names))
+        if self.format == "text":
+            if self.column in names:
+                return [self.column]
+            raise RowError(
+                f"it has no {self.column!r}; name the column with the text (data.column, --column), one of {found}"
+            )
+        conversation, pair = [name for name in _MESSAGES if name in names], ["prompt", "completion"]
+        if self.format == "chat" and conversation:
+            return conversation[:1]
+        if self.format == "completion" and all(name in names for name in pair):
+            return pair
+        missing, other, use = '"messages"', "completion" in names, "completion"
         if self.format == "completion":
-            if "prompt" in names and "completion" in names:
-                return ["prompt", "completion"]
-            missing, other = '"prompt" and "completion"', list(_MESSAGES)
-        else:
-            for name in _MESSAGES:
-                if name in names:
-                    return [name]
-            missing, other = '"messages"', ["completion"]
-        instead = "chat" if self.format == "completion" else "completion"
-        hint = f'; use the format "{instead}"' if any(name in names for name in other) else ""
-        raise RowError(f'the format "{self.format}" needs {missing}, found {", ".join(map(repr, names))}{hint}')
-
-
-def row_format(name: Format, column: str) -> RowFormat:
-    """Return the format called `name`; of text in `column`."""
-    return TextRows(column) if name == "text" else ConversationRows(name)
-
-
-def row_pieces(row_format: RowFormat, row: Any, hold_out: HoldOut, where: Callable[[], str]) -> Iterator[Piece]:
-    """Yield the text of a row. A row that is no conversation gives a piece with its `fault`: whether it is skipped is
-    decided later. Raises DataError, which names the row, if it has no text."""
-    try:
-        yield from row_format.pieces(row, hold_out, where)
-    except RowError as error:
-        yield faulty(row_format, str(error), where)
-
-
-def faulty(row_format: RowFormat, fault: str, where: Callable[[], str]) -> Piece:
-    """Return the piece for a row that cannot be used. Raises DataError for one of text."""
-    if isinstance(row_format, TextRows):
-        raise DataError(f"{where()}: {fault}")
-    return Piece("", 0, begins=True, ends=True, held_out=False, where=where, fault=fault)
+            missing, other, use = '"prompt" and "completion"', bool(conversation), "chat"
+        hint = f'; use the format "{use}"' if other else ""
+        raise RowError(f'the format "{self.format}" needs {missing}, found {found}{hint}')
 
 
 def without_nulls(value: Any) -> Any:
@@ -214,7 +189,3 @@ def _check_object(row: Any, what: str) -> None:
 def _type(value: Any) -> str:
     names = {type(None): "null", dict: "an object", list: "an empty list" if value == [] else "a list", str: "text"}
     return names.get(type(value), type(value).__name__)
-
-
-def _lone_surrogate(error: UnicodeEncodeError) -> RowError:
-    return RowError(f"lone surrogate in the text ({error}); fix or remove it")

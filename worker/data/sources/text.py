@@ -1,52 +1,45 @@
 """Text files: each is one document. The same text is held out as when the files are read as bytes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from heapq import merge
 from itertools import count
 from pathlib import PurePath
 
 from worker.data.sources.contents import Part, is_compressed, length_of, parts
-from worker.data.sources.documents import TASK_BYTES, Piece, pieces
+from worker.data.sources.documents import Piece, Task, pieces
 from worker.data.sources.files import NamedFiles, held_out_names
+from worker.data.sources.rows import Rows
 from worker.errors import DataError
 
 LINE_BYTES = 1 << 16  # a longer line may be cut
 
-
-@dataclass(frozen=True)
-class TextTask:
-    """Several small files, or a part of a large one; each with whether it is held out."""
-
-    parts: tuple[tuple[Part, bool], ...]
-
-    @property
-    def size(self) -> int:
-        return sum(part.size for part, _ in self.parts)
-
-    def pieces(self) -> Iterator[Piece]:
-        for part, held_out in self.parts:
-            try:
-                yield from pieces(part.content, held_out, begins=part.at == 0, ends=part.ends)
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{part.path} is not UTF-8 ({error.reason}, in the lines after byte {part.at}); convert it, for "
-                    'example with iconv, or set data.tokenizer = "bytes"'
-                ) from error
+_Parts = list[tuple[Part, bool]]  # each with whether it is held out
 
 
-def text_tasks(files: NamedFiles, holdout: float, task_bytes: int = TASK_BYTES) -> Iterator[TextTask]:
-    """Yield the tasks of text files."""
-    collected: list[tuple[Part, bool]] = []
-    size = 0
-    for part, held_out in _parts(files, holdout, task_bytes):
+def text_tasks(files: NamedFiles, rows: Rows, task_bytes: int) -> Iterator[Task]:
+    """Yield the tasks of text files: several small ones each, or a part of a large one."""
+    collected: _Parts = []
+    content, size = 0, 0
+    for part, held_out in _parts(files, rows.holdout, task_bytes):
         collected.append((part, held_out))
-        size += len(part.content)
-        if size >= task_bytes:
-            yield TextTask(tuple(collected))
-            collected, size = [], 0
+        content, size = content + len(part.content), size + part.size
+        if content >= task_bytes:
+            yield Task(size, partial(_pieces, collected))
+            collected, content, size = [], 0, 0
     if collected:
-        yield TextTask(tuple(collected))
+        yield Task(size, partial(_pieces, collected))
+
+
+def _pieces(collected: _Parts) -> Iterator[Piece]:
+    for part, held_out in collected:
+        try:
+            yield from pieces(part.content, held_out, begins=part.at == 0, ends=part.ends)
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{part.path} is not UTF-8 ({error.reason}, in the lines after byte {part.at}); convert it, for "
+                'example with iconv, or set data.tokenizer = "bytes"'
+            ) from error
 
 
 def _parts(files: NamedFiles, holdout: float, task_bytes: int) -> Iterator[tuple[Part, bool]]:

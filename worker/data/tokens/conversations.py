@@ -6,25 +6,23 @@ text are trained on (worker/data/tokens/rendering.py); the text is tokenised her
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from protocol.text import decoded
-from worker.data.tokens.answers import EMPTY, Span, Text, TrainOn
-from worker.data.tokens.marks import BEGINS, IDS, TRAINED
+from worker.data.tokens.answers import EMPTY, Text, TrainOn
+from worker.data.tokens.marks import BEGINS, TRAINED
 from worker.data.tokens.rendering import Renderer, renderer
 from worker.data.tokens.tokenizer import TEMPLATE, Ids, Tokenizer, read_json, special_tokens, template_files
 from worker.errors import DataError
 
 _CONFIG = "tokenizer_config.json"
 _CLOCK = "strftime_now"  # what a template calls for the date
-_RULES = 2  # changes whenever the same conversation gets other ids or marks
 _EXCERPT = 60  # characters of a conversation in errors
 
 
@@ -52,15 +50,14 @@ class ChatTemplate:
         exceeds a limit."""
         found = self._ask(child, example, train_on, special)
         ignored.update(found["ignored"])
-        return [
-            Text(each["text"], [(start, stop) for start, stop in each["spans"]], each["end"]) for each in found["texts"]
-        ]
+        return [Text(**each) for each in found["texts"]]
 
     def _ask(self, child: Renderer, example: dict[str, Any], train_on: TrainOn | None, special: Sequence[str]) -> Any:
         template = {"templates": self.templates, "special": self.special, "ends": list(special), "date": self.date}
         messages = example.get("messages") or [*example["prompt"], *example["completion"]]
-        request = {"example": example, "train_on": train_on, "excerpt": _excerpt(messages)}
-        return child.ask(self.tokenizer, template, request)
+        text = json.dumps(messages, ensure_ascii=False)
+        excerpt = text if len(text) <= _EXCERPT else text[:_EXCERPT] + "…"
+        return child.ask(self.tokenizer, template, {"example": example, "train_on": train_on, "excerpt": excerpt})
 
 
 def load_chat_template(tokenizer: Tokenizer, today: date | None = None) -> ChatTemplate | None:
@@ -91,74 +88,67 @@ def _read(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-@dataclass(frozen=True)
-class ConversationEncoder:
-    """Encodes conversations, as JSON (see `ConversationRows`), to ids with marks. It can be sent to other processes;
-    `encoder` loads the tokenizer."""
+def conversation_encoder(
+    tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn
+) -> Callable[[str, Counter[str]], Ids]:
+    """Return a function that encodes a conversation, as JSON (see `Rows.pieces`), to ids with marks. They may consist
+    of several parts, each of which begins with the mark BEGINS: see worker/data/tokens/answers.py. Its second argument
+    counts the answers that are not trained on, by reason.
 
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    train_on: TrainOn
+    It raises BadConversation for a conversation that cannot be used, and DataError.
+    """
+    fast = tokenizer.fast()
+    fast.encode_special_tokens = False  # the template's special tokens are meant
+    special = [each.content for each in fast.get_added_tokens_decoder().values() if each.special]
+    child = renderer()
 
-    def identity(self) -> list[Any]:
-        """Return values that determine its result, beside the tokenizer's digest and end."""
-        return [_RULES, self.train_on, None if self.template is None else asdict(self.template) | {"tokenizer": None}]
+    def encode(line: str, ignored: Counter[str]) -> Ids:
+        example = json.loads(line)
+        plain = isinstance(example.get("prompt"), str)
+        if plain:
+            texts = [_plain(example, train_on, ignored)]
+        elif template is None:
+            raise no_template(tokenizer)
+        else:
+            texts = template.texts(child, example, train_on, special, ignored)
+        return np.concatenate([_marked(tokenizer, fast, text, plain) for text in texts])
 
-    def encoder(self) -> Callable[..., list[Ids]]:
-        """Return a function that encodes several conversations. The ids of one may consist of several parts, each of
-        which begins with the mark BEGINS: see worker/data/tokens/answers.py. As its second argument it takes a counter
-        of the answers that are not trained on, by reason.
+    return encode
 
-        It raises BadConversation for a conversation that cannot be used, and DataError.
-        """
-        fast = self.tokenizer.fast()
-        fast.encode_special_tokens = False  # the template's special tokens are meant
-        special = [each.content for each in fast.get_added_tokens_decoder().values() if each.special]
-        child = renderer()
 
-        def encode(texts: Sequence[str], ignored: Counter[str] | None = None) -> list[Ids]:
-            counted: Counter[str] = Counter() if ignored is None else ignored
-            return [
-                np.concatenate([ids(each, plain) for each in found])
-                for found, plain in (read(t, counted) for t in texts)
-            ]
+def _plain(example: dict[str, str], train_on: TrainOn, ignored: Counter[str]) -> Text:
+    """Return the text of a prompt and its completion, which no template renders."""
+    prompt, completion = example["prompt"], example["completion"]
+    text = prompt + completion
+    if train_on == "all":
+        return Text(text, [(0, len(text))], end=True)
+    if not completion.strip():
+        ignored[EMPTY] += 1
+        return Text(text, [])
+    return Text(text, [(len(prompt), len(text))], end=True)
 
-        def read(line: str, ignored: Counter[str]) -> tuple[list[Text], bool]:
-            example = json.loads(line)
-            if isinstance(example.get("prompt"), str):
-                return [self._plain(example, ignored)], True
-            if self.template is None:
-                raise no_template(self.tokenizer)
-            return self.template.texts(child, example, self.train_on, special, ignored), False
 
-        def ids(text: Text, plain: bool) -> Ids:
-            try:
-                encoding = fast.encode(text.text, add_special_tokens=plain)  # the template has written them already
-            except Exception as error:  # tokenizers raises Exception itself
-                raise DataError(
-                    f"{self.tokenizer.file} cannot tokenise {text.text[:_EXCERPT]!r}: {error}; fix it, or name "
-                    "another tokenizer"
-                ) from error
-            found = np.array(encoding.ids, np.uint32)
-            trained = _covered(encoding.offsets, text.spans)
-            if text.end and self.tokenizer.end is not None:
-                if not len(found) or found[-1] != self.tokenizer.end:
-                    found, trained = np.append(found, np.uint32(self.tokenizer.end)), np.append(trained, False)
-                trained[-1] = True  # also if the tokenizer has added it, which leaves it without a place in the text
-            return _marked(found, trained)
-
-        return encode
-
-    def _plain(self, example: dict[str, str], ignored: Counter[str]) -> Text:
-        """Return the text of a prompt and its completion, which no template renders."""
-        prompt, completion = example["prompt"], example["completion"]
-        text = prompt + completion
-        if self.train_on == "all":
-            return Text(text, [(0, len(text))], end=True)
-        if not completion.strip():
-            ignored[EMPTY] += 1
-            return Text(text, [])
-        return Text(text, [(len(prompt), len(text))], end=True)
+def _marked(tokenizer: Tokenizer, fast: Any, text: Text, plain: bool) -> Ids:
+    """Return the ids of a text with their marks. A `plain` one gets the special tokens that the tokenizer adds; a
+    template has written them already."""
+    try:
+        encoding = fast.encode(text.text, add_special_tokens=plain)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise DataError(
+            f"{tokenizer.file} cannot tokenise {text.text[:_EXCERPT]!r}: {error}; fix it, or name another tokenizer"
+        ) from error
+    ids = list(encoding.ids)
+    places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+    trained = np.zeros(len(ids), bool)
+    for start, stop in text.spans:  # every token that has a character in one of them
+        trained |= (places[:, 0] < stop) & (places[:, 1] > start) & (places[:, 0] < places[:, 1])
+    if text.end and tokenizer.end is not None:
+        if ids[-1:] != [tokenizer.end]:
+            ids, trained = [*ids, tokenizer.end], np.append(trained, False)
+        trained[-1] = True  # also if the tokenizer has added it, which leaves it without a place in the text
+    marks = np.where(trained, TRAINED, 0)
+    marks[:1] = BEGINS
+    return (np.array(ids, np.int64) | marks).astype(np.uint32)
 
 
 def no_template(tokenizer: Tokenizer) -> DataError:
@@ -168,24 +158,3 @@ def no_template(tokenizer: Tokenizer) -> DataError:
         f"data.tokenizer = {tokenizer.name!r} has no chat template{where or ';'} name the tokenizer of a model that "
         "was trained on conversations"
     )
-
-
-def _covered(offsets: Sequence[Span], spans: Iterable[Span]) -> npt.NDArray[np.bool_]:
-    """Return for each token, from `offsets` in the text, whether it has a character in one of the spans."""
-    found = np.array(offsets, np.int64).reshape(-1, 2)
-    covered = np.zeros(len(found), bool)
-    for start, stop in spans:
-        covered |= (found[:, 0] < stop) & (found[:, 1] > start) & (found[:, 0] < found[:, 1])
-    return covered
-
-
-def _marked(ids: Ids, trained: npt.NDArray[np.bool_]) -> Ids:
-    marked: Ids = ids | np.where(trained, np.uint32(TRAINED), np.uint32(0)).astype(np.uint32)
-    if len(marked):
-        marked[0] = (marked[0] & np.uint32(IDS)) | np.uint32(BEGINS)
-    return marked
-
-
-def _excerpt(messages: Any) -> str:
-    text = json.dumps(messages, ensure_ascii=False)
-    return text if len(text) <= _EXCERPT else text[:_EXCERPT] + "…"

@@ -6,7 +6,7 @@ conversations (format 2) has ids with marks, in sequences of fixed length. docs/
 """
 
 import json
-from collections.abc import Iterable
+from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -18,7 +18,6 @@ from protocol.messages import HexDigest
 from protocol.validation_errors import explain_all
 from worker.data.tokens.answers import TrainOn
 from worker.data.tokens.marks import IDS
-from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError
 
 FILE = "index.json"
@@ -30,6 +29,7 @@ Item = np.dtype[np.uint8] | np.dtype[np.uint16] | np.dtype[np.uint32]
 
 AGAIN = "fetch it again, or prepare the set again"
 _BYTES_PER_TOKEN = 1 << 20  # upper limit; a word that a tokenizer does not know may be one token, however long
+_FAULTS = 5  # rows that are skipped, and shown
 
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 
@@ -62,21 +62,52 @@ class Shard(_Strict):
         return file
 
 
-class Conversations(_Strict):
-    """A set of conversations, in sequences of `sequence_length` tokens and the one after them. `packing`: a sequence
-    may have several. The other members show what was left out, and what was repeated: see `LeftOut`."""
+class LeftOut(_Strict):
+    """What a set of conversations leaves out.
 
-    sequence_length: Annotated[int, Field(gt=0, le=1 << 24)]
-    train_on: TrainOn
-    packing: bool
-    longest: _Count
-    truncated: _Count
-    dropped: dict[str, _Count]
+    truncated   conversations that are too long for a sequence
+    dropped     conversations without anything to train on, by reason
+    longest     tokens of the longest conversation before it was truncated
+    ignored     answers that are not trained on, by reason
+    skipped     rows that are no conversation, or that the chat template rejects
+    faults      what is wrong with the first of them, by file and line
+    split       conversations that became several, each an answer's own
+    repeated    tokens that these repeat
+    """
+
+    truncated: _Count = 0
+    dropped: dict[str, _Count] = Field(default_factory=dict)
+    longest: _Count = 0
     ignored: dict[str, _Count] = Field(default_factory=dict)
     skipped: _Count = 0
     faults: tuple[str, ...] = ()
     split: _Count = 0
     repeated: _Count = 0
+
+    def __add__(self, other: "LeftOut") -> "LeftOut":
+        return LeftOut(
+            truncated=self.truncated + other.truncated,
+            dropped=_sum(self.dropped, other.dropped),
+            longest=max(self.longest, other.longest),
+            ignored=_sum(self.ignored, other.ignored),
+            skipped=self.skipped + other.skipped,
+            faults=(*self.faults, *other.faults)[:_FAULTS],
+            split=self.split + other.split,
+            repeated=self.repeated + other.repeated,
+        )
+
+
+def _sum(counts: dict[str, int], others: dict[str, int]) -> dict[str, int]:
+    return dict(sorted((Counter(counts) + Counter(others)).items()))
+
+
+class Conversations(LeftOut):
+    """A set of conversations, in sequences of `sequence_length` tokens and the one after them. `packing`: a sequence
+    may have several."""
+
+    sequence_length: Annotated[int, Field(gt=0, le=1 << 24)]
+    train_on: TrainOn
+    packing: bool
 
     def left_out(self) -> list[str]:
         """Return what was left out, and what was repeated, a sentence each."""
@@ -229,11 +260,13 @@ def parse_index(content: bytes, name: str) -> Index:
         raise DataError(f"{name} is not the index of a token set: {faults}; prepare the set again") from error
 
 
-def check_sizes(shards: Iterable[Shard], item: Item, directory: Path) -> None:
-    """Raise DataError unless every file of these shards exists and has the size that the index implies."""
+def complete_index(directory: Path) -> Index:
+    """Return the index of the token set in `directory`. Raises DataError also unless every file of it exists and has
+    the size that the index implies."""
+    index = read_index(directory / FILE)
     wanted: dict[str, int] = {}
-    for shard in shards:
-        end = shard.offset + shard.tokens * item.itemsize
+    for shard in index.shards:
+        end = shard.offset + shard.tokens * index.item.itemsize
         wanted[shard.file] = max(wanted.get(shard.file, 0), end)
     for name, size in wanted.items():
         file = directory / name
@@ -248,29 +281,9 @@ def check_sizes(shards: Iterable[Shard], item: Item, directory: Path) -> None:
             raise DataError(
                 f"{file} has {found} bytes instead of the {size} in {directory / FILE}: it is {what}; {AGAIN}"
             )
-
-
-def check_tokenizer(index: Index, tokenizer: Tokenizer, where: str) -> None:
-    """Raise DataError if the set was made with another tokenizer, as far as its index shows. `where` names the set."""
-    if index.tokenizer is None:
-        if tokenizer.vocabulary < index.vocabulary:
-            raise DataError(
-                f"{where} has token ids up to {index.vocabulary - 1}, but data.tokenizer = {tokenizer.name!r} only up "
-                f"to {tokenizer.vocabulary - 1}: the set was made with another tokenizer; name that one"
-            )
-    elif (index.tokenizer_digest, index.end) != (tokenizer.digest, tokenizer.end):
-        raise DataError(
-            f"{where} was made with the tokenizer {described(index.tokenizer, index.tokenizer_digest)}, but "
-            f"data.tokenizer is {described(tokenizer.name, tokenizer.digest)}; name the set's tokenizer, or leave "
-            "data.tokenizer out, or prepare the set again"
-        )
+    return index
 
 
 def described(name: str, digest: str | None) -> str:
     """Return a tokenizer's name and the beginning of its digest, for messages."""
     return f"{name!r}" if digest is None else f"{name!r} (BLAKE3 {digest[:16]}…)"
-
-
-def total(shards: Iterable[Shard]) -> int:
-    """Return the number of tokens in all shards."""
-    return sum(shard.tokens for shard in shards)

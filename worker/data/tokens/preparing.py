@@ -18,7 +18,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -31,30 +31,13 @@ from outerstep.common.connections import error_text
 from outerstep.common.files import fsync, naming, replace_file, try_lock
 from protocol.spec.sections import DataSpec
 from worker.data.sources.documents import TASK_BYTES
-from worker.data.sources.rows import row_format
-from worker.data.sources.source import TextSource, find_source
-from worker.data.tokens.conversations import ConversationEncoder, load_chat_template
-from worker.data.tokens.index import (
-    FILE,
-    UNFINISHED,
-    Conversations,
-    DtypeName,
-    Index,
-    Shard,
-    check_sizes,
-    dtype_for,
-    item_of,
-    read_index,
-)
+from worker.data.sources.rows import Rows
+from worker.data.sources.source import Source, find_source
+from worker.data.tokens.conversations import load_chat_template
+from worker.data.tokens.index import FILE, UNFINISHED, Conversations, Index, LeftOut, Shard, complete_index, item_of
 from worker.data.tokens.marks import TRAINED
-from worker.data.tokens.tokenising import (
-    ConversationEncoding,
-    DocumentEncoding,
-    Encoding,
-    LeftOut,
-    TokenisedText,
-    tokenised,
-)
+from worker.data.tokens.packing import ConversationEncoding
+from worker.data.tokens.tokenising import DocumentEncoding, Encoding, TokenisedText, tokenised
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError, Stopped
 
@@ -71,41 +54,23 @@ log = logging.getLogger(__name__)
 class Recipe:
     """What a token set is made of. The same recipe makes the same bytes on any machine and any number of cores."""
 
-    sources: Sequence[TextSource]
-    tokenizer: Tokenizer
+    sources: Sequence[Source]
+    encoding: Encoding
     shard_tokens: int = SHARD_TOKENS
     task_bytes: int = TASK_BYTES
-    conversations: ConversationEncoding | None = None  # None: the sources are text
 
     def digest(self) -> str:
         """Return the identity of the recipe: files by name, size, times and inode, the tokenizer by its content."""
-        tokenizer = (self.tokenizer.digest, self.tokenizer.end)
+        tokenizer = self.encoding.tokenizer
         sources = [source.identity() for source in self.sources]
-        parts: list[Any] = [1, sources, tokenizer, self.shard_tokens, self.task_bytes]
-        if self.conversations is not None:
-            parts.append(self.conversations.identity())
+        parts: list[Any] = [1, sources, tokenizer.digest, tokenizer.end, self.shard_tokens, self.task_bytes]
+        parts.append(self.encoding.identity())
         return blake3(json.dumps(parts, separators=(",", ":")).encode()).hexdigest()
-
-    @property
-    def dtype(self) -> DtypeName:
-        """The dtype of the ids: of those with marks if they are conversations."""
-        return dtype_for(self.tokenizer.vocabulary) if self.conversations is None else "uint32"
 
     @property
     def name(self) -> str:
         """The sources' names."""
         return ", ".join(source.name for source in self.sources)
-
-    @property
-    def encoding(self) -> Encoding:
-        """How the sources become ids."""
-        return self.conversations or DocumentEncoding(self.tokenizer, item_of(self.dtype))
-
-    @property
-    def whole_sequences(self) -> int:
-        """Tokens per shard: `shard_tokens`, or a little less so that no sequence of conversations is cut."""
-        row = 1 if self.conversations is None else self.conversations.sequence_length + 1
-        return max(self.shard_tokens // row, 1) * row
 
 
 def recipe_of(
@@ -113,16 +78,19 @@ def recipe_of(
 ) -> Recipe:
     """Return what the token set of this [data] is made of. `held_out`: a second source, which is held out as a whole;
     nothing of the first one is then. Raises DataError."""
-    rows = row_format(data.format, data.column)
-    sources = [find_source(data.source, rows, data.holdout if held_out is None else 0.0)]
+    sources = [find_source(data.source, Rows(data.holdout if held_out is None else 0.0, data.format, data.column))]
     if held_out is not None:
-        sources.append(find_source(held_out, rows, 1.0))
-    conversations = None
-    if data.format != "text":
-        template = load_chat_template(tokenizer, data.date or datetime.now(UTC).date())
-        encoder = ConversationEncoder(tokenizer, template, data.trains_on)
-        conversations = ConversationEncoding(encoder, data.sequence_length, data.packing, data.on_error == "skip")
-    return Recipe(sources, tokenizer, shard_tokens, conversations=conversations)
+        sources.append(find_source(held_out, Rows(1.0, data.format, data.column)))
+    return Recipe(sources, encoding_of(data, tokenizer), shard_tokens)
+
+
+def encoding_of(data: DataSpec, tokenizer: Tokenizer) -> Encoding:
+    """Return how the sources of this [data] become ids. Raises DataError."""
+    if data.format == "text":
+        return DocumentEncoding(tokenizer)
+    template = load_chat_template(tokenizer, data.date or datetime.now(UTC).date())
+    skip = data.on_error == "skip"
+    return ConversationEncoding(tokenizer, template, data.trains_on, data.sequence_length, data.packing, skip)
 
 
 class Progress(NamedTuple):
@@ -164,13 +132,12 @@ def prepare(
 
 def _prepared(recipe: Recipe, out: Path) -> Index:
     """Return the index of the set in `out`. Raises DataError if it is not that of the recipe."""
-    index = read_index(out / FILE)
+    index = complete_index(out)
     if index.made_from != recipe.digest():
         raise DataError(
             f"{out} contains another token set, or one of files that have changed since, made from {index.source}; "
             f"{_ELSEWHERE}"
         )
-    check_sizes(index.shards, index.item, out)
     (out / UNFINISHED).unlink(missing_ok=True)  # left by a process that was killed before it could delete it
     return index
 
@@ -185,12 +152,12 @@ def _prepare(
     tasks = chain.from_iterable(source.tasks(recipe.task_bytes) for source in recipe.sources)
     done = 0
     with closing(training), closing(held_out), closing(tokenised(tasks, recipe.encoding, processes)) as results:
-        for task in results:
+        for size, task in results:
             training.add(task.training)
             held_out.add(task.held_out)
             if training.left_out.skipped + held_out.left_out.skipped >= _ENOUGH_SKIPPED:
                 _check_usable(recipe, training, held_out)
-            done += task.size
+            done += size
             report(Progress(done, of, training.tokens + held_out.tokens))
             if stop is not None and stop.is_set():
                 raise Stopped("stopped while preparing the training set")
@@ -198,7 +165,7 @@ def _prepare(
         held_out.finish_shard()
     _check_usable(recipe, training, held_out)
     index = _index(recipe, made_from, training, held_out)
-    recipe.tokenizer.save(out / TOKENIZER)
+    recipe.encoding.tokenizer.save(out / TOKENIZER)
     replace_file(out / FILE, lambda file: file.write(index.text().encode()))
     return index
 
@@ -218,17 +185,18 @@ def _index(recipe: Recipe, made_from: str, training: "_Part", held_out: "_Part")
     if not training.shards:
         dropped = "".join(f"; {count} conversations have {reason}" for reason, count in left_out.dropped.items())
         raise DataError(f"{recipe.name} has no text to train on{dropped}; add text, or hold out less")
-    tokenizer, conversations = recipe.tokenizer, None
-    if (given := recipe.conversations) is not None:
+    encoding, conversations = recipe.encoding, None
+    if isinstance(encoding, ConversationEncoding):
         conversations = Conversations(
-            sequence_length=given.sequence_length,
-            train_on=given.conversations.train_on,
-            packing=given.packing,
-            **asdict(left_out),
+            sequence_length=encoding.sequence_length,
+            train_on=encoding.train_on,
+            packing=encoding.packing,
+            **dict(left_out),
         )
+    tokenizer = encoding.tokenizer
     return Index(
         format=1 if conversations is None else 2,
-        dtype=recipe.dtype,
+        dtype=encoding.dtype,
         vocabulary=tokenizer.vocabulary,
         tokenizer=tokenizer.name,
         tokenizer_digest=tokenizer.digest,
@@ -289,8 +257,9 @@ class _Part:
 
     def __init__(self, recipe: Recipe, directory: Path, prefix: str) -> None:
         self._directory, self._prefix = directory, prefix
-        self._item, self._shard_tokens = item_of(recipe.dtype), recipe.whole_sequences
-        self._marked = recipe.conversations is not None
+        self._item, row = item_of(recipe.encoding.dtype), recipe.encoding.sequence_tokens
+        self._shard_tokens = max(recipe.shard_tokens // row, 1) * row  # no sequence of conversations is cut
+        self._marked = isinstance(recipe.encoding, ConversationEncoding)
         self.tokens, self.documents = 0, 0
         self.shards: list[Shard] = []
         self.left_out = LeftOut()
@@ -309,7 +278,7 @@ class _Part:
                 last = len(text.starts)
             self._growing.update(
                 tokens=stop - at,
-                documents=int(text.begins[first:last].sum()),
+                documents=int(text.documents[first:last].sum()),
                 bytes=int(text.sizes[first:last].sum()),
             )
             if self._marked:
@@ -319,7 +288,7 @@ class _Part:
                 self.finish_shard()
             at = stop
         self.tokens += len(ids)
-        self.documents += int(text.begins.sum())
+        self.documents += int(text.documents.sum())
         self.left_out += text.left_out
 
     def finish_shard(self) -> None:

@@ -97,15 +97,6 @@ class InDirectory:
         return file
 
 
-def verify_file(shard: Shard, path: Path, itemsize: int) -> None:
-    """Raise DataError unless the shard in this file matches its digest."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            verify(shard, file, path, itemsize)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error}; {AGAIN}") from error
-
-
 def verify(shard: Shard, file: IO[bytes], path: Path, itemsize: int) -> None:
     """Raise DataError unless the shard in this open file matches its digest."""
     hasher, left = blake3(), shard.tokens * itemsize
