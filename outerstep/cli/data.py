@@ -138,9 +138,7 @@ def show(
     index = indexes.complete_index(directory)
     if verify:
         files = _load("worker.data.tokens.token_files", command="outerstep data show")
-        open_verified = files.InDirectory(index.shards, directory, index.item.itemsize)
-        for number in range(len(index.shards)):
-            open_verified(number).close()
+        files.in_directory(index, index.shards, directory).verify()
     sampled = []
     if sample:
         sampled = _load("worker.data.tokens.samples", command="outerstep data show").samples(index, directory, sample)

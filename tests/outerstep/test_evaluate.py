@@ -26,8 +26,8 @@ from tests.worker.runs import create, work
 from worker.agent import run_worker
 from worker.data.sources.rows import Rows
 from worker.data.sources.source import find_source
+from worker.data.tokens.encoding import DocumentEncoding
 from worker.data.tokens.preparing import Recipe, prepare
-from worker.data.tokens.tokenising import DocumentEncoding
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.export import tokenizer_of
 from worker.state.fragments import Fragments

@@ -208,15 +208,6 @@ def test_an_answer_without_an_end_learns_to_end(tmp_path: Path) -> None:
     assert len(np.flatnonzero(ids & BEGINS)) == 2
 
 
-@pytest.mark.parametrize(
-    "system", ["", "{% if messages[0].role != 'system' %}<|im_start|>system\nhelp<|im_end|>{% endif %}"]
-)
-def test_a_conversation_that_begins_with_an_answer(tmp_path: Path, system: str) -> None:
-    tokenizer = chat_tokenizer(tmp_path, system + CHATML)
-    found = trained_text(tokenizer, encoded(tokenizer, {"messages": TALK[2:]}))
-    assert found == [f"the worker waits é{TURN_END}", f"the delta 😀{TURN_END}"]
-
-
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED], ids=["plain", "marked"])
 def test_answers_of_weight_0_and_empty_ones_are_not_trained_on(tmp_path: Path, template: str) -> None:
     tokenizer = chat_tokenizer(tmp_path, template)
@@ -253,15 +244,6 @@ def test_tool_calls_that_the_template_does_not_render_are_not_trained_on(tmp_pat
     ids = encode(json.dumps({"messages": [TALK[1], CALL, TALK[3], TALK[4]]}), ignored)
     assert trained_text(tokenizer, ids) == [f"the delta 😀{TURN_END}"]
     assert ignored == {NOT_RENDERED: 1}
-
-
-def test_thoughts_that_the_template_leaves_out_are_trained_on(tmp_path: Path) -> None:
-    """DeepSeek R1's template renders every answer without them, and its prompt opens them."""
-    tokenizer = chat_tokenizer(
-        tmp_path, CHATML.replace("message.content", "(message.content.split('</think>') | last)")
-    )
-    (found,) = trained_text(tokenizer, encoded(tokenizer, {"messages": THINKING}))
-    assert found == f"hm</think>yes{TURN_END}"
 
 
 def test_content_in_parts_reaches_the_template_as_it_takes_it(tmp_path: Path) -> None:
@@ -376,12 +358,6 @@ def test_what_belongs_to_a_conversation() -> None:
 def test_rows_that_are_no_conversation(row_format: Any, row: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         example_of(row, row_format)
-
-
-def test_the_line_of_a_wrong_row_is_named(tmp_path: Path) -> None:
-    file = write_rows(tmp_path / "talk.jsonl", [{"messages": TALK}, {"messages": []}])
-    with pytest.raises(DataError, match=r"talk.jsonl, line 2: its \"messages\" is an empty list"):
-        prepare(recipe(file, tmp_path, "on_error = 'stop'"), tmp_path / "set", processes=1)
 
 
 def test_rows_that_cannot_be_used_are_skipped_counted_and_shown(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from worker.data.sources.rows import Rows
 from worker.data.sources.source import Source, find_source
+from worker.data.tokens.encoding import DocumentEncoding
 from worker.data.tokens.preparing import Recipe, prepare
-from worker.data.tokens.tokenising import DocumentEncoding
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import DataError
 
@@ -43,13 +43,6 @@ def write_hub(directory: Path) -> str:
     return f"hub:{directory}"
 
 
-def test_parquet_s_rows_in_tasks(tmp_path: Path) -> None:
-    source = find_source(str(write_parquet(tmp_path / "a.parquet", TEXTS)), Rows(0.0))
-    tasks = texts(source)
-    assert len(tasks) > 10
-    assert [text for task in tasks for text in task] == TEXTS
-
-
 def test_a_dictionary_of_texts_is_text(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'outerstep[data]'")
     path = write_parquet(tmp_path / "a.parquet", pyarrow.array(["a", "b", "a"]).dictionary_encode())
@@ -75,14 +68,6 @@ def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1, but no more")
     with pytest.raises(DataError, match="a.parquet is not a readable parquet file"):
         texts(find_source(str(tmp_path), Rows(0.0)))
-
-
-def test_a_data_set_of_the_hub_is_streamed(tmp_path: Path) -> None:
-    source = find_source(write_hub(tmp_path / "hub"), Rows(0.0))
-    tasks = texts(source)
-    assert len(tasks) > 10
-    assert [text for task in tasks for text in task] == TEXTS
-    assert source.size is None
 
 
 def test_a_split_of_the_hub_is_held_out(tmp_path: Path) -> None:

@@ -14,6 +14,8 @@ from tests.support.tokenizers import write_tokenizer
 from tests.worker.test_golden_token_sets import ROWS, TEXTS, write_texts
 from worker.data.open_training_set import TextData, open_training_set
 from worker.data.sources.files import source_files
+from worker.data.sources.rows import Rows
+from worker.data.sources.source import find_source
 from worker.data.tokens.preparing import prepare, recipe_of
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import DataError
@@ -67,6 +69,7 @@ REFUSED = {
         "lines.txt.gz is not text but JSON lines; rename it to end in .jsonl.gz",
     ),
     "array.txt": (json.dumps(ROWS, indent=1).encode(), "array.txt is not text but a JSON array; rename it"),
+    "packed.tar.gz": (b"", "packed.tar.gz is not text but compressed files"),
     "wide.txt": ("many words\n".encode("utf-16") * 99, f"wide.txt is {UTF_16}"),
     "wide.json": (LINES.encode("utf-16"), f"wide.json is {UTF_16}"),
     "wide.jsonl": (LINES.encode("utf-16"), f"wide.jsonl is {UTF_16}"),
@@ -74,20 +77,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_file_that_would_be_trained_on_with_its_keys_is_refused(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker, with a tokenizer or without, and `data prepare` say the same."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
+def test_a_file_that_would_be_trained_on_with_its_keys_is_refused(tmp_path: Path, name: str) -> None:
     content, message = REFUSED[name]
     (tmp_path / name).write_bytes(content)
-    tokenizer = str(write_tokenizer(tmp_path / "tokenizer"))
-    for by in (None, tokenizer):
-        with pytest.raises(DataError, match=message):
-            open_training_set(spec(tmp_path / name, by))
     with pytest.raises(DataError, match=message):
-        digest_of(tmp_path / name, tokenizer, tmp_path / "set")
+        find_source(str(tmp_path / name), Rows(0.1))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """The order of a set of many shards: a pure function of seed and number, in which a worker's units lie in few shards."""
 
-import threading
-
-import numpy as np
 import pytest
 
 from tests.support.twister import shuffled
@@ -35,33 +32,11 @@ def test_an_epoch_has_every_sequence_but_its_last_ones_once(batch: int) -> None:
     assert all(len(each) < batch for each in left_out)
 
 
-def test_one_shard_has_the_order_that_it_had_before_there_were_shards() -> None:
-    """Golden by its definition: the digests of all runs on text hang on it."""
-    order = Order([1000], 8, seed=7)
-    for epoch in range(2):
-        expected = np.random.RandomState([7, epoch]).permutation(1000)
-        rows = taken(order, range(epoch * 125, (epoch + 1) * 125))
-        assert rows == [(0, row) for row in expected.tolist()]
-
-
-def test_the_order_of_many_shards_never_changes() -> None:
-    """Golden: another order would be another run."""
-    order = Order(UNEVEN, 4, seed=11)
-    assert taken(order, range(1)) == [(6, 22), (19, 36), (17, 2), (19, 8)]
-    assert taken(order, range(30, 31)) == [(2, 7), (2, 0), (8, 6), (14, 11)]
-
-
 def test_units_are_the_same_whoever_asks_for_which_first() -> None:
     forwards, backwards = Order(UNEVEN, 6, seed=1), Order(UNEVEN, 6, seed=1)
     units = range(3 * forwards.units_per_epoch)
     asked = {unit: taken(backwards, range(unit, unit + 1)) for unit in reversed(units)}
     assert [row for unit in units for row in asked[unit]] == taken(forwards, units)
-
-
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    orders = [taken(Order(UNEVEN, 1, seed), range(first, first + 187)) for seed, first in ((0, 0), (0, 187), (1, 0))]
-    assert len({tuple(order) for order in orders}) == 3
-    assert len({tuple(sorted(order)) for order in orders}) == 1
 
 
 def test_consecutive_units_lie_in_a_window_of_shards_and_are_mixed_within_it() -> None:
@@ -83,23 +58,6 @@ def test_a_unit_may_begin_in_one_window_and_end_in_another() -> None:
     first, second = (set(order.shards(unit)) for unit in (0, 4))
     assert set(places.shards[:16].tolist()) <= first
     assert set(places.shards[16:].tolist()) <= second
-
-
-def test_threads_get_what_one_gets() -> None:
-    alone, shared = Order(UNEVEN, 2, seed=9), Order(UNEVEN, 2, seed=9)
-    expected = taken(alone, range(400))
-    got: dict[int, list[tuple[int, int]]] = {}
-
-    def ask(first: int) -> None:
-        got[first] = [row for unit in range(first, 400, 4) for row in taken(shared, range(unit, unit + 1))]
-
-    threads = [threading.Thread(target=ask, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for first in range(4):
-        assert got[first] == [row for unit in range(first, 400, 4) for row in expected[2 * unit : 2 * unit + 2]]
 
 
 def test_the_memory_is_that_of_windows_not_of_the_set() -> None:

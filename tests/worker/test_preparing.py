@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
-from blake3 import blake3
 
 from protocol.spec.run import parse_spec
 from tests.support.text import write_text
@@ -22,9 +21,9 @@ from tests.support.waiting import PATIENCE_S
 from worker.data.open_training_set import open_training_set
 from worker.data.sources.rows import Rows
 from worker.data.sources.source import find_source
+from worker.data.tokens.encoding import DocumentEncoding
 from worker.data.tokens.index import UNFINISHED, Index, read_index
 from worker.data.tokens.preparing import Progress, Recipe, prepare
-from worker.data.tokens.tokenising import DocumentEncoding
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import DataError, Stopped
 
@@ -105,8 +104,11 @@ def test_held_out_is_decided_by_the_text_alone(lines: Path, tokenizer: str, tmp_
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.worker.test_preparing import recipe
-from worker.data.tokens.preparing import prepare
+from worker.data.sources.rows import Rows
+from worker.data.sources.source import find_source
+from worker.data.tokens.encoding import DocumentEncoding
+from worker.data.tokens.preparing import Recipe, prepare
+from worker.data.tokens.tokenizer import load_tokenizer
 
 def tell(how_far):
     global left
@@ -115,8 +117,9 @@ def tell(how_far):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    lines, tokenizer, out, left = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), 3
-    prepare(recipe(lines, tokenizer), out, processes=2, report=tell)
+    (lines, tokenizer, out), left = sys.argv[1:], 3
+    recipe = Recipe([find_source(lines, Rows(0.1))], DocumentEncoding(load_tokenizer(tokenizer)), 700, 2000)
+    prepare(recipe, Path(out), processes=2, report=tell)
 """
 
 
@@ -154,13 +157,6 @@ def test_killed_at_the_end_it_is_complete(lines: Path, tokenizer: str, tmp_path:
     assert content(tmp_path / "out") == whole
 
 
-def test_the_same_again_does_nothing(lines: Path, tokenizer: str, tmp_path: Path) -> None:
-    index = prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
-    told: list[Progress] = []
-    assert prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1, report=told.append) == index
-    assert told == []
-
-
 def test_text_files_are_held_out_like_bytes_and_long_ones_are_cut_between_lines(tokenizer: str, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text", seed=1, files=8, words=900)
     index = prepare(recipe(text, tokenizer), tmp_path / "out", processes=1)
@@ -194,17 +190,6 @@ def test_characters_are_never_cut(tokenizer: str, tmp_path: Path, monkeypatch: p
     (tmp_path / "one.txt").write_text(line)
     index = prepare(recipe(tmp_path / "one.txt", tokenizer, holdout=0.0), tmp_path / "out", processes=1)
     assert documents(ids(tmp_path / "out", index), tokenizer) == [line]
-
-
-def test_a_second_source_is_held_out_whole(lines: Path, tokenizer: str, tmp_path: Path) -> None:
-    (tmp_path / "test.jsonl").write_text(json.dumps({"text": "held out"}) + "\n")
-    both = [
-        find_source(str(lines), Rows(0.0)),
-        find_source(str(tmp_path / "test.jsonl"), Rows(1.0)),
-    ]
-    index = prepare(Recipe(both, DocumentEncoding(load_tokenizer(tokenizer))), tmp_path / "out", processes=1)
-    assert documents(ids(tmp_path / "out", index, held_out=True), tokenizer) == ["held out"]
-    assert documents(ids(tmp_path / "out", index), tokenizer) == TEXTS
 
 
 def test_stopped_it_leaves_nothing(lines: Path, tokenizer: str, tmp_path: Path) -> None:
@@ -263,17 +248,6 @@ def test_text_that_is_not_utf_8(tokenizer: str, tmp_path: Path) -> None:
         prepare(recipe(tmp_path / "latin.txt", tokenizer), tmp_path / "out", processes=1)
 
 
-def test_files_of_several_kinds(lines: Path, tokenizer: str, tmp_path: Path) -> None:
-    (tmp_path / "mixed").mkdir()
-    for name in ("a.jsonl", "readme.md"):
-        (tmp_path / "mixed" / name).write_text("{}")
-    with pytest.raises(DataError, match=r"several kinds: JSON lines \(a.jsonl\), text \(readme.md\)"):
-        recipe(tmp_path / "mixed", tokenizer)
-    (tmp_path / "packed.tar.gz").write_bytes(b"")
-    with pytest.raises(DataError, match="packed.tar.gz is not text but compressed files"):
-        recipe(tmp_path / "packed.tar.gz", tokenizer)
-
-
 def test_a_directory_that_has_something_else(lines: Path, tokenizer: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
@@ -289,27 +263,6 @@ def test_no_text_at_all(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n\n')
     with pytest.raises(DataError, match="empty.jsonl has no text to train on"):
         prepare(recipe(tmp_path / "empty.jsonl", tokenizer), tmp_path / "out", processes=1)
-
-
-def test_the_digests_are_what_docs_wire_format_says(tmp_path: Path) -> None:
-    def of(value: object) -> str:
-        return blake3(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()).hexdigest()
-
-    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer")))
-    document = json.loads((tmp_path / "tokenizer" / "tokenizer.json").read_text())
-    assert tokenizer.digest == of({key: document[key] for key in document.keys() - {"truncation", "padding"}})
-
-    (tmp_path / "text.jsonl").write_text('{"text": "a worker"}\n{"text": "waits"}\n' * 50)
-    source = find_source(str(tmp_path / "text.jsonl"), Rows(0.0))
-    index = prepare(Recipe([source], DocumentEncoding(tokenizer), shard_tokens=100), tmp_path / "set", processes=1)
-    written = json.loads((tmp_path / "set" / "index.json").read_text())
-    named = ["format", "dtype", "vocabulary", "tokenizer_digest", "end", "training", "held_out"]
-    content = {key: written[key] for key in named}
-    for part in ("training", "held_out"):
-        content[part] = [{key: shard[key] for key in shard.keys() - {"file", "offset"}} for shard in content[part]]
-    assert index.digest() == of(content)
-    for shard in written["training"]:
-        assert blake3((tmp_path / "set" / shard["file"]).read_bytes()).hexdigest() == shard["digest"]
 
 
 # --- compressed files -------------------------------------------------------------------------------------------------

@@ -7,14 +7,12 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-import httpx
 import huggingface_hub
 import pytest
 import torch
 
 from harness.coordinator import InThread, coordinator_thread
 from outerstep.common.exit_codes import Exit
-from protocol.errors import Transient
 from protocol.messages import RunDetail
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.file_server import FileServer, file_server
@@ -23,7 +21,6 @@ from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
 from worker.data.fetching.prefetching import THREADS
-from worker.data.fetching.remote_files import HttpFiles
 from worker.data.fetching.remote_set import CacheSettings, open_remote_set
 from worker.data.open_training_set import open_training_set
 from worker.data.tokens.index import Index
@@ -157,21 +154,6 @@ def test_shards_are_fetched_ahead_of_their_units_and_of_those_of_the_next_round(
         assert len(server.asked) == before
 
 
-def test_what_is_fetched_ahead_makes_no_room_of_what_is_needed_sooner_and_goes_on_when_that_was_used(
-    server: FileServer, opened: Opened
-) -> None:
-    with file_server(server) as url:
-        data = opened(url, shards=16)
-        data.expect(range(60))  # three windows; there is room for two
-        first, third = names_of(data, range(20)), names_of(data, range(40, 60))
-        wait_until(lambda: asked(server) == names_of(data, range(40)))
-        for unit in range(40):
-            data.unit(unit)
-        assert all(server.count(path) == 1 for path in first)
-        wait_until(lambda: asked(server) >= third)
-        assert all(server.count(path) == 1 for path in server.files if path in third | first)
-
-
 def test_no_thread_goes_on_fetching_for_a_set_that_is_closed(server: FileServer, opened: Opened) -> None:
     """Threads that waited for the server of another test wrote of it into the log of the last one."""
     others = set(threading.enumerate())
@@ -244,12 +226,6 @@ def test_a_set_that_may_not_be_read_is_told_at_once(server: FileServer, opened: 
         opened(url)
 
 
-def test_an_index_that_is_none_is_told_at_once(server: FileServer, opened: Opened) -> None:
-    server.files["/sets/one/index.json"] = b"<html>Sign in to the Wi-Fi"
-    with file_server(server) as url, pytest.raises(DataError, match="index.json is not the index of a token set"):
-        opened(url)
-
-
 def test_a_cache_that_is_too_small_is_told_before_anything_is_fetched(server: FileServer, opened: Opened) -> None:
     with file_server(server) as url:
         with pytest.raises(DataError, match="up to 16 shards of this set, 3.2e-05 GB.* --data-cache-gb"):
@@ -268,24 +244,6 @@ def test_a_cache_without_room_for_what_is_held_out_is_told_at_the_start(server: 
         pytest.raises(DataError, match="an evaluation needs a shard of this set, 6.01e-05 GB"),
     ):
         opened(url)
-
-
-@pytest.mark.parametrize("number", ["²", "٣", "9" * 5000])
-def test_numbers_that_are_none_in_headers(number: str) -> None:
-    """`isdigit` takes the first, `int` the second, and neither of them the third: that ended as an unexpected fault."""
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        headers = [(b"Content-Length", number.encode()), (b"Retry-After", number.encode())]
-        return httpx.Response(
-            503 if request.url.path.endswith("busy") else 206, headers=headers, stream=httpx.ByteStream(b"1234")
-        )
-
-    files = HttpFiles("http://s")
-    files._http = httpx.Client(transport=httpx.MockTransport(answer))  # noqa: SLF001
-    assert b"".join(files.read("a", 0, 4)) == b"1234"
-    with pytest.raises(Transient, match="503") as caught:
-        files.whole("busy", 10)
-    assert caught.value.retry_after_s is None
 
 
 def test_an_address_that_is_none_is_told(tmp_path: Path) -> None:

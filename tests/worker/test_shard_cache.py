@@ -137,18 +137,6 @@ def test_a_spoilt_file_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptur
     assert "damaged; fetching it again" in caplog.text
 
 
-def test_an_outage_of_any_length_and_its_end_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    slept: list[float] = []
-    shelf = Shelf(_1=[Transient("no line")] * 500)
-    ShardCache(tmp_path, 10 * SIZE, retry(slept=slept)).fetch(shelf.wanted(1))
-    assert names(tmp_path) == digests(1)
-    assert len(slept) == 500
-    assert max(slept) <= 10
-    assert "no line; retrying in " in caplog.text
-    assert "the data answers again" in caplog.text
-
-
 def test_a_worker_that_is_asked_to_stop_stops_in_the_middle(tmp_path: Path) -> None:
     stop, shelf = threading.Event(), Shelf()
     wanted = shelf.wanted(1)

@@ -17,14 +17,13 @@ import torch
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.text import write_text
 from tests.support.tokenizers import write_tokenizer
-from worker.data.fetching.shard_cache import cache_directory
 from worker.data.open_training_set import TextData, open_training_set
 from worker.data.sources.rows import Rows
 from worker.data.sources.source import find_source
 from worker.data.tokens import bin_files
+from worker.data.tokens.encoding import DocumentEncoding
 from worker.data.tokens.index import Index, read_index
 from worker.data.tokens.preparing import Recipe, prepare
-from worker.data.tokens.tokenising import DocumentEncoding
 from worker.data.tokens.tokenizer import load_tokenizer
 from worker.data.training_set import TrainingSet
 from worker.errors import DataError, Stopped
@@ -129,16 +128,6 @@ def test_the_summary_names_the_tokenizer(prepared: Path, tmp_path: Path) -> None
     assert summary == open_training_set(spec(prepared, str(tmp_path / "tokenizer"))).summary
 
 
-def test_the_digest_is_of_what_is_in_the_shards_and_not_of_names(prepared: Path, tmp_path: Path) -> None:
-    before = open_training_set(spec(prepared)).summary.digest
-    (prepared / "train-00000.bin").rename(prepared / "first.bin")
-    change(prepared, lambda index: index["training"][0].update(file="first.bin"))
-    change(prepared, lambda index: index.update(tokenizer="elsewhere/tokenizer", source="elsewhere"))
-    assert open_training_set(spec(prepared)).summary.digest == before
-    change(prepared, lambda index: index["training"].reverse())
-    assert open_training_set(spec(prepared)).summary.digest != before
-
-
 def test_threads_read_what_one_reads(prepared: Path) -> None:
     alone, shared = open_training_set(spec(prepared)), open_training_set(spec(prepared))
     expected = rows(alone)
@@ -180,15 +169,6 @@ def test_text_is_prepared_once_per_machine(
         open_training_set(spec(text, tokenizer))
 
 
-def test_the_same_text_elsewhere_is_the_same_set(tmp_path: Path) -> None:
-    """Whatever its files are called, and the tokenizer: so two workers agree."""
-    digests = set()
-    for place in ("a", "b"):
-        text, tokenizer = write_text(tmp_path / place / "x", seed=1), write_tokenizer(tmp_path / place / "t")
-        digests.add(open_training_set(spec(text, str(tokenizer))).summary.digest)
-    assert len(digests) == 1
-
-
 def test_a_vocabulary_is_refused_before_anything_is_prepared(prepared: Path, tmp_path: Path, cache: Path) -> None:
     class TooSmall(Exception):
         pass
@@ -201,14 +181,6 @@ def test_a_vocabulary_is_refused_before_anything_is_prepared(prepared: Path, tmp
         with pytest.raises(TooSmall):
             open_training_set(spec(source, str(tmp_path / "tokenizer")), check=check)
     assert not cache.exists()
-
-
-def test_a_directory_of_text_may_have_an_index_of_its_own(tmp_path: Path) -> None:
-    text = write_text(tmp_path / "text", seed=1)
-    (text / "index.json").write_text('{"pages": []}')
-    assert isinstance(open_training_set(spec(f"{text}/*.txt")), TextData)
-    with pytest.raises(DataError, match=r"several kinds: JSON lines \(index.json\), text \(11.txt\); .*DIR/\*.txt"):
-        open_training_set(spec(text))
 
 
 def test_text_as_bytes_is_not_prepared(tmp_path: Path, cache: Path) -> None:
@@ -467,12 +439,6 @@ def test_ids_that_the_index_does_not_know(prepared: Path) -> None:
         rows(data)
 
 
-def test_an_index_that_is_no_json(prepared: Path) -> None:
-    (prepared / "index.json").write_text("{")
-    with pytest.raises(DataError, match="index.json is not the index of a token set"):
-        open_training_set(spec(prepared))
-
-
 def test_a_set_by_another_tokenizer(prepared: Path, tmp_path: Path) -> None:
     other = write_tokenizer(tmp_path / "other", "another text altogether")
     with pytest.raises(DataError, match=r"the tokenizer '.*tokenizer' \(BLAKE3 .*data.tokenizer is '.*other'"):
@@ -539,11 +505,6 @@ def test_memory_does_not_grow_with_the_set(tmp_path: Path) -> None:
         assert units == ((1 << 24) - 1) // 1024 * shards // 64
         peaks.append(grown + opened)
     assert peaks[1] - peaks[0] < 32_000, f"{peaks} kB"
-
-
-def test_the_cache_is_where_the_system_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_directory("data") == Path.home() / ".cache/outerstep/data"
 
 
 def test_private_ids_that_nobody_knows_the_tokenizer_of_are_refused(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from worker.data.sources.source import Source, find_source
 from worker.data.tokens import bin_files
 from worker.data.tokens.index import FILE, Index, Shard, complete_index, is_token_set
 from worker.data.tokens.preparing import Progress, Recipe, encoding_of, prepare
-from worker.data.tokens.token_files import InDirectory, TokenFiles
+from worker.data.tokens.token_files import in_directory
 from worker.data.tokens.tokenizer import BYTES, IN_BYTES, Tokenizer, load_tokenizer
 from worker.data.training_set import InMemory, TrainingSet, open_tokens
 from worker.errors import DataError
@@ -123,10 +123,7 @@ def _open_bin_files(spec: RunSpec, files: NamedFiles, tokenizer: Tokenizer | Non
 
 def _in_directory(spec: RunSpec, index: Index, directory: Path, tokenizer: Tokenizer | None) -> TrainingSet:
     """Return the token set of this index, whose files are in `directory`."""
-    training, held_out = (
-        TokenFiles(index, shards, InDirectory(shards, directory, index.item.itemsize))
-        for shards in (index.training, index.held_out)
-    )
+    training, held_out = (in_directory(index, shards, directory) for shards in (index.training, index.held_out))
     return open_tokens(spec, index, tokenizer, training, held_out)
 
 

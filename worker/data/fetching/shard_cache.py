@@ -32,10 +32,10 @@ from outerstep.common.connections import error_text
 from outerstep.common.files import FULL, free_bytes, naming, try_lock
 from outerstep.common.quantities import bytes_text
 from protocol.errors import Transient
+from worker.data.tokens.token_files import digest_of
 from worker.errors import DataError, Stopped
 from worker.line.retry import Retry, Signal
 
-_CHUNK_BYTES = 1 << 20
 _LOCK_POLL_S = 0.2  # while another worker fetches the same shard
 _PART = ".part"
 _NAME = re.compile(r"[0-9a-f]{64}(\.part)?")
@@ -111,11 +111,7 @@ class ShardCache:
 
     def _matches(self, shard: RemoteShard, file: IO[bytes]) -> bool:
         if shard.digest not in self._verified:
-            hasher, size = blake3(), 0
-            while chunk := file.read(_CHUNK_BYTES):
-                hasher.update(chunk)
-                size += len(chunk)
-            if size != shard.size or hasher.hexdigest() != shard.digest:
+            if digest_of(file, shard.size + 1) != (shard.digest, shard.size):  # it may be longer
                 return False
             file.seek(0)
             self._verified.add(shard.digest)

@@ -28,36 +28,38 @@ _EXCERPT = 60  # characters of a conversation in errors
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The chat templates of a tokenizer by name, "default" and possibly "tool_use", and the texts of its special
-    tokens, which templates may use. `date`, YYYY-MM-DD: what they show as today; None: today, or they do not ask."""
+    """The chat templates of the tokenizer `name`.
 
-    tokenizer: str
+    templates  by name, "default" and possibly "tool_use"
+    special    the texts of the special tokens that the tokenizer's files name, which templates may use
+    ends       the texts of all its special tokens
+    date       YYYY-MM-DD: what they show as today; None: today, or they do not ask
+    """
+
+    name: str
     templates: dict[str, str]
     special: dict[str, str]
+    ends: list[str]
     date: str | None = None
 
     def prompt(self, child: Renderer, messages: Sequence[Any]) -> str:
         """Return the text of the messages, with the prompt for an answer. Raises DataError if the template rejects
         them, or exceeds a limit."""
-        (found,) = self._ask(child, {"messages": messages}, None, ())["texts"]
+        (found,) = self._ask(child, {"messages": messages}, None)["texts"]
         return str(found["text"])
 
-    def texts(
-        self, child: Renderer, example: dict[str, Any], train_on: TrainOn, special: Sequence[str], ignored: Counter[str]
-    ) -> list[Text]:
+    def texts(self, child: Renderer, example: dict[str, Any], train_on: TrainOn, ignored: Counter[str]) -> list[Text]:
         """Return the texts of a conversation with what is trained on, and count in `ignored` the answers that are not,
-        by reason. `special`: the texts of all special tokens. Raises BadConversation, and DataError if the template
-        exceeds a limit."""
-        found = self._ask(child, example, train_on, special)
+        by reason. Raises BadConversation, and DataError if the template exceeds a limit."""
+        found = self._ask(child, example, train_on)
         ignored.update(found["ignored"])
         return [Text(**each) for each in found["texts"]]
 
-    def _ask(self, child: Renderer, example: dict[str, Any], train_on: TrainOn | None, special: Sequence[str]) -> Any:
-        template = {"templates": self.templates, "special": self.special, "ends": list(special), "date": self.date}
+    def _ask(self, child: Renderer, example: dict[str, Any], train_on: TrainOn | None) -> Any:
         messages = example.get("messages") or [*example["prompt"], *example["completion"]]
         text = json.dumps(messages, ensure_ascii=False)
         excerpt = text if len(text) <= _EXCERPT else text[:_EXCERPT] + "…"
-        return child.ask(self.tokenizer, template, {"example": example, "train_on": train_on, "excerpt": excerpt})
+        return child.ask(vars(self), {"example": example, "train_on": train_on, "excerpt": excerpt})
 
 
 def load_chat_template(tokenizer: Tokenizer, today: date | None = None) -> ChatTemplate | None:
@@ -78,7 +80,9 @@ def load_chat_template(tokenizer: Tokenizer, today: date | None = None) -> ChatT
     if "default" not in templates:
         return None
     dated = today is not None and any(_CLOCK in each for each in templates.values())
-    return ChatTemplate(tokenizer.name, templates, special_tokens(directory), str(today) if dated else None)
+    added = read_json(tokenizer.file).get("added_tokens") or []
+    ends = [str(each["content"]) for each in added if each.get("special")]
+    return ChatTemplate(tokenizer.name, templates, special_tokens(directory), ends, str(today) if dated else None)
 
 
 def _read(path: Path) -> str:
@@ -99,7 +103,6 @@ def conversation_encoder(
     """
     fast = tokenizer.fast()
     fast.encode_special_tokens = False  # the template's special tokens are meant
-    special = [each.content for each in fast.get_added_tokens_decoder().values() if each.special]
     child = renderer()
 
     def encode(line: str, ignored: Counter[str]) -> Ids:
@@ -110,7 +113,7 @@ def conversation_encoder(
         elif template is None:
             raise no_template(tokenizer)
         else:
-            texts = template.texts(child, example, train_on, special, ignored)
+            texts = template.texts(child, example, train_on, ignored)
         return np.concatenate([_marked(tokenizer, fast, text, plain) for text in texts])
 
     return encode

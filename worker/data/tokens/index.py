@@ -85,15 +85,13 @@ class LeftOut(_Strict):
     repeated: _Count = 0
 
     def __add__(self, other: "LeftOut") -> "LeftOut":
+        added = {key: getattr(self, key) + getattr(other, key) for key in ("truncated", "skipped", "split", "repeated")}
         return LeftOut(
-            truncated=self.truncated + other.truncated,
             dropped=_sum(self.dropped, other.dropped),
             longest=max(self.longest, other.longest),
             ignored=_sum(self.ignored, other.ignored),
-            skipped=self.skipped + other.skipped,
             faults=(*self.faults, *other.faults)[:_FAULTS],
-            split=self.split + other.split,
-            repeated=self.repeated + other.repeated,
+            **added,
         )
 
 

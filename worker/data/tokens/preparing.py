@@ -34,10 +34,10 @@ from worker.data.sources.documents import TASK_BYTES
 from worker.data.sources.rows import Rows
 from worker.data.sources.source import Source, find_source
 from worker.data.tokens.conversations import load_chat_template
+from worker.data.tokens.encoding import ConversationEncoding, DocumentEncoding, Encoding, TokenisedText
 from worker.data.tokens.index import FILE, UNFINISHED, Conversations, Index, LeftOut, Shard, complete_index, item_of
 from worker.data.tokens.marks import TRAINED
-from worker.data.tokens.packing import ConversationEncoding
-from worker.data.tokens.tokenising import DocumentEncoding, Encoding, TokenisedText, tokenised
+from worker.data.tokens.tokenising import tokenised
 from worker.data.tokens.tokenizer import Tokenizer
 from worker.errors import DataError, Stopped
 
@@ -152,9 +152,9 @@ def _prepare(
     tasks = chain.from_iterable(source.tasks(recipe.task_bytes) for source in recipe.sources)
     done = 0
     with closing(training), closing(held_out), closing(tokenised(tasks, recipe.encoding, processes)) as results:
-        for size, task in results:
-            training.add(task.training)
-            held_out.add(task.held_out)
+        for size, texts in results:
+            for part, text in zip((training, held_out), texts, strict=True):
+                part.add(text)
             if training.left_out.skipped + held_out.left_out.skipped >= _ENOUGH_SKIPPED:
                 _check_usable(recipe, training, held_out)
             done += size
@@ -273,14 +273,11 @@ class _Part:
         while at < len(ids):
             stop = min(len(ids), at + self._shard_tokens - self._growing["tokens"])
             self._append(ids[at:stop].tobytes())
-            first, last = np.searchsorted(text.starts, (at, stop))
+            first, last = np.searchsorted(text.pieces[:, 0], (at, stop))
             if stop == len(ids):
-                last = len(text.starts)
-            self._growing.update(
-                tokens=stop - at,
-                documents=int(text.documents[first:last].sum()),
-                bytes=int(text.sizes[first:last].sum()),
-            )
+                last = len(text.pieces)
+            _, size, documents = text.pieces[first:last].sum(axis=0).tolist()
+            self._growing.update(tokens=stop - at, documents=documents, bytes=size)
             if self._marked:
                 trained = np.count_nonzero(ids[at:stop].astype(np.uint32) & np.uint32(TRAINED))
                 self._growing["trained"] += int(trained)
@@ -288,7 +285,7 @@ class _Part:
                 self.finish_shard()
             at = stop
         self.tokens += len(ids)
-        self.documents += int(text.documents.sum())
+        self.documents += int(text.pieces[:, 2].sum())
         self.left_out += text.left_out
 
     def finish_shard(self) -> None:

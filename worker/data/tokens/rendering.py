@@ -42,10 +42,10 @@ class Renderer:
         self._process: subprocess.Popen[bytes] | None = None
         self._template: dict[str, Any] | None = None
 
-    def ask(self, name: str, template: dict[str, Any], request: dict[str, Any]) -> Any:
-        """Return the child's answer to a request: the texts of a conversation by the chat template of the tokenizer
-        `name`. `template` has the members `templates`, `special`, `ends` and `date`. Raises BadConversation, and
-        DataError if the template exceeds a limit."""
+    def ask(self, template: dict[str, Any], request: dict[str, Any]) -> Any:
+        """Return the child's answer to a request: the texts of a conversation by this template, a `ChatTemplate` as a
+        dict. Raises BadConversation, and DataError if the template exceeds a limit."""
+        name = template["name"]
         with self._lock:
             given = {**request, "cpu_s": CPU_S}
             if template != self._template or self._process is None:
@@ -90,13 +90,7 @@ def _start(owner: Renderer) -> "subprocess.Popen[bytes]":
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        try:
-            pipe.close()
-        except BrokenPipeError:
-            continue  # the child has ended before it read all
+    process.communicate()  # closes its pipes, and waits for it
 
 
 def _ended(name: str, status: int) -> DataError:
@@ -125,17 +119,13 @@ def renderer() -> Renderer:
 
 
 class _Jinja:
-    """The chat templates of a tokenizer by name, and the texts of its special tokens, which templates may use.
-
-    ends  the texts of all its special tokens
-    date  what a template that asks for the time gets; None: now
-    cpu_s  the most seconds of CPU time that it may take to render a conversation
-    """
+    """A `ChatTemplate`. `cpu_s`: the most seconds of CPU time that it may take to render a conversation."""
 
     cpu_s: int = CPU_S
 
-    def __init__(self, templates: dict[str, str], special: dict[str, str], ends: list[str], date: str | None) -> None:
-        self._templates, self._special, self._ends = templates, special, Special(ends)
+    def __init__(self, template: dict[str, Any]) -> None:
+        self._templates, self._special = template["templates"], template["special"]
+        self._ends, date = Special(template["ends"]), template["date"]
         self._date = None if date is None else datetime.fromisoformat(date)
         self._in_parts: dict[str, tuple[bool, bool]] = {}
 
@@ -245,7 +235,7 @@ def _main() -> None:
     for line in sys.stdin.buffer:
         request = json.loads(line)
         if "template" in request:
-            jinja = _Jinja(**request["template"])
+            jinja = _Jinja(request["template"])
         assert jinja is not None
         jinja.cpu_s = request["cpu_s"]
         answer = _answer(request, _TEXT_CHARACTERS + 8 * len(line), jinja)

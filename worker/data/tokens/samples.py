@@ -9,7 +9,7 @@ import numpy as np
 from worker.data.tokens.index import Index
 from worker.data.tokens.marks import BEGINS, IDS, TRAINED
 from worker.data.tokens.preparing import TOKENIZER
-from worker.data.tokens.token_files import InDirectory, TokenFiles
+from worker.data.tokens.token_files import in_directory
 from worker.data.tokens.tokenizer import Ids, load_tokenizer
 from worker.errors import DataError
 
@@ -39,7 +39,7 @@ def samples(index: Index, directory: Path, count: int) -> list[Sample]:
     fast = load_tokenizer(str(directory / TOKENIZER)).fast()
     row = index.row_tokens
     ends = np.cumsum([shard.tokens // row for shard in index.training])
-    files = TokenFiles(index, index.training, InDirectory(index.training, directory, index.item.itemsize))
+    files = in_directory(index, index.training, directory)
     found = []
     for chosen in np.arange(count) * int(ends[-1]) // count if count < ends[-1] else np.arange(int(ends[-1])):
         shard = int(np.searchsorted(ends, chosen, "right"))

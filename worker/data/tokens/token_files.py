@@ -60,6 +60,11 @@ class TokenFiles:
             self._raise_id_too_large(ids, shards, starts)
         return out
 
+    def verify(self) -> None:
+        """Open every shard. Raises DataError."""
+        for shard in range(len(self._shards)):
+            self._open_file(shard)
+
     def _open_file(self, shard: int) -> IO[bytes]:
         with self._opening:
             return self._file(shard)
@@ -77,41 +82,47 @@ class TokenFiles:
         )
 
 
-class InDirectory:
-    """Opens shards in a directory. Verifies each at its first use."""
+def in_directory(index: Index, shards: Sequence[Shard], directory: Path) -> TokenFiles:
+    """Return these shards of a set whose files are in `directory`. Each is verified at its first use."""
+    verified: set[int] = set()
 
-    def __init__(self, shards: Sequence[Shard], directory: Path, itemsize: int) -> None:
-        self._shards, self._directory, self._itemsize = shards, directory, itemsize
-        self._verified: set[int] = set()
-
-    def __call__(self, number: int) -> IO[bytes]:
-        shard = self._shards[number]
-        path = self._directory / shard.file
+    def open_shard(number: int) -> IO[bytes]:
+        shard = shards[number]
+        path = directory / shard.file
         try:
             file = path.open("rb", buffering=0)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error}; {AGAIN}") from error
-        if number not in self._verified:
-            verify(shard, file, path, self._itemsize)
-            self._verified.add(number)
+        if number not in verified:
+            _verify(shard, file, path, index.item.itemsize)
+            verified.add(number)
         return file
 
+    return TokenFiles(index, shards, open_shard)
 
-def verify(shard: Shard, file: IO[bytes], path: Path, itemsize: int) -> None:
+
+def _verify(shard: Shard, file: IO[bytes], path: Path, itemsize: int) -> None:
     """Raise DataError unless the shard in this open file matches its digest."""
-    hasher, left = blake3(), shard.tokens * itemsize
-    chunk = memoryview(bytearray(min(_CHUNK_BYTES, left)))
     file.seek(shard.offset)
+    size = shard.tokens * itemsize
     try:
-        while left and (count := file.readinto(chunk[:left])):  # type: ignore[attr-defined]  # a raw file
-            hasher.update(chunk[:count])
-            left -= count
+        digest, read = digest_of(file, size)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-    if left:
-        raise DataError(f"{path} was cut short: {left} bytes of the shard are missing; {AGAIN}")
-    if hasher.hexdigest() != shard.digest:
+    if read < size:
+        raise DataError(f"{path} was cut short: {size - read} bytes of the shard are missing; {AGAIN}")
+    if digest != shard.digest:
         raise DataError(
-            f"{path} was altered: the digest of its {shard.tokens} tokens is {hasher.hexdigest()} instead of "
-            f"{shard.digest}, as in the index; {AGAIN}"
+            f"{path} was altered: the digest of its {shard.tokens} tokens is {digest} instead of {shard.digest}, as in "
+            f"the index; {AGAIN}"
         )
+
+
+def digest_of(file: IO[bytes], size: int) -> tuple[str, int]:
+    """Return the BLAKE3 of the next `size` bytes of a raw file, and how many of them it has."""
+    hasher, left = blake3(), size
+    chunk = memoryview(bytearray(min(_CHUNK_BYTES, left)))
+    while left and (count := file.readinto(chunk[:left])):  # type: ignore[attr-defined]
+        hasher.update(chunk[:count])
+        left -= count
+    return hasher.hexdigest(), size - left

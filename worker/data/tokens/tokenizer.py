@@ -154,35 +154,25 @@ def _end(directory: Path, fast: Any, name: str) -> int:
 
 def _special(directory: Path, fast: Any, key: str) -> int | None:
     """Return the id of the special token that the tokenizer's files name as `key`; None if they name none."""
-    for file in (directory / each for each in _SPECIAL_FILES):
-        token = read_json(file).get(key)
-        if token is not None:
-            text = _content(token)
-            found = fast.token_to_id(text)
-            if found is None:
-                raise DataError(
-                    f"{file} names the {key} {text!r}, which {directory / FILE} does not contain; name one of its "
-                    "tokens, or train it with that special token"
-                )
-            return int(found)
-    return None
+    if (text := special_tokens(directory).get(key)) is None:
+        return None
+    if (found := fast.token_to_id(text)) is None:
+        raise DataError(
+            f"{directory / _SPECIAL_FILES[0]} or {_SPECIAL_FILES[1]} names the {key} {text!r}, which "
+            f"{directory / FILE} does not contain; name one of its tokens, or train it with that special token"
+        )
+    return int(found)
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
     """Return the texts of the special tokens that the tokenizer's files name, by key: bos_token, eos_token etc."""
     named: dict[str, str] = {}
     for file in reversed(_SPECIAL_FILES):
-        tokens = read_json(directory / file).items()
-        named |= {key: _content(token) for key, token in tokens if key.endswith("_token") and _is_token(token)}
+        for key, token in read_json(directory / file).items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if key.endswith("_token") and isinstance(text, str):
+                named[key] = text
     return named
-
-
-def _is_token(found: Any) -> bool:
-    return isinstance(found, str) or (isinstance(found, dict) and isinstance(found.get("content"), str))
-
-
-def _content(token: Any) -> str:
-    return str(token.get("content") if isinstance(token, dict) else token)
 
 
 def read_json(file: Path) -> dict[str, Any]:
