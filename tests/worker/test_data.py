@@ -142,13 +142,6 @@ def test_held_out_batches_are_bounded(tmp_path: Path) -> None:
     assert sum(len(batch) for batch in data.held_out_batches(1)) == 1
 
 
-def test_a_part_of_the_held_out_text_is_taken_evenly_from_all_of_it(tmp_path: Path) -> None:
-    (tmp_path / "one.txt").write_bytes(bytes(range(8, 208)))
-    data = TextData(spec(str(tmp_path), holdout=0.5))  # 12 sequences of 8 bytes, from byte 100 on
-    first = [row[0] for batch in data.held_out_batches(32) for row in batch.tolist()]
-    assert first == [108, 132, 156, 180]
-
-
 def test_the_standard_library_is_enough_text() -> None:
     data = TextData(spec("python-stdlib", length=64, batch=8, holdout=0.05))
     assert len(data.training) > 5_000_000

@@ -192,17 +192,6 @@ def test_text_as_bytes_is_not_prepared(tmp_path: Path, cache: Path) -> None:
     assert not cache.exists()
 
 
-def test_json_lines_as_bytes(tmp_path: Path) -> None:
-    file = tmp_path / "docs.jsonl"
-    file.write_text("".join(json.dumps({"content": f"document {number}, "}) + "\n" for number in range(100)))
-    data = open_training_set(spec(file, data='column = "content"\nholdout = 0.0'))
-    assert data.vocabulary == 256
-    text = "".join(f"document {number}, " for number in range(100))
-    found = [bytes(row).decode() for row in rows(data)]
-    assert len(found) == data.units_per_epoch * 3 == (len(text) - 1) // 8 // 3 * 3
-    assert all(each in text for each in found)
-
-
 def test_a_stopped_worker_does_not_prepare_on(tmp_path: Path) -> None:
     text, tokenizer = write_text(tmp_path / "text", seed=1), str(write_tokenizer(tmp_path / "tokenizer"))
     stop = threading.Event()

@@ -12,7 +12,6 @@ A large file becomes several shards, which bounds the size of the order of one s
 
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -67,12 +66,14 @@ def index_of(
     last = None if held_out else described[-1]
     for each in described:
         border = each.tokens - int(each.tokens * holdout) if each is last else each.tokens
-        for start, stop in _cuts(each.tokens, border):
-            digest, most = _read(each, start, stop)
-            largest = max(largest, most)
-            offset = each.offset + start * item_of(found).itemsize
-            shard = Shard(file=each.name, offset=offset, tokens=stop - start, digest=digest)
-            parts[each.name in held_out or start >= border].append(shard)
+        for first, end in ((0, border), (border, each.tokens)):  # no shard is of both
+            for start in range(first, end, SHARD_TOKENS):
+                stop = min(start + SHARD_TOKENS, end)
+                digest, most = _read(each, start, stop)
+                largest = max(largest, most)
+                offset = each.offset + start * item_of(found).itemsize
+                shard = Shard(file=each.name, offset=offset, tokens=stop - start, digest=digest)
+                parts[each.name in held_out or start >= border].append(shard)
     if tokenizer is not None and largest >= tokenizer.vocabulary:
         raise DataError(
             f"data.source = {source!r} contains the token id {largest}, but the ids of data.tokenizer = "
@@ -101,7 +102,8 @@ def _describe(name: str, path: Path, given: DtypeName | None) -> _File:
     `given` dtype, or if its ids are wider than that."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = np.frombuffer(file.read(HEADER_BYTES), "<i4", count=min(3, size // 4))
+        beginning = file.read(_CHUNK_BYTES)
+    head = np.frombuffer(beginning, "<i4", count=min(3, size // 4))
     if len(head) == 3 and int(head[0]) in MAGICS:
         dtype, tokens = MAGICS[int(head[0])], int(head[2])
         wanted = HEADER_BYTES + tokens * item_of(dtype).itemsize
@@ -116,14 +118,12 @@ def _describe(name: str, path: Path, given: DtypeName | None) -> _File:
     dtype = given or HEADERLESS
     if size % item_of(dtype).itemsize:
         raise DataError(f"{path} has {size} bytes, not a whole number of {dtype} ids; make it again")
-    _check_width(path, dtype)
+    _check_width(path, beginning, dtype)
     return _File(name, path, dtype, 0, size // item_of(dtype).itemsize)
 
 
-def _check_width(path: Path, dtype: DtypeName) -> None:
+def _check_width(path: Path, content: bytes, dtype: DtypeName) -> None:
     """Raise DataError if the ids at the beginning of a file are wider than `dtype`."""
-    with path.open("rb") as file:
-        content = file.read(_CHUNK_BYTES)
     if not _is_wider(content, item_of(dtype).itemsize):
         return
     wider, remedy = "uint32", 'set data.dtype = "uint32"'
@@ -142,13 +142,6 @@ def _is_wider(content: bytes, size: int) -> bool:
         return False
     low, high = int(ids[::2].max()), int(ids[1::2].max())
     return low > 0 and high <= (LARGEST_VOCABULARY >> 8 * size) * (low >= 1 << 12)
-
-
-def _cuts(tokens: int, border: int) -> Iterator[tuple[int, int]]:
-    """Yield the shards of a file, [start, stop). None crosses the border between training and held-out tokens."""
-    for first, end in ((0, border), (border, tokens)):
-        for start in range(first, end, SHARD_TOKENS):
-            yield start, min(start + SHARD_TOKENS, end)
 
 
 def _read(each: _File, start: int, stop: int) -> tuple[str, int]:

@@ -62,7 +62,7 @@ class DocumentEncoding:
         dtype: npt.DTypeLike = item_of(self.dtype)
 
         def tokenise(pieces: Sequence[Piece]) -> TokenisedText:
-            found: list[Tokens] = [np.empty(0, dtype)]
+            found: list[Tokens] = []
             rows, at = [], 0
             for batch in _batches(pieces):
                 for piece, ids in zip(batch, encode([each.text for each in batch]), strict=True):
@@ -70,7 +70,8 @@ class DocumentEncoding:
                     found.append(ended.astype(dtype))
                     rows.append((at, piece.size, piece.begins))
                     at += len(ended)
-            return TokenisedText(np.concatenate(found), np.array(rows, np.int64).reshape(-1, 3), LeftOut())
+            joined: Tokens = np.concatenate([np.empty(0, dtype), *found])
+            return TokenisedText(joined, np.array(rows, np.int64).reshape(-1, 3), LeftOut())
 
         return tokenise
 
