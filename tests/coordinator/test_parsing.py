@@ -41,12 +41,11 @@ def test_a_message_is_what_pydantic_makes_of_it() -> None:
 
 
 def test_the_largest_messages_are_taken() -> None:
-    tensors = [TensorSpec(name=f"model.layers.{number}.weight", shape=[1, 2, 3, 4]) for number in range(MAX_TENSORS)]
-    largest = JoinRequest(tensors=tensors).model_dump_json().encode()
+    largest = join_of(*(b'{"name":"model.layers.%d.weight","shape":[1,2,3,4]}' % n for n in range(MAX_TENSORS)))
     assert len(largest) < 16 << 20
     assert len(parse(largest, JOIN, JOIN_VALUES).tensors) == MAX_TENSORS
     carried = [(2 * number, 2 * number + 1) for number in range(MAX_UNIT_RANGES)]
-    asked = AssignmentRequest(carried=carried).model_dump_json().encode()
+    asked = json.dumps({"carried": carried}).encode()
     assert len(parse(asked, TypeAdapter(AssignmentRequest), ASSIGNMENT_VALUES).carried) == MAX_UNIT_RANGES
 
 
@@ -66,8 +65,8 @@ def test_a_million_values_are_refused_before_they_are_parsed(body: bytes, monkey
 
 
 def test_a_list_ends_at_its_first_fault() -> None:
-    assert len(faults(join_of(TENSOR, *[b"{}"] * 100_000))) == 2  # its name and its shape are missing
-    assert len(faults(join_of(*[b"1"] * 100_000))) == 1
+    assert len(faults(join_of(TENSOR, *[b"{}"] * 10_000))) == 2  # its name and its shape are missing
+    assert len(faults(join_of(*[b"1"] * 10_000))) == 1
     assert [each["type"] for each in faults(join_of(*[TENSOR] * (MAX_TENSORS + 1)))] == ["too_long"]
 
 

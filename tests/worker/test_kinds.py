@@ -89,6 +89,7 @@ def test_a_file_that_would_be_trained_on_with_its_keys_is_refused(tmp_path: Path
     [
         ("dataset_info.json", json.dumps({"features": {"text": "string"}}, indent=1)),
         ("state.json", json.dumps({"_data_files": []})),
+        ("index.json", '{"pages": []}'),  # no token set
         ("a.csv", TABLE),
     ],
 )

@@ -226,6 +226,12 @@ def test_a_set_that_may_not_be_read_is_told_at_once(server: FileServer, opened: 
         opened(url)
 
 
+def test_an_index_that_is_none_is_told_at_once(server: FileServer, opened: Opened) -> None:
+    server.files["/sets/one/index.json"] = b"<html>Sign in to the Wi-Fi"
+    with file_server(server) as url, pytest.raises(DataError, match="index.json is not the index of a token set"):
+        opened(url)
+
+
 def test_a_cache_that_is_too_small_is_told_before_anything_is_fetched(server: FileServer, opened: Opened) -> None:
     with file_server(server) as url:
         with pytest.raises(DataError, match="up to 16 shards of this set, 3.2e-05 GB.* --data-cache-gb"):
