@@ -88,7 +88,8 @@ class Real:
                 small_disks=trouble == "disk full",
             )
             print(f"{key}: {found}", file=sys.stderr, flush=True)
-            step_s = found.in_steps * found.seconds * sum(speeds_of(boxes)) / (found.tokens / self._size.tokens_per_step)
+            steps = found.tokens / self._size.tokens_per_step
+            step_s = found.in_steps * found.seconds * sum(speeds_of(boxes)) / steps
             if step_s > TOO_SLOW * self._size.step_s:
                 print(f"an inner step took {step_s:.2f} s: this machine is too slow for this row", file=sys.stderr)
             return asdict(found)

@@ -224,7 +224,7 @@ def test_an_evaluator_gets_what_makes_the_state_without_a_worker(shared: InThrea
     got = Payload.from_bytes(b.http.get(path).raise_for_status().content)
     assignment = a.assignment(1)  # of as many units as in round 0
     each = [sent(member, assignment, 0, member.pseudo_gradients(0)[0]) for member in members]
-    without_m, whole = (sum(values * np.float32(1 / len(of)) for values in of) for of in (each[:3], each))
+    without_m, whole = (np.sum([values * np.float32(1 / len(of)) for values in of], 0) for of in (each[:3], each))
     codec, expected, found = CODECS[DIFFERENCES], np.empty_like(whole), np.empty_like(whole)
     raw = np.empty(codec.size(len(whole)), np.uint8)
     codec.encode(without_m - whole, raw)
