@@ -1,7 +1,6 @@
 """The command `outerstep run show`: a run, or its workers, checkpoints or work units."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
 
@@ -31,11 +30,8 @@ from protocol.messages import (
     Account,
     CheckpointInfo,
     EpochInfo,
-    Evaluation,
     RoundDetail,
     RunDetail,
-    Verdict,
-    Waits,
     WorkerInfo,
 )
 from protocol.spec.run import RunSpec
@@ -219,16 +215,47 @@ def _worker_list(found: Sequence[WorkerInfo]) -> RenderableType:
 
 def _one_worker(client: Client, run: str, name: str) -> Answer:
     found = client.worker(run, name)
-    rounds = [_worker_round(client.round(run, each.round), name) for each in islice(client.rounds(run), FIRST_ROUNDS)]
-    taken = [each for each in rounds if each.has_any]
+    details = [client.round(run, each.round) for each in islice(client.rounds(run), FIRST_ROUNDS)]
+    parts = [(_part(each, name), len(each.fragments)) for each in details]
+    taken = [each for each in parts if any(each[0][key] for key in ("verdicts", "late", "evaluation", "account"))]
 
     def text() -> RenderableType:
         columns = [">round", ">fragments", ">counts", ">late", ">held-out loss", ">time", "waited", "why"]
-        rows = [each.row() for each in reversed(taken)]
-        part = ["", tables(columns, rows, console().width)] if taken else []
-        return Group(facts(_worker_facts(found)), *part)
+        rows = [_part_row(*each) for each in reversed(taken)]
+        below = ["", tables(columns, rows, console().width)] if taken else []
+        return Group(facts(_worker_facts(found)), *below)
 
-    return Answer({"worker": found, "rounds": [each.document() for each in taken]}, text)
+    return Answer({"worker": found, "rounds": [part for part, _ in taken]}, text)
+
+
+def _part(detail: RoundDetail, worker: str) -> dict[str, Any]:
+    """Return a worker's part in a round, for JSON: by fragment, the verdict on its contribution (None: not decided yet)
+    and how late it was in seconds; its evaluation, account and waits."""
+    taken = [each for each in detail.fragments if worker in each.contributors]
+    return {
+        "round": detail.round,
+        "verdicts": {str(each.fragment): each.verdicts.get(worker) for each in taken},
+        "late": {str(each.fragment): each.late_s for each in detail.late if each.worker == worker},
+        "evaluation": detail.evaluations.get(worker),
+        "account": detail.accounts.get(worker),
+        "waits": detail.waits.get(worker),
+    }
+
+
+def _part_row(part: dict[str, Any], fragments: int) -> list[str]:
+    decided = [verdict for verdict in part["verdicts"].values() if verdict is not None]
+    least = min(decided, key=lambda verdict: verdict.factor, default=None)
+    measured, account, waits = part["evaluation"], part["account"], part["waits"]
+    return [
+        str(part["round"]),
+        f"{len(part['verdicts'])} of {fragments}",
+        UNKNOWN if least is None else f"{least.factor:.2f}",
+        duration_text(max(part["late"].values(), default=None)),
+        UNKNOWN if measured is None else held_out_text(measured.loss, measured.bits_per_byte),
+        duration_text(None if account is None else account.total_s),
+        UNKNOWN if waits is None else waits_text(waits),
+        "" if least is None else least.reason,
+    ]
 
 
 def _path(worker: WorkerInfo) -> str:
@@ -236,61 +263,6 @@ def _path(worker: WorkerInfo) -> str:
     if worker.direct is None:
         return ""
     return " (directly to the store)" if worker.direct else " (through the coordinator)"
-
-
-@dataclass(frozen=True)
-class _WorkerRound:
-    """A worker's part in a round: by fragment, the verdict on its contribution (None: not decided yet) and how late it
-    was in seconds."""
-
-    round: int
-    fragments: int
-    verdicts: dict[int, Verdict | None]
-    late: dict[int, float]
-    evaluation: Evaluation | None
-    account: Account | None
-    waits: Waits | None
-
-    @property
-    def has_any(self) -> bool:
-        return bool(self.verdicts or self.late or self.evaluation or self.account)
-
-    def document(self) -> dict[str, Any]:
-        return {
-            "round": self.round,
-            "verdicts": {str(fragment): verdict for fragment, verdict in self.verdicts.items()},
-            "late": {str(fragment): late_s for fragment, late_s in self.late.items()},
-            "evaluation": self.evaluation,
-            "account": self.account,
-            "waits": self.waits,
-        }
-
-    def row(self) -> list[str]:
-        decided = [verdict for verdict in self.verdicts.values() if verdict is not None]
-        least = min(decided, key=lambda verdict: verdict.factor, default=None)
-        measured = self.evaluation
-        return [
-            str(self.round),
-            f"{len(self.verdicts)} of {self.fragments}",
-            UNKNOWN if least is None else f"{least.factor:.2f}",
-            duration_text(max(self.late.values(), default=None)),
-            UNKNOWN if measured is None else held_out_text(measured.loss, measured.bits_per_byte),
-            duration_text(None if self.account is None else self.account.total_s),
-            UNKNOWN if self.waits is None else waits_text(self.waits),
-            "" if least is None else least.reason,
-        ]
-
-
-def _worker_round(detail: RoundDetail, worker: str) -> _WorkerRound:
-    return _WorkerRound(
-        detail.round,
-        len(detail.fragments),
-        {each.fragment: each.verdicts.get(worker) for each in detail.fragments if worker in each.contributors},
-        {each.fragment: each.late_s for each in detail.late if each.worker == worker},
-        detail.evaluations.get(worker),
-        detail.accounts.get(worker),
-        detail.waits.get(worker),
-    )
 
 
 def _worker_facts(worker: WorkerInfo) -> Sequence[tuple[str, str]]:
