@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
+from typer.main import get_group
 
 from coordinator.settings import AggregatorSettings, Settings
-from outerstep.cli import aggregator as aggregator_command
-from outerstep.cli import coordinator as coordinator_command
+from outerstep.cli import app
 from outerstep.cli import worker as worker_command
+from outerstep.cli.errors import flags_of
 from protocol.spec.run import RunSpec
 from worker.settings import WorkerSettings
 
@@ -45,7 +46,7 @@ rounds = 10
 
 DATABASE = """
 The database and the data directory belong together, because rows name files. So give the same `--database` at every
-start and to `outerstep migrate`, or never give it. A coordinator that finds files of runs but no database does not
+start, or never give it. A coordinator that finds files of runs but no database does not
 start. A backup has both ([deployment.md](deployment.md#backup)).
 
 - `sqlite:////var/lib/outerstep/run.db`, with four slashes, is absolute. `sqlite:///run.db`, with three, is relative to
@@ -93,8 +94,8 @@ check this before they load anything:
   data or a configuration (`trust_remote_code`, `auto_map`) is never run.
 
 At a terminal, with one process, the worker asks once for everything that is missing. Otherwise it ends with exit code 3
-and prints the options to add. `outerstep run export`, `run chat`, `run evaluate` and `compare` need the same permission
-for what they run and read: the factory, the model's weights, the tokenizer, and the data to evaluate on. A script with
+and prints the options to add. `outerstep run export`, `run chat` and `compare` need the same permission for
+what they run and read: the factory, the model's weights, the tokenizer, and the data to evaluate on. A script with
 `DiLoCo` brings its own model and data and needs no permission.
 
 ### What is reported about your machine
@@ -211,6 +212,11 @@ def process_section(title: str, settings: type[BaseModel], flags: dict[str, str]
     return f"## {title}\n\n{settings.__doc__}\n\n{_table('setting', rows)}"
 
 
+def _flags(command: str) -> dict[str, str]:
+    """Return the flag of each setting that is an option of the command."""
+    return flags_of(get_group(app).commands[command])
+
+
 def _row(name: str, schema: dict[str, Any], required: bool) -> str:
     return f"| {name} | {_type(schema)} | {_default(schema, required)} | {_meaning(schema)} |\n"
 
@@ -224,10 +230,10 @@ def page() -> str:
         HEAD
         + run_spec_section()
         + "\n"
-        + process_section("The coordinator: `outerstep coordinator`", Settings, coordinator_command.FLAGS)
+        + process_section("The coordinator: `outerstep coordinator`", Settings, _flags("coordinator"))
         + DATABASE
         + "\n"
-        + process_section("An aggregator: `outerstep aggregator`", AggregatorSettings, aggregator_command.FLAGS)
+        + process_section("An aggregator: `outerstep aggregator`", AggregatorSettings, _flags("aggregator"))
         + "\n"
         + process_section("A worker: `outerstep worker`", WorkerSettings, worker_command.FLAGS)
         + TOKEN

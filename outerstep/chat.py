@@ -159,5 +159,5 @@ def of_export(
     """Return the model in a directory written by `outerstep run export`, on `device`, and its tokenizer. Raises what
     `load_export` raises, DataError if there is no tokenizer, and ValueError for an unknown device."""
     found = choose_device(device)
-    model = load_export(directory, None, allowed, max_parameters, ask)
+    model = load_export(directory, allowed, max_parameters, ask)
     return model.to(found), load_tokenizer(str(directory))

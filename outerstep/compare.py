@@ -1,7 +1,7 @@
-"""Compare models on the same held-out tokens: runs, exports and transformers directories. Importing this module needs
-torch and transformers.
+"""Measure models on the same held-out tokens, and compare them: runs, exports and transformers directories. Importing
+this module needs torch and transformers.
 
-Both losses depend on the same text, so their difference is known much more precisely than either. Its confidence
+Two losses depend on the same text, so their difference is known much more precisely than either. Its confidence
 interval comes from a paired bootstrap over documents (Koehn, EMNLP 2004; Efron and Tibshirani 1993, chapter 13):
 documents are drawn with replacement, the same ones for both models.
 """
@@ -44,7 +44,7 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Contender:
-    """A model to compare: checkpoint `state` (None: the latest) of a `run`, or the model in a `directory`."""
+    """A model to measure: checkpoint `state` (None: the latest) of a `run`, or the model in a `directory`."""
 
     name: str
     run: RunDetail | None = None
@@ -118,14 +118,14 @@ def measure(
         loss = loss_of(model, data, spec.data, device)
         batches = zip(data.held_out_batches(most), documents, strict=True)
         found.append(losses(loss, batches, device, micro_batches(spec.data)))
-    if known is None:
+    unit, count = "sequences" if known is None else "documents", len(found[0].targets)
+    if known is None and len(found) > 1:
         notes.append(
             "the data set does not record where documents begin, so neighbouring sequences count as independent, and "
             "the intervals are too narrow"
         )
-    unit = "sequences" if known is None else "documents"
-    if (count := len(found[0].targets)) < FEW:
-        notes.append(f"with only {count} held-out {unit} the intervals are too narrow: compare on more text, by --data")
+    if count < FEW and len(found) > 1:
+        notes.append(f"with only {count} held-out {unit} the intervals are too narrow: compare on more text, by --on")
     return Measured(found, unit, data.bytes_per_token, notes)
 
 
@@ -142,8 +142,7 @@ def _data_of(
             permit(spec, allowed_by(box), ask, OF_DATA)
             return spec, held_out_data(spec, box, str(each.directory), None)
     raise DataError(
-        "none of these names its held-out text: compare with a run, or with a directory that `outerstep run export` "
-        "has written"
+        "none of these names its held-out text: give also a run, or a directory that `outerstep run export` has written"
     )
 
 
@@ -179,7 +178,7 @@ def _load(
 ) -> nn.Module:
     if each.run is None:
         assert each.directory is not None
-        return load_export(each.directory, None, allowed_by(box), box.max_parameters, ask)
+        return load_export(each.directory, allowed_by(box), box.max_parameters, ask)
     assert http is not None
     allowed = permit(each.run.spec, allowed_by(box), ask, OF_MODEL)
     client = Client(http, each.run.name, token)

@@ -340,5 +340,17 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     return result
 
 
+def facts(rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of names and values, without a header."""
+    result = table(["", "~"], rows)
+    result.show_header = False
+    return result
+
+
+def lines(texts: Iterable[str]) -> Text:
+    """Return lines of text, which only the terminal's width breaks."""
+    return Text("\n").join(Text(printable(each)) for each in texts)
+
+
 def _number(value: int | None) -> str:
     return UNKNOWN if value is None else str(value)

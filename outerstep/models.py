@@ -1,4 +1,4 @@
-"""A run's model outside of training: exported, evaluated, or pinned. Importing this needs torch and transformers."""
+"""A run's model outside of training: exported, measured, or pinned. Importing this needs torch and transformers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,66 +12,33 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from protocol.messages import DataSummary, Evaluation, RunDetail
+from protocol.messages import DataSummary
 from protocol.spec.model import MAX_PARAMETERS
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import DataSpec, PinSpec
-from worker.allowing import NOTHING, OF_DATA, OF_MODEL, Allowed, allowed_by, permit
+from worker.allowing import NOTHING, OF_MODEL, Allowed, allowed_by, permit
 from worker.box import base_of, check_suited, shard_cache, summary_of_frozen
 from worker.data.open_training_set import open_training_set
 from worker.data.tokens.index import described
 from worker.data.tokens.tokenizer import IN_BYTES
 from worker.data.training_set import TrainingSet
 from worker.errors import DataError, ModelError
-from worker.export import export, load_checkpoint
-from worker.inner.evaluation import evaluate
+from worker.export import export
 from worker.inner.loss import Loss, check_packing, conversations_in
 from worker.inner.micro_batch import MicroBatches
 from worker.link.client import Client
 from worker.models.building import build_model, check_vocabulary
 from worker.models.pretrained import ADAPTERS, CONFIG
 from worker.settings import BoxSettings
-from worker.starting import choose_device
 from worker.state.fragments import Fragments
 from worker.state.outer_state import OuterState
-from worker.state.parameters import frozen_summary, tensor_specs
+from worker.state.parameters import tensor_specs
 
 HOST = torch.device("cpu")
 TOKENS_AT_ONCE = 4096  # a run's whole batch may have half a million tokens, whose logits fit on no machine
 
 
 # --- evaluation ---------------------------------------------------------------------------------------------------
-
-
-def evaluate_model(
-    http: httpx.Client,
-    token: str,
-    run: RunDetail,
-    box: BoxSettings,
-    *,
-    state: int | None = None,
-    exported: Path | None = None,
-    ask: Callable[[str], bool] | None = None,
-) -> Evaluation:
-    """Return the loss on at most `evaluation.max_tokens` held-out tokens, of the run's model before round `state`
-    (None: the latest checkpoint) or of an export.
-
-    `box` gives the device, the data and their cache, and what the spec may name; for the rest, `ask` asks the machine's
-    owner. If it names no data, `data.source` must be the data that the run is trained on. Raises NotAllowed, DataError,
-    ModelError, ValueError if this machine lacks the device, and what `worker.export.load_checkpoint` raises.
-    """
-    logging.disable_progress_bar()
-    device = choose_device(box.device)
-    allowed = permit(run.spec, allowed_by(box), ask, OF_DATA if exported else (*OF_MODEL, *OF_DATA))
-    data = held_out_data(run.spec, box, f"run {run.name}", run.data)
-    client = Client(http, run.name, token)
-    if exported is None:
-        model = load_checkpoint(client, state, allowed.factories, box.max_parameters)
-    else:
-        model = load_export(exported, run, allowed, box.max_parameters, ask)
-    loss = loss_of(model, data, run.spec.data, device)
-    report = evaluate(model, data, run.spec.evaluation.max_tokens, device, loss, micro_batches(run.spec.data))
-    return Evaluation(**report.model_dump())
 
 
 def loss_of(model: nn.Module, data: TrainingSet, described: DataSpec, device: torch.device) -> Loss:
@@ -98,7 +65,7 @@ def held_out_data(spec: RunSpec, box: BoxSettings, name: str, recorded: DataSumm
     custom = spec.data.source == "custom"
     spec = spec.with_source(box.data)
     if spec.data.source == "custom":
-        raise DataError(f"{name} has data.source = 'custom', which only its scripts can read; give --data")
+        raise DataError(f"{name} has data.source = 'custom', which only its scripts can read; give --on")
     data = open_training_set(spec, shards=shard_cache(box))
     if recorded is not None and not custom:  # a script's own tokenizer is unknown
         check_tokenizer(name, recorded, spec.data.source, data.summary)
@@ -106,12 +73,12 @@ def held_out_data(spec: RunSpec, box: BoxSettings, name: str, recorded: DataSumm
     if box.data is None and known not in (None, data.summary.digest):
         raise DataError(
             f"data.source = {spec.data.source!r} has other text on this machine (BLAKE3 {data.summary.digest}) than "
-            f"{name} is trained on ({known}); give --data to evaluate on other text"
+            f"{name} is trained on ({known}); give --on to evaluate on other text"
         )
     if next(data.held_out_batches(1), None) is None:
         raise DataError(
             f"data.source = {spec.data.source!r} has nothing held out, or less than one sequence of "
-            f"{spec.data.sequence_length} tokens; give --data with more"
+            f"{spec.data.sequence_length} tokens; give --on with more"
         )
     return data
 
@@ -123,20 +90,14 @@ def check_tokenizer(name: str, theirs: DataSummary, source: str, ours: DataSumma
     here, there = (described(each.tokenizer or IN_BYTES, each.tokenizer_digest) for each in (ours, theirs))
     raise DataError(
         f"data.source = {source!r} has token ids from {here}, but {name} is trained on ids from {there}; "
-        "give --data made with that tokenizer, by `outerstep data prepare`"
+        "give --on made with that tokenizer, by `outerstep data prepare`"
     )
 
 
-def load_export(
-    directory: Path,
-    run: RunDetail | None,
-    allowed: Allowed,
-    max_parameters: int,
-    ask: Callable[[str], bool] | None,
-) -> nn.Module:
+def load_export(directory: Path, allowed: Allowed, max_parameters: int, ask: Callable[[str], bool] | None) -> nn.Module:
     """Return the model in a directory written by `outerstep run export`, on the CPU; adapters are merged into the model
     that they belong to. Code and places that its spec names must be `allowed`, or the owner says yes to `ask`. Raises
-    NotAllowed, and ModelError, also if `run` trains adapters on a different model."""
+    NotAllowed and ModelError."""
     try:
         if (directory / CONFIG).is_file():
             model = _transformers_model(directory)
@@ -145,8 +106,6 @@ def load_export(
             permit(spec, allowed, ask, OF_MODEL)
             model = build_model(spec, HOST, max_parameters)
             if (directory / ADAPTERS).is_file():
-                if run is not None:
-                    _check_base(run, spec, model, directory)
                 model = _with_adapters(model, directory)
             else:
                 load_model(model, directory / "model.safetensors")
@@ -163,27 +122,6 @@ def _transformers_model(directory: Path) -> nn.Module:
     if missing := sorted(loaded[1]["missing_keys"]):  # transformers would initialise them at random
         raise ValueError(f"its weights lack {len(missing)} tensors of the model, {missing[0]} for one")
     return model
-
-
-def _check_base(run: RunDetail, spec: RunSpec, model: nn.Module, directory: Path) -> None:
-    """Raise ModelError if the adapters of `spec` belong to a different model here than those that `run` trains."""
-    ours, theirs = spec.model, run.spec.model
-    if ours.lora is None or theirs.lora is None:
-        return
-    if (
-        run.frozen is None or ours.lora.target_modules != theirs.lora.target_modules
-    ):  # they change the names in the digest
-        here, there = ((each.pretrained, each.revision) for each in (ours, theirs))
-        same, difference = here == there, f"it is {here}, not {there}"
-    else:
-        frozen = frozen_summary(model)
-        same, difference = frozen == run.frozen, f"its frozen parameters here are {frozen}, not {run.frozen}"
-    if not same:
-        raise ModelError(
-            f"the adapters in {directory} belong to model.pretrained = {ours.pretrained!r}, which is not the model "
-            f"that run {run.name} trains adapters on: {difference}; load the weights that its workers have, or "
-            "evaluate its own export"
-        )
 
 
 def _with_adapters(model: Any, directory: Path) -> nn.Module:

@@ -130,7 +130,7 @@ def test_the_list_of_commands_is_quick() -> None:
         ["worker", "http://127.0.0.1:1", "--run", "r", "--token", "t", "--log", "/missing/steps.jsonl"],
         ["doctor", "http://127.0.0.1:1", "--run", "r", "--token-file", "missing"],
         ["run", "export", "r", "--token", "t", "--out", "."],
-        ["run", "evaluate", "r", "--token-file", "missing"],
+        ["compare", "r", "--token-file", "missing"],
     ],
     ids=lambda command: " ".join(command[:2]),
 )

@@ -22,7 +22,7 @@ IN_BLOCKS = [
     command
     for page in (PAGE, *OTHERS)
     for block in BLOCK.findall(page)
-    for command in re.findall(r"outerstep (?:coordinator|migrate|run|token|plan|doctor|worker|data)\b[^\n#]*", block)
+    for command in re.findall(r"outerstep (?:coordinator|compare|run|token|plan|doctor|worker|data)\b[^\n#]*", block)
 ]
 IN_TEXT = [
     " ".join(command.split())

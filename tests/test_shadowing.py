@@ -71,7 +71,6 @@ def test_what_a_script_does_not_need_is_not_in_its_way(tmp_path: Path) -> None:
     [
         ("worker", ["worker", "http://c", "--run", "r", "--token", "t"]),
         ("coordinator", ["coordinator"]),
-        ("coordinator", ["migrate"]),
         ("worker", ["run", "export", "r", "--out", "model", "--token", "t"]),
     ],
 )

@@ -144,8 +144,8 @@ def readyz(service: Service) -> Readiness:
 # --- status -----------------------------------------------------------------------------------------------------------
 
 REMEDIES = {
-    "run-stalled": "`outerstep run show {run}` shows what it waits for. `outerstep run evict {run} WORKER` lets the "
-    "round close without a worker that makes no progress",
+    "run-stalled": "`outerstep run show {run}` shows what it waits for. `outerstep run member {run} WORKER evict` lets "
+    "the round close without a worker that makes no progress",
     "disk-filling": "Free space, or enlarge the disk: `outerstep run rm RUN` removes a run that has ended, with its "
     "files",
     "backup-failed": "Fix the cause; the coordinator retries within five minutes. `outerstep coordinator backup DIR "

@@ -296,5 +296,5 @@ def _owned(run: LiveRun, worker: str) -> Problem:
     return Problem(
         "worker-name-owned",
         f"the name {worker} belongs to another token in the run {run.name}; join with that token, or under another "
-        f"name (--name), or have an operator release it: outerstep run release {run.name} {worker}",
+        f"name (--name), or have an operator release it: outerstep run member {run.name} {worker} release",
     )

@@ -5,6 +5,7 @@ import errno
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from importlib import import_module
 from typing import Annotated, Any, NamedTuple, cast
 
 import typer
@@ -41,10 +42,13 @@ class CommandGroup(TyperGroup):
 
 
 class Entry(NamedTuple):
-    """A command or group: how to import it, and its line in the list of commands."""
+    """A command or a group: its line in the list of commands, and the places ("module:name" in outerstep/cli) of its
+    function, None for a group that does nothing by itself, and of the commands in it."""
 
-    load: Callable[[], typer.Typer]
     help: str
+    function: str | None
+    commands: Mapping[str, str] = {}
+    epilog: str | None = None
 
 
 class Commands(CommandGroup):
@@ -78,151 +82,91 @@ class _Loaded(Mapping[str, Any]):
 @cache
 def _load(name: str) -> Any:
     """Return the command `name`. Raises KeyError."""
-    return get_group(ENTRIES[name].load()).commands[name]
-
-
-def _command(name: str, function: Callable[..., None], epilog: str | None = None) -> typer.Typer:
+    entry = ENTRIES[name]
     within = typer.Typer(rich_markup_mode=None)
-    within.command(name, epilog=epilog)(function)
-    return within
-
-
-def _group(name: str, group: typer.Typer, commands: Mapping[str, Callable[..., None]]) -> typer.Typer:
-    for each, function in commands.items():
-        group.command(each)(function)
-    within = typer.Typer(rich_markup_mode=None)
+    if not entry.commands and entry.function:
+        within.command(name, epilog=entry.epilog)(_function(entry.function))
+        return get_group(within).commands[name]
+    group = typer.Typer() if entry.function else typer.Typer(help=entry.help, no_args_is_help=True)
+    if entry.function:
+        group.callback(invoke_without_command=True)(_function(entry.function))
+    for each, place in entry.commands.items():
+        group.command(each)(_function(place))
     within.add_typer(group, name=name)
-    return within
+    return get_group(within).commands[name]
 
 
-def _coordinator() -> typer.Typer:
-    from outerstep.cli import backup, coordinator
-
-    commands: dict[str, Callable[..., None]] = {
-        "backup": backup.backup,
-        "restore": backup.restore,
-        "status": coordinator.status,
-        "notify-test": coordinator.notify_test,
-        "rotate-secret": coordinator.rotate_secret,
-    }
-    return _group("coordinator", coordinator.app, commands)
-
-
-def _aggregator() -> typer.Typer:
-    from outerstep.cli import aggregator
-
-    return _command("aggregator", aggregator.aggregator)
-
-
-def _migrate() -> typer.Typer:
-    from outerstep.cli import coordinator
-
-    return _command("migrate", coordinator.migrate)
-
-
-def _worker() -> typer.Typer:
-    from outerstep.cli import worker
-
-    return _command("worker", worker.worker, IN_WORDS)
-
-
-def _doctor() -> typer.Typer:
-    from outerstep.cli import doctor
-
-    return _command("doctor", doctor.doctor, IN_WORDS)
-
-
-def _run() -> typer.Typer:
-    from outerstep.cli.run import models, runs, steer, watch, workers
-
-    commands: dict[str, Callable[..., None]] = {
-        "create": runs.create,
-        "ls": runs.list_runs,
-        "show": runs.show,
-        "units": runs.units,
-        "checkpoints": runs.checkpoints,
-        "pause": steer.pause,
-        "resume": steer.resume,
-        "drain": steer.drain,
-        "stop": steer.stop,
-        "rm": steer.remove,
-        "evict": steer.evict,
-        "readmit": steer.readmit,
-        "release": steer.release,
-        "export": models.export,
-        "chat": models.chat,
-        "workers": workers.workers,
-        "worker": workers.worker,
-        "watch": watch.watch,
-        "events": watch.events,
-        "evaluate": models.evaluate,
-        "track": watch.track,
-        "rollback": steer.rollback,
-        "pin": models.pin,
-    }
-    return _group("run", typer.Typer(help="Create, follow, steer and export runs.", no_args_is_help=True), commands)
-
-
-def _token() -> typer.Typer:
-    from outerstep.cli import token
-
-    commands: dict[str, Callable[..., None]] = {
-        "create": token.create,
-        "rotate": token.rotate,
-        "ls": token.list_tokens,
-        "audit": token.audit,
-        "revoke": token.revoke,
-    }
-    group = typer.Typer(help="Create, list, rotate and revoke tokens. Needs an admin token.", no_args_is_help=True)
-    return _group("token", group, commands)
-
-
-def _data() -> typer.Typer:
-    from outerstep.cli import data
-
-    group = typer.Typer(help="Prepare and inspect token sets to train on.", no_args_is_help=True)
-    return _group("data", group, {"prepare": data.prepare, "show": data.show})
-
-
-def _demo() -> typer.Typer:
-    from outerstep.cli import demo
-
-    return _command("demo", demo.demo)
-
-
-def _plan() -> typer.Typer:
-    from outerstep.cli import plan
-
-    return _command("plan", plan.plan)
-
-
-def _compare() -> typer.Typer:
-    from outerstep.cli import compare
-
-    return _command("compare", compare.compare)
+def _function(place: str) -> Callable[..., None]:
+    module, name = place.split(":")
+    function: Callable[..., None] = getattr(import_module(f"outerstep.cli.{module}"), name)
+    return function
 
 
 # By name, in the order of the list. The help is the first sentence of the command's own --help.
 ENTRIES: dict[str, Entry] = {
-    "migrate": Entry(_migrate, "Migrate a coordinator's database to the newest schema."),
-    "worker": Entry(_worker, "Join a run as a worker and train until it ends."),
-    "doctor": Entry(_doctor, "Check whether this machine can train a run as a worker, and say what to fix."),
+    "worker": Entry("Join a run as a worker and train until it ends.", "worker:worker", epilog=IN_WORDS),
+    "doctor": Entry(
+        "Check whether this machine can train a run as a worker, and say what to fix.",
+        "doctor:doctor",
+        epilog=IN_WORDS,
+    ),
     "demo": Entry(
-        _demo, "See it work: a coordinator and several workers on this machine train a small model on real text."
+        "See it work: a coordinator and several workers on this machine train a small model on real text.", "demo:demo"
     ),
-    "plan": Entry(_plan, "Estimate what a run costs on given network connections, and recommend codecs and H."),
-    "coordinator": Entry(_coordinator, "Run a coordinator until SIGTERM or Ctrl-C, or one of its commands."),
+    "plan": Entry("Estimate what a run costs on given network connections, and recommend codecs and H.", "plan:plan"),
+    "coordinator": Entry(
+        "Run a coordinator until SIGTERM or Ctrl-C, or one of its commands.",
+        "coordinator:coordinator",
+        {
+            "backup": "backup:backup",
+            "restore": "backup:restore",
+            "status": "coordinator:status",
+            "notify-test": "coordinator:notify_test",
+            "rotate-secret": "coordinator:rotate_secret",
+        },
+    ),
     "aggregator": Entry(
-        _aggregator,
-        "Average contributions for several coordinators, until SIGTERM or Ctrl-C.",
+        "Average contributions for several coordinators, until SIGTERM or Ctrl-C.", "aggregator:aggregator"
     ),
-    "run": Entry(_run, "Create, follow, steer and export runs."),
+    "run": Entry(
+        "Create, follow, steer and export runs.",
+        None,
+        {
+            "create": "run.runs:create",
+            "ls": "run.runs:list_runs",
+            "show": "run.show:show",
+            "watch": "run.watch:watch",
+            "events": "run.watch:events",
+            "track": "run.watch:track",
+            "pause": "run.steer:pause",
+            "resume": "run.steer:resume",
+            "drain": "run.steer:drain",
+            "stop": "run.steer:stop",
+            "rollback": "run.steer:rollback",
+            "member": "run.steer:member",
+            "rm": "run.steer:remove",
+            "export": "run.models:export",
+            "chat": "run.models:chat",
+            "pin": "run.models:pin",
+        },
+    ),
     "compare": Entry(
-        _compare,
-        "Compare models on the same held-out tokens: runs, checkpoints, exports and directories of transformers.",
+        "Measure and compare the held-out loss of runs, checkpoints, exports and directories of transformers.",
+        "compare:compare",
     ),
-    "token": Entry(_token, "Create, list, rotate and revoke tokens. Needs an admin token."),
-    "data": Entry(_data, "Prepare and inspect token sets to train on."),
+    "token": Entry(
+        "Create, list, rotate and revoke tokens. Needs an admin token.",
+        None,
+        {
+            "create": "token:create",
+            "rotate": "token:rotate",
+            "ls": "token:list_tokens",
+            "revoke": "token:revoke",
+        },
+    ),
+    "data": Entry(
+        "Prepare and inspect token sets to train on.", None, {"prepare": "data:prepare", "show": "data:show"}
+    ),
 }
 
 

@@ -8,27 +8,18 @@ from typing import Annotated, Any
 
 import typer
 
-from outerstep.cli.coordinator import database_url_of
-from outerstep.cli.errors import UsageError, import_extra, validated
+from outerstep.cli.coordinator import LogLevelOption, database_url_of
+from outerstep.cli.errors import UsageError, from_options, import_extra
 from outerstep.cli.options import LogFileOption, check_log
 from outerstep.cli.printing import say
 from outerstep.common.connections import error_text
 
-FLAGS = {
-    "database": "--database",
-    "blobs": "--blobs",
-    "data_dir": "--data",
-    "log_level": "--log-level",
-    "log_format": "--log-format",
-    "log_file": "--log-file",
-}
-
 
 def aggregator(
-    database_url: Annotated[
+    ctx: typer.Context,
+    database: Annotated[
         str | None,
         typer.Option(
-            "--database",
             metavar="URL",
             help="The coordinators' PostgreSQL database: postgresql+psycopg://USER:PASSWORD@HOST/NAME.",
         ),
@@ -39,20 +30,18 @@ def aggregator(
             metavar="URL", help="The coordinators' bucket, if its address is another one here: s3+https://HOST/…"
         ),
     ] = None,
-    data: Annotated[
+    data_dir: Annotated[
         Path | None,
         typer.Option("--data", help="A directory for this aggregator's cache. Default: outerstep-aggregator."),
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="console (text lines) or json (one object per line).")] = None,
+    log_level: LogLevelOption = None,
     log_file: LogFileOption = None,
 ) -> None:
     """Average contributions for several coordinators, until SIGTERM or Ctrl-C.
 
     The coordinators share a PostgreSQL database and a bucket. Start as many aggregators as you like, on any machines
-    that reach both. Each option can also be set by an environment variable:
-    OUTERSTEP_AGGREGATOR_DATABASE, _BLOBS, _DATA_DIR, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE. The bucket's key is in the
-    environment, as for a coordinator.
+    that reach both. Each option can also be set by an environment variable, and OUTERSTEP_AGGREGATOR_LOG_FORMAT only
+    there; see docs/settings.md. The bucket's key is in the environment, as for a coordinator.
 
     \b
     Example:
@@ -60,15 +49,7 @@ def aggregator(
     """
     process = import_extra("coordinator.process", extra="coordinator", command="outerstep aggregator")
     os.umask(0o077)  # its files must not be readable by other users
-    given = {
-        "database": database_url,
-        "blobs": blobs,
-        "data_dir": data,
-        "log_level": log_level,
-        "log_format": log_format,
-        "log_file": log_file,
-    }
-    settings = _settings(given)
+    settings = _settings(ctx)
     url = _database_url(settings)
     check_log("--log-file", settings.log_file)
     aggregating = import_extra(
@@ -90,17 +71,17 @@ def _print_ready(bucket: str) -> None:
     say(f"outerstep aggregator ready, for the bucket {bucket}")
 
 
-def _settings(given: dict[str, Any]) -> Any:
+def _settings(ctx: typer.Context) -> Any:
     settings = import_extra("coordinator.settings", extra="coordinator", command="outerstep aggregator")
-    if given["database"] is None and "OUTERSTEP_AGGREGATOR_DATABASE" not in os.environ:
+    if ctx.params["database"] is None and "OUTERSTEP_AGGREGATOR_DATABASE" not in os.environ:
         raise UsageError("give the coordinators' database: --database postgresql+psycopg://USER:PASSWORD@HOST/NAME")
-    return validated(settings.AggregatorSettings, given, FLAGS)
+    return from_options(ctx, settings.AggregatorSettings)
 
 
 def _database_url(settings: Any) -> Any:
     """Return the URL of the database. Raises UsageError if it is not one of PostgreSQL."""
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep aggregator")
-    url = database_url_of(settings)
+    url = database_url_of(settings.database, settings.data_dir)
     if not database.is_shared(url):
         raise UsageError("--database: aggregators need PostgreSQL; a coordinator with SQLite averages by itself")
     return url

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from outerstep.cli.asking import Answer, print_answer
 from outerstep.cli.coordinator import DatabaseOption, database_url_of, existing_database, settings_of
 from outerstep.cli.errors import UsageError, import_extra
-from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
-from outerstep.display import table
+from outerstep.cli.printing import Format, FormatOption, say, time_text
+from outerstep.display import lines, table
 from protocol.errors import OuterstepError
 
 PlaceArgument = Annotated[
@@ -25,11 +26,12 @@ PlaceArgument = Annotated[
 
 
 def backup(
+    ctx: typer.Context,
     place: PlaceArgument,
-    data: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
-    database_url: DatabaseOption = None,
-    keep: Annotated[
-        int | None, typer.Option(min=1, help="Number of backups to keep, the newest ones. Default: 7.")
+    data_dir: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
+    database: DatabaseOption = None,
+    backup_keep: Annotated[
+        int | None, typer.Option("--keep", min=1, help="Number of backups to keep, the newest ones. Default: 7.")
     ] = None,
     show: Annotated[
         bool, typer.Option("--list", help="Make none, and list the backups in a directory or a bucket, newest first.")
@@ -57,15 +59,12 @@ def backup(
         )
     directory = _module("backup.directory", "backup")
     os.umask(0o077)  # its files must not be readable by other users
-    settings = settings_of({"data_dir": data, "database": database_url, "backup_keep": keep})
+    settings = settings_of(ctx)
     directory.check_apart(Path(place), settings.data_dir)
     url = existing_database(settings)
     source = directory.BackupSource(url, _module("store.opening", "backup").reader_of(settings.data_dir, url))
     manifest = directory.DirectoryBackups(Path(place)).make(source, settings.backup_keep)
-    if output is Format.JSON:
-        print_json(manifest)
-    else:
-        say(f"made backup {manifest.number} in {place}: {_runs(manifest)}")
+    print_answer(Answer(manifest, lambda: f"made backup {manifest.number} in {place}: {_runs(manifest)}"), output)
     if manifest.lost:
         shown = ", ".join(manifest.lost[:3]) + (", …" if len(manifest.lost) > 3 else "")
         say(f"without {len(manifest.lost)} blobs that are lost or corrupt in {settings.data_dir}: {shown}", err=True)
@@ -79,11 +78,8 @@ def _list(place: str, output: Format) -> None:
             found.append(backups.manifest(number))
         except _module("backup.contents", "backup").DamagedBackup as damage:
             damaged.append(f"backup {number}: {damage}")
-    if output is Format.JSON:
-        print_json(found)
-    else:
-        rows = [[str(each.number), time_text(each.made_at), _runs(each), str(len(each.lost))] for each in found]
-        console().print(table(["backup", "made at", "runs", "lost blobs"], rows))
+    rows = [[str(each.number), time_text(each.made_at), _runs(each), str(len(each.lost))] for each in found]
+    print_answer(Answer(found, lambda: table(["backup", "made at", "runs", "lost blobs"], rows)), output)
     if damaged:
         raise OuterstepError("; ".join(damaged))
 
@@ -157,19 +153,17 @@ def restore(
     target = restoring.Target(data, blobs, database)
     manifest = restoring.restore(found, number, target, lambda text: say(text, err=True))
     token_file = restoring.new_admin_token(target) if new_admin_token else None
-    if output is Format.JSON:
-        print_json({**dict(manifest), "admin_token_file": None if token_file is None else str(token_file)})
-    else:
-        say(f"restored backup {manifest.number} of {time_text(manifest.made_at)} into {data}: {_runs(manifest)}")
-        if token_file is not None:
-            say(f"created an admin token: {token_file}")
+    made = [] if token_file is None else [f"created an admin token: {token_file}"]
+    restored = f"restored backup {manifest.number} of {time_text(manifest.made_at)} into {data}: {_runs(manifest)}"
+    document = {**dict(manifest), "admin_token_file": None if token_file is None else str(token_file)}
+    print_answer(Answer(document, lambda: lines([restored, *made])), output)
     if manifest.lost:
         say(f"without {len(manifest.lost)} blobs that were lost before the backup was made", err=True)
 
 
 def _postgresql(text: str, data: Path) -> Any:
     """Return the URL of a PostgreSQL database. Raises UsageError if it is none."""
-    url = database_url_of(settings_of({"database": text}).model_copy(update={"data_dir": data / "none"}))
+    url = database_url_of(text, data / "none")
     if url.get_backend_name() != "postgresql":
         raise UsageError("--database: only a PostgreSQL database; one in the data directory needs no option")
     return url

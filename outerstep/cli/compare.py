@@ -1,4 +1,4 @@
-"""`outerstep compare`: models on the same held-out tokens."""
+"""`outerstep compare`: the held-out losses of models, and their differences."""
 
 import math
 import re
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group, RenderableType
 
 from outerstep import rest
+from outerstep.cli.asking import Answer, print_answer
 from outerstep.cli.errors import UsageError, check_not_hidden, import_extra
 from outerstep.cli.options import (
     AllowFactoryOption,
@@ -18,12 +20,12 @@ from outerstep.cli.options import (
     owner_at_terminal,
     with_connection,
 )
-from outerstep.cli.printing import Format, FormatOption, console, print_json, say
+from outerstep.cli.printing import Format, FormatOption, say
 from outerstep.cli.run.models import AverageOption, box_settings
 from outerstep.cli.worker import DataCacheGbOption, DataCacheOption
 from outerstep.common.connections import error_text
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text
-from outerstep.display import table
+from outerstep.display import lines, table
 from protocol.messages import RunState
 
 _RUN = re.compile(r"([^@]+)(?:@(\d{1,12}))?")
@@ -35,16 +37,18 @@ def compare(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL MODEL …",
-            help="Two or more: the name of a run, RUN@ROUND for its checkpoint before that round, or a directory, "
-            "written with a slash (./model). The others are compared with the first.",
+            metavar="MODEL …",
+            help="The name of a run, RUN@ROUND for its checkpoint before that round, or a directory, written with a "
+            "slash (./model). The others are compared with the first.",
             show_default=False,
         ),
     ],
-    data: Annotated[
+    on: Annotated[
         str | None,
         typer.Option(
-            "--data", help="Compare on the held-out part of this text. Default: that of the first run or export."
+            "--on",
+            metavar="SOURCE",
+            help="Measure on the held-out part of this text. Default: that of the first run or export.",
         ),
     ] = None,
     data_cache: DataCacheOption = None,
@@ -61,30 +65,33 @@ def compare(
     *,
     connection: Connection,
 ) -> None:
-    """Compare models on the same held-out tokens: runs, checkpoints, exports and directories of transformers.
+    """Measure and compare the held-out loss of runs, checkpoints, exports and directories of transformers.
 
-    Shows the loss of each, and by how much it is above the first one's, with a 95 % confidence interval from a paired
-    bootstrap over documents; for runs also the tokens trained on and the bytes moved. At most evaluation.max_tokens are
-    used. Needs the worker's libraries (torch, transformers), but no GPU.
+    Shows the loss of each on the same held-out tokens, and by how much it is above the first one's, with a 95 %
+    confidence interval from a paired bootstrap over documents; for runs also the tokens trained on and the bytes moved.
+    At most evaluation.max_tokens are used. Needs the worker's libraries (torch, transformers), but no GPU.
 
     \b
     Example:
+      outerstep compare my-run@100
       outerstep compare my-run-baseline my-run my-run@50 --plot difference.svg
-      outerstep compare ./one ./other --data ./text
+      outerstep compare ./one ./other --on ./text
     """
-    if len(models) < 2:
-        raise UsageError("give two or more models: what one of them costs shows only beside another")
+    if plot is not None and len(models) < 2:
+        raise UsageError("--plot draws the differences of several models: give two or more")
     check_not_hidden("worker")
+    if on == "":
+        raise UsageError("--on: give a directory, a glob, or another source of text")
     if average > 1 and all(map(_is_directory, models)):
         raise UsageError("--average is for runs: a directory has one state")
     cache = {"data_cache": data_cache, "data_cache_gb": data_cache_gb}
     code = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
-    box = box_settings("outerstep compare", data=data, device=device, **cache, **code)
-    comparing = import_extra("outerstep.compare", extra="worker", command="outerstep compare")
+    box = box_settings("outerstep compare", data=on, device=device, **cache, **code)
     with ExitStack() as stack:
         client: rest.Client | None = None
         if any(not _is_directory(each) for each in models):
             client = stack.enter_context(connection.open())
+        comparing = import_extra("outerstep.compare", extra="worker", command="outerstep compare")
         contenders = [_contender(each, client, comparing) for each in models]
         costs = [None if each.run is None or client is None else _cost(each, client) for each in contenders]
         http, token = (None, "") if client is None else (client.http, connection.token())
@@ -112,18 +119,10 @@ def compare(
     ]
     for note in measured.notes:
         say(f"note: {note}", err=True)
-    if output is Format.JSON:
-        tokens = int(measured.losses[0].targets.sum())
-        units = len(measured.losses[0].targets)
-        print_json(
-            {
-                "tokens": tokens,
-                "drawn": {"unit": measured.unit, "count": units},
-                "models": rows,
-            }
-        )
-        return
-    _print(rows, measured)
+    first = measured.losses[0]
+    drawn = {"unit": measured.unit, "count": len(first.targets)}
+    document = {"tokens": int(first.targets.sum()), "drawn": drawn, "models": rows}
+    print_answer(Answer(document, lambda: _text(document)), output)
 
 
 def _is_directory(text: str) -> bool:
@@ -178,36 +177,29 @@ def _row(
     return row
 
 
-def _print(rows: list[dict[str, Any]], measured: Any) -> None:
-    columns = [
-        "model",
-        ">rounds",
-        ">tokens",
-        ">up",
-        ">down each",
-        ">loss",
-        ">bits/byte",
-        ">above the first",
-        ">95 % interval",
+def _text(document: dict[str, Any]) -> RenderableType:
+    rows, drawn = document["models"], document["drawn"]
+    columns = ["model", ">rounds", ">tokens", ">up", ">down each", ">loss", ">bits/byte"]
+    apart = [">above the first", ">95 % interval", ">perplexity"] if len(rows) > 1 else []
+    cells = [
+        [
+            row["model"],
+            UNKNOWN if row["rounds"] is None else str(row["rounds"]),
+            count_text(row["trained_tokens"]),
+            bytes_text(row["upload_bytes"]),
+            bytes_text(row["delta_bytes"]),
+            f"{row['loss']:.4f}",
+            UNKNOWN if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
+            *(_difference(row["difference"]) if apart else []),
+        ]
+        for row in rows
     ]
-    columns.append(">perplexity")
-    cells = []
-    for row in rows:
-        apart = row["difference"]
-        cells.append(
-            [
-                row["model"],
-                UNKNOWN if row["rounds"] is None else str(row["rounds"]),
-                count_text(row["trained_tokens"]),
-                bytes_text(row["upload_bytes"]),
-                bytes_text(row["delta_bytes"]),
-                f"{row['loss']:.4f}",
-                UNKNOWN if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
-                "" if apart is None else f"{apart['nats']:+.4f}",
-                "" if apart is None else f"{apart['low']:+.4f} … {apart['high']:+.4f}",
-                "" if apart is None else f"{_PERCENT * apart['perplexity']:+.2f} %",
-            ]
-        )
-    console().print(table(columns, cells))
-    count = len(measured.losses[0].targets)
-    say(f"over {count_text(int(measured.losses[0].targets.sum()))} tokens in {count} held-out {measured.unit}")
+    over = f"over {count_text(document['tokens'])} tokens in {drawn['count']} held-out {drawn['unit']}"
+    return Group(table([*columns, *apart], cells), lines([over]))
+
+
+def _difference(apart: dict[str, float] | None) -> list[str]:
+    if apart is None:
+        return ["", "", ""]
+    interval = f"{apart['low']:+.4f} … {apart['high']:+.4f}"
+    return [f"{apart['nats']:+.4f}", interval, f"{_PERCENT * apart['perplexity']:+.2f} %"]

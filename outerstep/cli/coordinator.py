@@ -1,5 +1,4 @@
-"""The commands `outerstep coordinator`, `coordinator status`, `coordinator notify-test`, `coordinator rotate-secret`
-and `migrate`."""
+"""`outerstep coordinator` and its commands `status`, `notify-test` and `rotate-secret`."""
 
 import errno
 import os
@@ -11,38 +10,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group, RenderableType
 
-from outerstep.cli.errors import UsageError, import_extra, validated
+from outerstep.cli.asking import Answer, print_answer
+from outerstep.cli.errors import UsageError, flags_of, from_options, import_extra
 from outerstep.cli.options import Connection, LogFileOption, check_log, with_connection
-from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
+from outerstep.cli.printing import Format, FormatOption, say, time_text
 from outerstep.common.connections import error_text, ssl_context
 from outerstep.common.exit_codes import Exit
-from outerstep.common.quantities import bytes_text, counted, duration_text, parse_seconds, share_text
-from outerstep.display import table
+from outerstep.common.quantities import bytes_text, counted, duration_text, share_text
+from outerstep.display import facts, lines, table
 from protocol.messages import Finding, LoggedError, NotifiedInfo, ServerStatus
 
-FLAGS = {
-    "data_dir": "--data",
-    "database": "--database",
-    "advertise_url": "--advertise",
-    "blobs": "--blobs",
-    "blobs_public_url": "--blobs-public-url",
-    "host": "--host",
-    "port": "--port",
-    "tls_certificate": "--tls-certificate",
-    "tls_key": "--tls-key",
-    "log_format": "--log-format",
-    "log_level": "--log-level",
-    "log_file": "--log-file",
-    "backup_dir": "--backup",
-    "backup_every_s": "--backup-every",
-    "backup_keep": "--backup-keep",
-    "notify_url": "--notify",
-}
-
-app = typer.Typer()
 SHOWN_ERRORS = 10
 
+LogLevelOption = Annotated[
+    str | None, typer.Option("--log-level", help="debug, info, warning or error; logs go to stderr.")
+]
 DataOption = Annotated[
     Path | None,
     typer.Option(
@@ -69,11 +53,10 @@ NotifyOption = Annotated[
 ]
 
 
-@app.callback(invoke_without_command=True)
 def coordinator(
     ctx: typer.Context,
-    data: DataOption = None,
-    database_url: DatabaseOption = None,
+    data_dir: DataOption = None,
+    database: DatabaseOption = None,
     blobs: Annotated[
         str | None,
         typer.Option(
@@ -82,16 +65,10 @@ def coordinator(
             "s3+https://HOST/BUCKET/PREFIX. Default: in the data directory.",
         ),
     ] = None,
-    blobs_public_url: Annotated[
+    advertise_url: Annotated[
         str | None,
         typer.Option(
-            metavar="URL",
-            help="Where everybody can download the bucket's prefix, such as a CDN. Default: signed downloads.",
-        ),
-    ] = None,
-    advertise: Annotated[
-        str | None,
-        typer.Option(
+            "--advertise",
             metavar="URL",
             help="With PostgreSQL, where other coordinators reach this one: http://HOST:PORT. Default: host and port, "
             "or this machine's address if host is 0.0.0.0.",
@@ -108,71 +85,40 @@ def coordinator(
     tls_key: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="PEM private key of the certificate.")
     ] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error; logs go to stderr.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="console (text lines) or json (one object per line).")] = None,
+    log_level: LogLevelOption = None,
     log_file: LogFileOption = None,
-    backup: Annotated[
+    backup_dir: Annotated[
         str | None,
         typer.Option(
             "--backup", metavar="DIR", help="Make scheduled backups there. With --blobs they are in the bucket."
         ),
     ] = None,
-    backup_every: Annotated[
-        str | None, typer.Option(metavar="TIME", help="Time between backups: 30min, 12h. Default: 1h.")
-    ] = None,
-    backup_keep: Annotated[int | None, typer.Option(help="Number of backups in DIR to keep. Default: 7.")] = None,
-    notify: NotifyOption = None,
+    notify_url: NotifyOption = None,
 ) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C, or one of its commands.
 
     It applies the database migrations, continues where it stopped, and prints its address and the next steps when it is
-    ready. Its first start creates an admin token in admin.token in the data directory. Each option can also
-    be set by an environment variable: OUTERSTEP_COORDINATOR_DATA_DIR, _DATABASE, _ADVERTISE_URL, _BLOBS,
-    _BLOBS_PUBLIC_URL, _HOST, _PORT, _TLS_CERTIFICATE, _TLS_KEY, _LOG_LEVEL, _LOG_FORMAT, _LOG_FILE, _BACKUP_DIR,
-    _BACKUP_EVERY_S, _BACKUP_KEEP, _NOTIFY_URL.
+    ready. Its first start creates an admin token in admin.token in the data directory. Each option can also be set by
+    an environment variable, and some settings only there, such as OUTERSTEP_COORDINATOR_LOG_FORMAT=json; see
+    docs/settings.md.
 
     \b
     Example:
       outerstep coordinator --data ./data
       outerstep run create run.toml --token-file ./data/admin.token
     """
-    given = {
-        "data_dir": data,
-        "database": database_url,
-        "advertise_url": advertise,
-        "blobs": blobs,
-        "blobs_public_url": blobs_public_url,
-        "host": host,
-        "port": port,
-        "tls_certificate": tls_certificate,
-        "tls_key": tls_key,
-        "log_level": log_level,
-        "log_format": log_format,
-        "log_file": log_file,
-        "backup_dir": backup,
-        "backup_every_s": _seconds(backup_every),
-        "backup_keep": backup_keep,
-        "notify_url": notify,
-    }
     if ctx.invoked_subcommand is not None:
-        misplaced = [FLAGS[key] for key, value in given.items() if value is not None]
+        misplaced = [flag for name, flag in flags_of(ctx.command).items() if ctx.params.get(name) is not None]
         if misplaced:
             raise UsageError(f"give {', '.join(misplaced)} after `coordinator {ctx.invoked_subcommand}`, not before it")
         return
     server = import_extra("coordinator.server", extra="coordinator", command="outerstep coordinator")
     os.umask(0o077)  # its files must not be readable by other users
-    settings = settings_of(given)
-    if settings.backup_dir is None and backup_keep is not None:
-        raise UsageError("--backup-keep needs --backup DIR")
-    if settings.backup_dir is None and settings.blobs is None and backup_every is not None:
-        raise UsageError("--backup-every needs --backup DIR or --blobs URL")
-    if settings.notify_url is None and settings.notify_secret is not None:
-        raise UsageError("OUTERSTEP_COORDINATOR_NOTIFY_SECRET needs --notify URL|@FILE")
+    settings = settings_of(ctx)
+    _check_used(settings, flags_of(ctx.command))
     _receivers(settings)
-    if settings.tls_key is not None and settings.tls_certificate is None:
-        raise UsageError("--tls-key needs --tls-certificate")
     _check_certificate(settings.tls_certificate, settings.tls_key)
-    database_url_of(settings)
+    database_url_of(settings.database, settings.data_dir)
     check_log("--log-file", settings.log_file)
     try:
         server.serve(settings)
@@ -182,7 +128,21 @@ def coordinator(
         raise UsageError(f"cannot serve at {address} from {settings.data_dir}: {error_text(error)}{remedy}") from error
 
 
-def notify_test(notify: NotifyOption = None) -> None:
+def _check_used(settings: Any, flags: dict[str, str]) -> None:
+    """Raise UsageError if a setting was given that has no effect without another one."""
+    for key, needed in (
+        ("backup_keep", {"--backup DIR": settings.backup_dir}),
+        ("backup_every_s", {"--backup DIR": settings.backup_dir, "--blobs URL": settings.blobs}),
+        ("notify_secret", {"--notify URL|@FILE": settings.notify_url}),
+        ("blobs_public_url", {"--blobs URL": settings.blobs}),
+        ("tls_key", {"--tls-certificate": settings.tls_certificate}),
+    ):
+        if key in settings.model_fields_set and not any(needed.values()):
+            given = flags.get(key, f"OUTERSTEP_COORDINATOR_{key.upper()}")
+            raise UsageError(f"{given} needs {' or '.join(needed)}")
+
+
+def notify_test(ctx: typer.Context, notify_url: NotifyOption = None) -> None:
     """Send a test notification to each receiver, and show which ones accept it.
 
     Uses the coordinator's settings, also from the environment; the coordinator need not run.
@@ -194,7 +154,7 @@ def notify_test(notify: NotifyOption = None) -> None:
     notification = import_extra(
         "coordinator.notifications.notification", extra="coordinator", command="outerstep coordinator"
     )
-    receivers = _receivers(settings_of({"notify_url": notify}))
+    receivers = _receivers(settings_of(ctx))
     if not receivers:
         raise UsageError("give --notify URL|@FILE, or OUTERSTEP_COORDINATOR_NOTIFY_URL in the environment")
     now, faults = time.time(), []
@@ -217,7 +177,7 @@ def _receivers(settings: Any) -> Any:
     return sending.receivers_of(settings)
 
 
-def rotate_secret(data: DataOption = None, database_url: DatabaseOption = None) -> None:
+def rotate_secret(ctx: typer.Context, data_dir: DataOption = None, database: DatabaseOption = None) -> None:
     """Replace the secret by which the coordinators of one database know each other.
 
     Do this if a stranger may have read the database or a backup: the secret's holder can pose as a coordinator to the
@@ -230,44 +190,15 @@ def rotate_secret(data: DataOption = None, database_url: DatabaseOption = None) 
     """
     rotating = import_extra("coordinator.leadership.rotating", extra="coordinator", command="outerstep coordinator")
     os.umask(0o077)
-    url = existing_database(settings_of({"data_dir": data, "database": database_url}))
+    url = existing_database(settings_of(ctx))
     rotating.rotate_secret(url, time.time)
     say(f"the coordinators of {url!r} have a new secret")
 
 
-def migrate(data: DataOption = None, database_url: DatabaseOption = None) -> None:
-    """Migrate a coordinator's database to the newest schema.
-
-    A coordinator does this at every start. This command does it beforehand, while the coordinator is stopped.
-
-    \b
-    Example:
-      outerstep migrate --data ./data
-    """
-    database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep migrate")
-    os.umask(0o077)
-    settings = settings_of({"data_dir": data, "database": database_url})
-    url = database_url_of(settings)
-    try:
-        if settings.database is None:
-            settings.data_dir.mkdir(parents=True, exist_ok=True)
-        database.Database(url).close()
-    except OSError as error:
-        raise UsageError(f"cannot migrate {url!r}: {error_text(error)}") from error
-    say(f"the database {url!r} is at the newest schema")
-
-
-def _seconds(text: str | None) -> float | None:
-    try:
-        return None if text is None else parse_seconds(text)
-    except ValueError as error:
-        raise UsageError(f"--backup-every: {text!r} is not a time such as 30min or 12h") from error
-
-
-def settings_of(given: dict[str, Any]) -> Any:
-    """Return the coordinator's Settings, from the options that were given, the environment, and the defaults."""
+def settings_of(ctx: typer.Context) -> Any:
+    """Return the coordinator's Settings, from the command's options, the environment, and the defaults."""
     settings = import_extra("coordinator.settings", extra="coordinator", command="outerstep coordinator")
-    return validated(settings.Settings, given, FLAGS)
+    return from_options(ctx, settings.Settings)
 
 
 def _check_certificate(certificate: Path | None, key: Path | None) -> None:
@@ -290,19 +221,19 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
         raise UsageError(f"--tls-key: {error_text(error)}") from error
 
 
-def database_url_of(settings: Any) -> Any:
+def database_url_of(database: str | None, data_dir: Path) -> Any:
     """Return the URL of the coordinator's database. Raises UsageError if it is invalid."""
-    database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep coordinator")
+    databases = import_extra("coordinator.store.database", extra="coordinator", command="outerstep coordinator")
     try:
-        return database.url_of(settings.database, settings.data_dir)
+        return databases.url_of(database, data_dir)
     except ValueError as error:  # without its value, which may contain a password
-        raise UsageError(f"{FLAGS['database']}, or its variable: {error}") from error
+        raise UsageError(f"--database, or its variable: {error}") from error
 
 
 def existing_database(settings: Any) -> Any:
     """Return the URL of the coordinator's database. Raises UsageError if there is none."""
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep coordinator")
-    url = database_url_of(settings)
+    url = database_url_of(settings.database, settings.data_dir)
     if not database.exists(url):
         if not settings.data_dir.is_dir():
             raise UsageError(f"the directory {settings.data_dir} does not exist: give --data")
@@ -331,30 +262,28 @@ def status(
     """
     with connection.open() as client:
         found = client.status()
-    if output is Format.JSON:
-        print_json(found)
-    else:
-        _print_status(found)
+    print_answer(Answer(found, lambda: _status(found)), output)
     if found.findings:
         raise typer.Exit(Exit.WRONG)
 
 
-def _print_status(found: ServerStatus) -> None:
-    for finding in found.findings:
-        say(f"✗ {_about(finding)}: {finding.message}")
-        say(f"  {finding.remedy}.")
+def _status(found: ServerStatus) -> RenderableType:
+    parts: list[RenderableType] = [
+        lines(line for each in found.findings for line in (f"✗ {_about(each)}: {each.message}", f"  {each.remedy}."))
+    ]
     if not found.findings:
-        say("✓ nothing is wrong")
-    console().print(table(["", "~"], status_rows(found)))
+        parts = [lines(["✓ nothing is wrong"])]
+    parts.append(facts(_facts(found)))
     if found.errors:
-        shown = list(islice(found.errors, SHOWN_ERRORS))
-        console().print(table(["last logged", "level", ">times", "~message"], map(_error, shown)))
+        shown = map(_error, islice(found.errors, SHOWN_ERRORS))
+        parts.append(table(["last logged", "level", ">times", "~message"], shown))
     if found.coordinators:
         whose = "These errors are" if found.errors else "There are no recent errors"
-        say(f"{whose} of the coordinator that leads; each of the others has its own log.")
+        parts.append(lines([f"{whose} of the coordinator that leads; each of the others has its own log."]))
+    return Group(*parts)
 
 
-def status_rows(found: ServerStatus) -> Iterator[tuple[str, str]]:
+def _facts(found: ServerStatus) -> Iterator[tuple[str, str]]:
     """Yield the table's rows as name and value."""
     up_s = max(0.0, found.now - found.started_at)
     yield "version", f"{found.version}, protocol {found.protocol}, up for {duration_text(up_s)}"

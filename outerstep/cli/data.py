@@ -10,14 +10,15 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from rich.console import Console
+from rich.console import Group, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+from outerstep.cli.asking import Answer, print_answer
 from outerstep.cli.errors import UsageError, import_extra
-from outerstep.cli.printing import Format, FormatOption, console, print_json, say
+from outerstep.cli.printing import Format, FormatOption, console, say
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, parse_count
-from outerstep.display import table
+from outerstep.display import facts, lines, table
 from protocol.spec.sections import DataSpec
 from protocol.text import printable_lines
 from protocol.validation_errors import explain_all
@@ -107,12 +108,8 @@ def prepare(
     recipe = preparing.recipe_of(data, tokenizers.load_tokenizer(tokenizer), held_out, per_shard)
     with _bar() as show_progress:
         index = preparing.prepare(recipe, out, report=show_progress)
-    if output is Format.JSON:
-        print_json(_document(index, verified=False))
-        return
-    for line in _summary(index, out, row_format):
-        say(line)
-    if (note := _holdout_note(index, holdout if held_out is None else None)) is not None:
+    print_answer(Answer(_document(index, verified=False), lambda: lines(_summary(index, out, row_format))), output)
+    if (note := _holdout_note(index, holdout if held_out is None else None)) is not None and output is Format.TABLE:
         say(f"note: {note}", err=True)
 
 
@@ -142,33 +139,26 @@ def show(
     sampled = []
     if sample:
         sampled = _load("worker.data.tokens.samples", command="outerstep data show").samples(index, directory, sample)
-    if output is Format.JSON:
-        shown = {"samples": [asdict(each) for each in sampled]} if sample else {}
-        print_json(_document(index, verify) | shown)
-        return
-    out = console()
-    for name, value in _facts(index, verify):
-        out.print(f"{name:<16}{value}", markup=False)
-    out.print()
-    out.print(_shards_table(index))
-    if (note := _holdout_note(index, None)) is not None:
-        out.print(f"\nnote: {note}", markup=False)
-    for each in sampled:
-        _print_sample(out, each)
+    shown = {"samples": [asdict(each) for each in sampled]} if sample else {}
+
+    def text() -> RenderableType:
+        note = _holdout_note(index, None)
+        notes = [] if note is None else [lines(["", f"note: {note}"])]
+        return Group(facts(_facts(index, verify)), "", _shards_table(index), *notes, *map(_sample_text, sampled))
+
+    print_answer(Answer(_document(index, verify) | shown, text), output)
 
 
-def _print_sample(out: Console, sample: Any) -> None:
-    """Print a conversation, with what is trained on highlighted."""
-    out.print()
+def _sample_text(sample: Any) -> Text:
+    """Return a conversation, with what is trained on highlighted."""
     where = f"{sample.shard}, sequence {sample.sequence}: {sample.tokens} tokens, {sample.trained} trained on"
-    out.print(where, style="bold", markup=False)
-    text = Text()
+    text, coloured = Text.assemble("\n", (printable_lines(where), "bold"), "\n"), console().is_terminal
     for part in sample.parts:
-        if out.is_terminal:
+        if coloured:
             text.append(printable_lines(part.text), style="green" if part.trained else "dim")
         else:
             text.append(printable_lines(f"»{part.text}«" if part.trained else part.text))
-    out.print(text)
+    return text
 
 
 def _data_spec(given: dict[str, Any]) -> DataSpec:

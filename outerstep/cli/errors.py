@@ -4,6 +4,7 @@ import importlib
 from types import ModuleType
 from typing import Any, TypeVar
 
+import typer
 from pydantic import BaseModel, ValidationError
 
 from outerstep.common.connections import WrongVariable
@@ -44,6 +45,17 @@ def validated(model: type[Model], given: dict[str, Any], flags: dict[str, str]) 
         return model(**{key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
         raise UsageError(explain_all(error.errors(), one=lambda each: _explain(each, model, given, flags))) from error
+
+
+def from_options(ctx: typer.Context, model: type[Model]) -> Model:
+    """Return a `model` from those options of the command that are named like its keys; see `validated`."""
+    given = {key: value for key, value in ctx.params.items() if key in model.model_fields}
+    return validated(model, given, flags_of(ctx.command))
+
+
+def flags_of(command: Any) -> dict[str, str]:
+    """Return the flag of each of a command's options, by the option's name."""
+    return {each.name: each.opts[0] for each in command.params}
 
 
 def _explain(error: Any, model: type[BaseModel], given: dict[str, Any], flags: dict[str, str]) -> str:

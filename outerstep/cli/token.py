@@ -1,30 +1,29 @@
-"""The commands `outerstep token create|rotate|ls|audit|revoke`."""
+"""The commands `outerstep token create|rotate|ls|revoke`."""
 
+from collections.abc import Iterable
 from itertools import islice
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
+from outerstep.cli.asking import Answer, asks
 from outerstep.cli.errors import UsageError, validated
 from outerstep.cli.options import Connection, with_connection
-from outerstep.cli.printing import Format, FormatOption, console, print_json, say, time_text
+from outerstep.cli.printing import say, time_text
 from outerstep.common.quantities import parse_seconds
 from outerstep.display import table
-from protocol.messages import NewToken, Scope, TokenInfo, TokenRequest
+from outerstep.rest import Client
+from protocol.messages import AuditEntry, NewToken, Scope, TokenInfo, TokenRequest
+
+AUDIT_ENTRIES = 100
 
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The token's id, as `token ls` shows it.")]
-_FLAGS = {
-    "scope": "--scope",
-    "note": "--note",
-    "run": "--run",
-    "names": "--names",
-    "uses": "--uses",
-    "expires_in_s": "--expires",
-}
 
 
-@with_connection
+@asks
 def create(
+    client: Client,
     scope: Annotated[
         Scope,
         typer.Option(
@@ -44,10 +43,7 @@ def create(
     uses: Annotated[
         int | None, typer.Option("--uses", help="Of a join token: how often it may be exchanged. Default: 100.")
     ] = None,
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
+) -> Answer:
     """Create a token. Its secret is printed only once.
 
     Only the secret goes to stdout, so that a script can store it. You can put the same join token on many boxes: each
@@ -58,27 +54,13 @@ def create(
       outerstep token create --scope join --uses 20 --expires 7d > join.token
       outerstep token create --scope worker --note "Ann's box" --token-file ./data/admin.token > worker.token
     """
-    given = {
-        "scope": scope,
-        "note": note,
-        "run": run,
-        "names": names,
-        "uses": uses,
-        "expires_in_s": _seconds(expires),
-    }
-    request = validated(TokenRequest, given, _FLAGS)
-    with connection.open() as client:
-        made = client.create_token(request)
-    _print_new(made, output)
+    given = {"scope": scope, "note": note, "run": run, "names": names, "uses": uses, "expires_in_s": _seconds(expires)}
+    flags = {key: f"--{key}" for key in given} | {"expires_in_s": "--expires"}
+    return _new(client.create_token(validated(TokenRequest, given, flags)))
 
 
-@with_connection
-def rotate(
-    token_id: IdArgument,
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
+@asks
+def rotate(client: Client, token_id: IdArgument) -> Answer:
     """Give a token a new secret: requests with the old one are rejected from now on.
 
     It keeps its id, and so the names that its workers joined under. Workers in a run stay until their lease ends. Only
@@ -88,17 +70,15 @@ def rotate(
     Example:
       outerstep token rotate 3f9c21d0 --token-file ./data/admin.token > worker.token
     """
-    with connection.open() as client:
-        made = client.rotate_token(token_id)
-    _print_new(made, output)
+    return _new(client.rotate_token(token_id))
 
 
-def _print_new(made: NewToken, output: Format) -> None:
-    if output is Format.JSON:
-        print_json(made)
-        return
-    say(f"token {made.id} ({made.scope}); store its secret, it is not shown again", err=True)
-    say(made.token)
+def _new(made: NewToken) -> Answer:
+    def secret() -> str:
+        say(f"token {made.id} ({made.scope}); store its secret, it is not shown again", err=True)
+        return made.token
+
+    return Answer(made, secret)
 
 
 def _seconds(text: str | None) -> float | None:
@@ -108,23 +88,35 @@ def _seconds(text: str | None) -> float | None:
         raise UsageError(f"--expires: {text!r} is not a time such as 12h or 30d") from error
 
 
-@with_connection
+@asks
 def list_tokens(
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
+    client: Client,
+    audit: Annotated[
+        bool, typer.Option("--audit", help="Show the audit log instead: what was done with tokens and to them.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="With --audit: entries, the newest ones. Default: 100.")
+    ] = None,
+) -> Answer:
     """List the tokens, without their secrets.
+
+    The audit log, newest first, says what each token did, what was done to tokens, and from which address.
 
     \b
     Example:
       outerstep token ls --token-file ./data/admin.token
+      outerstep token ls --audit --limit 20
     """
-    with connection.open() as client:
-        tokens = list(client.tokens())
-    if output is Format.JSON:
-        print_json(tokens)
-        return
+    if audit:
+        entries = list(islice(client.audit(), limit or AUDIT_ENTRIES))
+        return Answer(entries, lambda: _audit_table(entries))
+    if limit is not None:
+        raise UsageError("--limit needs --audit")
+    tokens = list(client.tokens())
+    return Answer(tokens, lambda: _token_table(tokens))
+
+
+def _token_table(tokens: Iterable[TokenInfo]) -> Table:
     rows = [
         (
             item.id,
@@ -138,7 +130,7 @@ def list_tokens(
         )
         for item in tokens
     ]
-    console().print(table(["id", "scope", "run", "for", "created", "expires", "last used", "~note"], rows))
+    return table(["id", "scope", "run", "for", "created", "expires", "last used", "~note"], rows)
 
 
 def _for_what(item: TokenInfo) -> str:
@@ -153,29 +145,12 @@ def _time(seconds: float | None) -> str:
     return "never" if seconds is None else time_text(seconds)
 
 
-@with_connection
-def audit(
-    output: FormatOption = Format.TABLE,
-    limit: Annotated[int, typer.Option("--limit", min=1, help="Maximum number of entries, the newest ones.")] = 100,
-    *,
-    connection: Connection,
-) -> None:
-    """Show the audit log, newest first: what each token did, what was done to tokens, and from which address.
-
-    \b
-    Example:
-      outerstep token audit --limit 20 --token-file ./data/admin.token
-    """
-    with connection.open() as client:
-        entries = list(islice(client.audit(), limit))
-    if output is Format.JSON:
-        print_json(entries)
-        return
+def _audit_table(entries: Iterable[AuditEntry]) -> Table:
     rows = [
         (time_text(each.at), each.token or "coordinator", each.address or "", each.act, each.run or "", each.message)
         for each in entries
     ]
-    console().print(table(["at", "token", "from", "act", "run", "~what"], rows))
+    return table(["at", "token", "from", "act", "run", "~what"], rows)
 
 
 @with_connection
@@ -187,7 +162,7 @@ def revoke(
     """Revoke a token: requests with it are rejected from now on.
 
     The leases of workers that joined with it end at once, as do its waiting and streaming requests. The workers' names
-    stay reserved until `outerstep run release` frees them. Worker tokens from an exchanged join token stay valid.
+    stay reserved until `outerstep run member` releases them. Worker tokens from an exchanged join token stay valid.
 
     \b
     Example:

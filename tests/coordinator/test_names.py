@@ -40,7 +40,7 @@ def test_a_lapsed_name_is_for_its_own_token_alone(shared: InThread, run: str, cl
     lose_all(shared, clock)
     for token in (other, shared.admin_token):
         detail = problem(join(shared, run, "w", token), "worker-name-owned")["detail"]
-        assert f"outerstep run release {run} w" in detail
+        assert f"outerstep run member {run} w release" in detail
     again = join(shared, run, "w", own)
     assert again.json()["epoch"] == 2
 

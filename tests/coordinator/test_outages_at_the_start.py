@@ -36,13 +36,13 @@ def start_aggregator(data_dir: Path, database: URL) -> None:
     serve(database, None, data_dir, threading.Event(), pytest.fail)
 
 
-@pytest.mark.parametrize("start", ["coordinator", "aggregator", "migrate"])
+@pytest.mark.parametrize("start", ["coordinator", "aggregator", "database"])
 def test_a_database_that_does_not_answer_is_worth_another_start(tmp_path: Path, s3: S3Server, start: str) -> None:
     url = make_url(f"postgresql+psycopg://a:b@127.0.0.1:{free_port()}/c")
     starts: dict[str, Callable[[], object]] = {
         "coordinator": lambda: start_coordinator(tmp_path, url, f"s3://{BUCKET}/start"),
         "aggregator": lambda: start_aggregator(tmp_path, url),
-        "migrate": lambda: Database(url),
+        "database": lambda: Database(url),
     }
     code, message = ends_with(starts[start])
     assert code == Exit.RETRY

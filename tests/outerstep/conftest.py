@@ -40,13 +40,14 @@ class Served:
 
 
 @contextmanager
-def serving(data: Path, port: str | None = None, *options: str) -> Iterator[Served]:
+def serving(data: Path, port: str | None = None, *options: str, **environment: str) -> Iterator[Served]:
     port = port or str(free_port())
     logs = data.parent / f"{data.name}-logs"
     logs.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch, Processes(logs) as processes:
         patch.setattr("outerstep.demo.processes.READY_WITHIN_S", PATIENCE_S)
-        child = processes.start("coordinator", ["coordinator", "--data", str(data), "--port", port, *options], {})
+        arguments = ["coordinator", "--data", str(data), "--port", port, *options]
+        child = processes.start("coordinator", arguments, environment)
         yield Served(wait_until_ready(child), data, child)
 
 

@@ -147,16 +147,11 @@ def test_into_a_bucket(tmp_path: Path, store: SeaweedFS):
         (["backup", "{tmp}/empty", "--list"], 3, "there is no backup in {tmp}/empty: `outerstep coordinator backup"),
         (["restore", "{tmp}/empty", "--data", "{tmp}/new"], 3, "there is no backup in {tmp}/empty"),
         (["--data", "{tmp}/empty", "backup", "{tmp}/b"], 2, "give --data after `coordinator backup`, not before it"),
-        (["--backup-every", "1h"], 2, "--backup-every needs --backup DIR or --blobs URL"),
-        (["--backup-keep", "3"], 2, "--backup-keep needs --backup DIR"),
         (
             ["--backup", "ftp://host/b", "--data", "{tmp}/empty"],
             2,
             "--backup = 'ftp://host/b': ftp://host/b is no directory; with --blobs URL",
         ),
-        (["--backup", "{tmp}/b", "--backup-every", "soon"], 2, "--backup-every: 'soon' is not a time such as 30min"),
-        (["--backup", "{tmp}/b", "--backup-every", "0"], 2, "--backup-every = 0.0: input should be greater than 0"),
-        (["--backup", "{tmp}/b", "--backup-keep", "0"], 2, "--backup-keep"),
     ],
 )
 def test_what_is_refused_with_a_sentence(tmp_path: Path, arguments: list[str], code: int, told: str):
@@ -164,3 +159,23 @@ def test_what_is_refused_with_a_sentence(tmp_path: Path, arguments: list[str], c
     found = outerstep("coordinator", *(each.format(tmp=tmp_path) for each in arguments))
     assert found[0] == code
     assert told.format(tmp=tmp_path) in " ".join(found[2].split())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "arguments", "told"),
+    [
+        ("BACKUP_EVERY_S", "60", [], "BACKUP_EVERY_S needs --backup DIR or --blobs URL"),
+        ("BACKUP_KEEP", "3", [], "BACKUP_KEEP needs --backup DIR"),
+        ("BLOBS_PUBLIC_URL", "https://cdn", [], "BLOBS_PUBLIC_URL needs --blobs URL"),
+        ("BACKUP_EVERY_S", "1h", ["--backup", "b"], "BACKUP_EVERY_S = '1h': input should be a valid number"),
+        ("BACKUP_EVERY_S", "0", ["--backup", "b"], "BACKUP_EVERY_S = '0': input should be greater than 0"),
+        ("BACKUP_KEEP", "0", ["--backup", "b"], "BACKUP_KEEP = '0': input should be greater than or equal to 1"),
+    ],
+)
+def test_settings_of_the_environment_are_refused_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, arguments: list[str], told: str
+):
+    monkeypatch.setenv(f"OUTERSTEP_COORDINATOR_{variable}", value)
+    code, _, err = outerstep("coordinator", "--data", tmp_path / "data", *arguments)
+    assert (code, f"outerstep: OUTERSTEP_COORDINATOR_{told}" in " ".join(err.split())) == (2, True), err
+    assert not (tmp_path / "data").exists()

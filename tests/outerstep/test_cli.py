@@ -46,7 +46,6 @@ def test_the_list_of_commands_says_what_a_command_says_itself(name: str):
 SHOW_NOTHING = {
     *{("coordinator",), ("aggregator",), ("worker",)},  # processes, which log
     *{
-        ("migrate",),
         ("coordinator", "notify-test"),
         ("coordinator", "rotate-secret"),
         ("run", "export"),
@@ -71,7 +70,7 @@ def test_a_shell_completes_commands():
     words = {"_OUTERSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "outerstep run ch", "COMP_CWORD": "2"}
     command = [sys.executable, "-m", "outerstep"]
     done = subprocess.run(command, env=os.environ | words, check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["checkpoints", "chat"]
+    assert done.stdout.split() == ["chat"]
 
 
 def test_python_m_outerstep_is_the_command():
@@ -116,6 +115,10 @@ def test_the_exit_codes_are_told_as_they_are():
             ["run", "ls", "--token", "t", "--url", "coordinator:8470"],
             "outerstep: coordinator:8470: not an address such as",
         ),
+        (["run", "show", "r", "--units", "--workers", "--token", "t"], "give only one of --workers, --worker, --check"),
+        (["run", "member", "r", "box-7", "--token", "t"], "Missing argument 'action'. Choose from"),
+        (["run", "member", "r", "box-7", "kick", "--token", "t"], "'kick' is not one of 'evict', 'ban'"),
+        (["token", "ls", "--limit", "3", "--token", "t"], "--limit needs --audit"),
         (["token", "create", "--token", "t"], "Missing option '--scope'"),
         (["worker", "http://c", "--token", "t"], "Missing option '--run'"),
         (
@@ -198,7 +201,7 @@ def test_addresses(url: str):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("command", ["coordinator", "migrate", "worker"])
+@pytest.mark.parametrize("command", ["coordinator", "worker"])
 def test_a_missing_extra_is_named_with_its_cure(command: str):
     extra, library = ("worker", "torch") if command == "worker" else ("coordinator", "sqlalchemy")
     # None in sys.modules makes `import` raise ModuleNotFoundError.

@@ -75,10 +75,6 @@ def refused(served: Served, *arguments: str) -> tuple[int, str]:
 def test_checkpoints_differ_by_what_each_of_them_is_evaluated_at(served: Served) -> None:
     found = compared(served, RUN, f"{RUN}@0")
     last, first = found["models"]
-    for row, arguments in ((last, []), (first, ["--round", "0"])):
-        evaluated = json.loads(served.outerstep("run", "evaluate", RUN, "--format", "json", *ANYWHERE, *arguments)[1])
-        assert row["loss"] == pytest.approx(evaluated["loss"], abs=1e-5)
-        assert row["bits_per_byte"] == pytest.approx(evaluated["bits_per_byte"], abs=1e-5)
     assert found["drawn"]["unit"] == "documents"
     assert found["drawn"]["count"] > 1
     apart = first["difference"]
@@ -130,7 +126,6 @@ def test_a_table_and_a_plot(served: Served, exported: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        pytest.param([RUN], 2, "give two or more models", id="one model"),
         pytest.param([RUN, "nobody"], 3, "nobody", id="no such run"),
         pytest.param([RUN, f"{RUN}@7"], 3, "no checkpoint 7", id="no such checkpoint"),
         pytest.param([RUN, f"{RUN}@last"], 2, "is neither RUN nor RUN@ROUND", id="no number"),

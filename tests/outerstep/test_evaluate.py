@@ -1,4 +1,4 @@
-"""`outerstep run evaluate`: the loss of checkpoints and exports on this machine, on what the run holds out."""
+"""`outerstep compare` with one model: the loss of a checkpoint or an export on this machine, on what the run holds out."""
 
 import json
 import math
@@ -47,13 +47,13 @@ class Trained:
             self.rounds = http.get(f"/v1/runs/{RUN}/rounds").json()["items"]
 
     def evaluate(self, *arguments: str) -> dict[str, Any]:
-        code, out, err = self.served.outerstep("run", "evaluate", RUN, "--format", "json", *self.anywhere, *arguments)
+        code, out, err = self.served.outerstep("compare", *arguments, "--format", "json", *self.anywhere)
         assert code == 0, err
-        found: dict[str, Any] = json.loads(out)
+        found: dict[str, Any] = json.loads(out)["models"][0]
         return found
 
     def refused(self, *arguments: str) -> tuple[int, str]:
-        code, out, err = self.served.outerstep("run", "evaluate", RUN, *self.anywhere, *arguments)
+        code, out, err = self.served.outerstep("compare", *arguments, *self.anywhere)
         assert out == ""
         return code, err
 
@@ -76,18 +76,15 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_a_checkpoint_has_the_loss_that_the_worker_has_measured(trained: Trained) -> None:
-    last, first = trained.evaluate(), trained.evaluate("--round", "0", "--device", "cpu")
+    last, first = trained.evaluate(RUN), trained.evaluate(f"{RUN}@0", "--device", "cpu")
     assert last["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-6)
     assert first["loss"] == pytest.approx(trained.rounds[-1]["held_out_loss"], abs=1e-6)
     assert last["bits_per_byte"] == pytest.approx(trained.run["held_out_bits_per_byte"], abs=1e-6)
     assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2))
-    code, out, _ = trained.served.outerstep("run", "evaluate", RUN, *trained.anywhere)
-    assert (code, out.split(" (")[0]) == (0, f"held-out loss {last['loss']:.4f}")
-
-
-def test_an_export_has_the_loss_of_what_was_exported(trained: Trained, exported: Path) -> None:
-    found = trained.evaluate("--export", str(exported))
-    assert found["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
+    code, out, err = trained.served.outerstep("compare", RUN, *trained.anywhere)
+    header, row, _ = out.splitlines()
+    assert (code, err, header.split()[-1]) == (0, f"measuring {RUN}\n", "bits/byte")
+    assert f"{last['loss']:.4f}" in row.split()
 
 
 def test_what_is_exported_is_the_point_that_the_outer_optimizer_has_reached(trained: Trained, exported: Path) -> None:
@@ -110,27 +107,26 @@ def test_what_is_exported_is_the_point_that_the_outer_optimizer_has_reached(trai
 def test_other_text_is_evaluated_on_only_if_it_is_asked_for(trained: Trained, tmp_path: Path) -> None:
     """What lies at the run's data.source on this machine may be something else: its loss would be taken for the run's."""
     other = write_chapters(tmp_path / "other", words="the quick brown fox jumps over the lazy dog")
-    assert trained.evaluate("--data", str(other))["loss"] > trained.run["held_out_loss"] + 0.01
+    assert trained.evaluate(RUN, "--on", str(other))["loss"] > trained.run["held_out_loss"] + 0.01
     chapter = trained.text / "0.txt"
     before = chapter.read_text()
     chapter.write_text(before + "!")
     try:
-        code, said = trained.refused()
+        code, said = trained.refused(RUN)
     finally:
         chapter.write_text(before)
     assert code == 3
     assert "other text on this machine" in said
-    assert "give --data" in said
+    assert "give --on" in said
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        pytest.param(["--round", "7"], 3, "no checkpoint 7", id="no such checkpoint"),
-        pytest.param(["--round", "0", "--export", "x"], 2, "not both", id="two models"),
-        pytest.param(["--export", "/nowhere"], 3, "/nowhere was not written by `outerstep run export`", id="nothing there"),
-        pytest.param(["--data", "/nowhere"], 3, "'/nowhere' matches no files", id="no text"),
-        pytest.param(["--device", "abacus"], 2, "device 'abacus' cannot be used", id="no such device"),
+        pytest.param([RUN, "/tmp"], 3, "/tmp was not written by `outerstep run export`", id="no model there"),
+        pytest.param([RUN, "--on", "/nowhere"], 3, "'/nowhere' matches no files", id="no text"),
+        pytest.param([RUN, "--on", ""], 2, "--on: give a directory", id="no name"),
+        pytest.param([RUN, "--plot", "x.svg"], 2, "--plot draws the differences of several", id="nothing to draw"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_evaluated_is_told(trained: Trained, arguments: list[str], code: int, said: str) -> None:
@@ -140,7 +136,7 @@ def test_what_cannot_be_evaluated_is_told(trained: Trained, arguments: list[str]
 
 def test_text_of_which_nothing_is_held_out_is_told(trained: Trained, tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("short. " * 60)
-    code, said = trained.refused("--data", str(tmp_path / "one.txt"))
+    code, said = trained.refused(RUN, "--on", str(tmp_path / "one.txt"))
     assert (code, "nothing held out, or less than one sequence of 32 tokens" in said) == (3, True), said
 
 
@@ -152,7 +148,7 @@ def test_parameters_that_are_not_finite_are_told(trained: Trained, exported: Pat
     broken = sorted(tensors)[0]
     tensors[broken][0] = torch.nan
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    code, said = trained.refused("--export", str(tmp_path))
+    code, said = trained.refused(str(tmp_path))
     assert (code, f"the tensor {broken} of the model has values that are not finite" in said) == (3, True), said
 
 
@@ -164,10 +160,9 @@ def test_parameters_that_are_not_finite_are_told(trained: Trained, exported: Pat
     [
         (["run", "export", "{}", "--out", "unused"], ["model.pretrained", "data.tokenizer"]),
         (["run", "chat", "{}"], ["model.pretrained", "data.tokenizer"]),
-        (["run", "evaluate", "{}"], ["data.source", "model.pretrained", "data.tokenizer"]),
         (["compare", "{}", "{}@0"], ["data.source", "data.tokenizer"]),
     ],
-    ids=["export", "chat", "evaluate", "compare"],
+    ids=["export", "chat", "compare"],
 )
 @pytest.mark.covers("security:foreign-data-source")
 def test_no_command_reads_what_a_spec_names_without_permission(
@@ -220,7 +215,7 @@ def test_a_batch_goes_through_the_model_in_parts(trained: Trained, monkeypatch: 
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", counted)
     monkeypatch.setattr(models, "TOKENS_AT_ONCE", 2 * 32)
-    assert trained.evaluate()["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
+    assert trained.evaluate(RUN)["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-5)
     assert max(rows) == 2
 
 
@@ -232,7 +227,7 @@ def test_text_by_another_tokenizer_is_not_evaluated_on(
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer")))
     recipe = Recipe([find_source(str(trained.text), Rows(0.3))], DocumentEncoding(tokenizer))
     prepare(recipe, tmp_path / "set", processes=1)
-    code, said = trained.refused("--data", str(tmp_path / "set"))
+    code, said = trained.refused(RUN, "--on", str(tmp_path / "set"))
     assert (code, "is trained on ids from 'bytes'" in said) == (3, True), said
 
 
@@ -242,18 +237,18 @@ def test_a_set_behind_an_address_is_kept_where_a_worker_would_keep_it(trained: T
     index = prepare(recipe, tmp_path / "set", processes=1)
     files = {f"/{path.name}": path.read_bytes() for path in (tmp_path / "set").iterdir() if path.is_file()}
     with file_server(FileServer(files)) as url:
-        behind = ["--data", url, "--data-cache", str(tmp_path / "cache")]
+        behind = [RUN, "--on", url, "--data-cache", str(tmp_path / "cache")]
         code, said = trained.refused(*behind, "--data-cache-gb", "0.000001")
         assert (code, "--data-cache-gb" in said) == (3, True), said
         found = trained.evaluate(*behind, "--data-cache-gb", "0.1")
-    assert found == trained.evaluate("--data", str(tmp_path / "set"))
+    assert found == trained.evaluate(RUN, "--on", str(tmp_path / "set"))
     assert {path.name for path in (tmp_path / "cache").glob("?" * 64)} == {shard.digest for shard in index.held_out}
 
 
 @pytest.mark.parametrize("size", ["0", "nan", "inf"])
 def test_a_cache_of_no_size_is_told(trained: Trained, size: str) -> None:
     """Of nan and inf, no bytes can be made: the command ended with a traceback, and so did a worker."""
-    code, said = trained.refused("--data-cache-gb", size)
+    code, said = trained.refused(RUN, "--data-cache-gb", size)
     assert (code, "--data-cache-gb" in said, "Traceback" in said) == (2, True, False), said
 
 
@@ -266,7 +261,7 @@ def test_ids_that_a_model_does_not_have_are_told(trained: Trained, tmp_path: Pat
         "num_attention_heads": 2,
     }
     LlamaForCausalLM(LlamaConfig(vocab_size=100, **shape)).save_pretrained(tmp_path / "small")
-    code, said = trained.refused("--export", str(tmp_path / "small"))
+    code, said = trained.refused(RUN, str(tmp_path / "small"))
     assert (code, "vocab_size = 100 is too small" in said) == (3, True), said
 
 
@@ -276,7 +271,7 @@ def test_an_export_that_lacks_a_tensor_is_told(trained: Trained, exported: Path,
     tensors = load_file(exported / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    code, said = trained.refused("--export", str(tmp_path))
+    code, said = trained.refused(RUN, str(tmp_path))
     assert (code, "its weights lack 1 tensors of the model, model.norm.weight for one" in said) == (3, True), said
 
 
@@ -289,34 +284,16 @@ def test_adapters_are_evaluated_with_the_model_that_they_belong_to(trained: Trai
     directory = tmp_path / "adapters"
     assert trained.served.outerstep("run", "export", "adapted", *trained.anywhere, "--out", str(directory))[0] == 0
 
-    def loss(*arguments: str) -> float:
-        code, out, err = trained.served.outerstep(
-            "run", "evaluate", "adapted", "--format", "json", *trained.anywhere, *arguments
-        )
-        assert code == 0, err
-        found: float = json.loads(out)["loss"]
-        return found
-
-    assert loss("--export", str(directory)) == pytest.approx(loss(), abs=1e-5)
-    assert loss("--export", str(directory)) != pytest.approx(loss("--round", "0"), abs=1e-6)
+    loss = trained.evaluate(str(directory))["loss"]
+    assert loss == pytest.approx(trained.evaluate("adapted")["loss"], abs=1e-5)
+    assert loss != pytest.approx(trained.evaluate("adapted@0")["loss"], abs=1e-6)
     weights = (tmp_path / "base" / "model.safetensors").read_bytes()
     save_trained(tmp_path / "base", seed=8)  # whose loss with these adapters is a number as well, and nobody's
-    code, _, said = trained.served.outerstep(
-        "run", "evaluate", "adapted", *trained.anywhere, "--export", str(directory)
-    )
-    assert (code, "not the model that run adapted trains adapters on" in said) == (3, True), said
+    code, said = trained.refused("adapted", str(directory))
+    assert (code, "frozen" in said) == (3, True), said
     (tmp_path / "base" / "model.safetensors").write_bytes(weights)
-    save_trained(tmp_path / "other", seed=8)
-    other = f'pretrained = "{tmp_path / "other"}", lora.rank = 2, lora.target_modules = ["q_proj"]'
-    create(trained.running, tmp_path, "another", other)  # before any worker of it has told its frozen parameters
-    code, _, said = trained.served.outerstep(
-        "run", "evaluate", "another", *trained.anywhere, "--export", str(directory)
-    )
-    assert (code, "not the model that run another trains adapters on" in said) == (3, True), said
     adapters = load_file(directory / "adapter_model.safetensors")
     del adapters[sorted(adapters)[0]]
     save_file(adapters, directory / "adapter_model.safetensors")
-    code, _, said = trained.served.outerstep(
-        "run", "evaluate", "adapted", *trained.anywhere, "--export", str(directory)
-    )
+    code, said = trained.refused(str(directory))
     assert (code, "does not have the adapters that spec.toml" in said) == (3, True), said

@@ -83,18 +83,18 @@ class Hostile(Handler):
     [
         (["run", "show", "demo"], 0),
         (["run", "show", "demo", "--format", "json"], 0),
-        (["run", "workers", "demo", "--format", "json"], 0),
-        (["run", "worker", "demo", "box-7"], 0),
-        (["run", "worker", "demo", "box-7", "--format", "json"], 0),
+        (["run", "show", "demo", "--workers", "--format", "json"], 0),
+        (["run", "show", "demo", "--worker", "box-7"], 0),
+        (["run", "show", "demo", "--worker", "box-7", "--format", "json"], 0),
         (["run", "watch", "demo"], 0),
         (["run", "watch", "demo", "--format", "json"], 0),
         (["run", "events", "demo"], 0),
         (["run", "events", "demo", "--follow"], 0),
         (["run", "ls"], 0),
-        (["run", "units", "demo"], 0),
+        (["run", "show", "demo", "--units"], 0),
         (["run", "pause", "demo"], 0),
-        (["run", "evict", "demo", "box-7"], 0),
-        (["run", "checkpoints", "demo"], 3),
+        (["run", "member", "demo", "box-7", "evict"], 0),
+        (["run", "show", "demo", "--checkpoints"], 3),
         (["run", "rm", "demo", "--yes"], 3),
         (["token", "ls"], 0),
         (["token", "revoke", "t1"], 3),
@@ -110,7 +110,7 @@ def test_what_a_coordinator_says_is_shown_and_not_obeyed(command: list[str], cod
     lines = result.output.splitlines()
     assert [line for line in lines if not line.isprintable()] == []
     assert not [line for line in lines if line.startswith("round 7 is published")], "a forged line"
-    if command != ["run", "evict", "demo", "box-7"]:  # which says what was asked for
+    if command != ["run", "member", "demo", "box-7", "evict"]:  # which says what was asked for
         assert re.search(r"\\(x|u00)1b", result.output)
 
 
@@ -126,7 +126,7 @@ def test_facts_that_no_coordinator_keeps_are_rejected(facts: dict[str, object]) 
     with serving(Forging) as url:
         result = CliRunner().invoke(
             app,
-            ["run", "worker", "demo", "box-7"],
+            ["run", "show", "demo", "--worker", "box-7"],
             prog_name="outerstep",
             env={"OUTERSTEP_URL": url, "OUTERSTEP_TOKEN": "t"},
         )

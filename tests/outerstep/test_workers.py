@@ -33,7 +33,7 @@ def test_workers_are_listed_and_each_is_shown_in_full(served: Served):
     metrics = {"round": 1, "inner_step": 3, "phase": "train", "tokens_per_second": 4321.0, "upload_bytes": 6000}
     worker.http.put(worker.path("/lease"), json=metrics).raise_for_status()
 
-    code, table, _ = served.outerstep("run", "workers", "staffed")
+    code, table, _ = served.outerstep("run", "show", "staffed", "--workers")
     header, first, second = table.splitlines()
     assert (code, header.split()) == (
         0,
@@ -41,10 +41,10 @@ def test_workers_are_listed_and_each_is_shown_in_full(served: Served):
     )
     assert re.search(r"^box-1 +live +– +\d+ +4\.32 k +6 kB +0 B +1\.00 +– +\d+\.\d s ago$", first), first
     assert re.search(r"^box-2 +left +cuda:0: Some GPU +0 +– +0 B +0 B +1\.00 +– +–$", second.rstrip()), second
-    listed = json.loads(served.outerstep("run", "workers", "staffed", "--format", "json")[1])
+    listed = json.loads(served.outerstep("run", "show", "staffed", "--workers", "--format", "json")[1])
     assert [each["name"] for each in listed] == ["box-1", "box-2"]
 
-    code, facts, _ = served.outerstep("run", "worker", "staffed", "box-1")
+    code, facts, _ = served.outerstep("run", "show", "staffed", "--worker", "box-1")
     assert code == 0
     for fact in (
         r"^state +live *$",
@@ -56,14 +56,14 @@ def test_workers_are_listed_and_each_is_shown_in_full(served: Served):
         r"^ +0 +2 of 2 +1\.00 +– +– +1 min 40 s",
     ):
         assert re.search(fact, facts, re.MULTILINE), f"{fact}\n{facts}"
-    document = json.loads(served.outerstep("run", "worker", "staffed", "box-1", "--format", "json")[1])
+    document = json.loads(served.outerstep("run", "show", "staffed", "--worker", "box-1", "--format", "json")[1])
     taken = next(each for each in document["rounds"] if each["round"] == 0)
     assert (document["worker"]["name"], assignment.round) == ("box-1", 0)
     assert {fragment: verdict["factor"] for fragment, verdict in taken["verdicts"].items()} == {"0": 1.0, "1": 1.0}
     assert (taken["late"], taken["account"]["upload_bytes"]) == ({}, 5000)
 
-    facts = served.outerstep("run", "worker", "staffed", "box-2")[1]
+    facts = served.outerstep("run", "show", "staffed", "--worker", "box-2")[1]
     assert re.search(r"^its device +cuda:0: Some GPU *$", facts, re.MULTILINE)
     assert "fragments" not in facts, "it took part in no round"
-    code, out, err = served.outerstep("run", "worker", "staffed", "ghost")
+    code, out, err = served.outerstep("run", "show", "staffed", "--worker", "ghost")
     assert (code, out, err.startswith("outerstep: not-found: ")) == (3, "", True)

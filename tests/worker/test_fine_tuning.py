@@ -14,7 +14,7 @@ from outerstep import DiLoCo, unpack
 from outerstep.chat import Chat, of_export
 from outerstep.cli import app
 from outerstep.common.exit_codes import Exit
-from outerstep.models import evaluate_model
+from outerstep.compare import Contender, measure
 from protocol.messages import Scope
 from tests.support.conversations import write_conversations
 from tests.support.tokenizers import CHATML_MARKED, write_chat_tokenizer
@@ -72,8 +72,9 @@ def test_adapters_are_trained_on_conversations(coordinator: InThread, tmp_path: 
         for directory, merge in (("adapters", False), ("merged", True)):
             export(client, tmp_path / directory, merge=merge)
             assert (tmp_path / directory / "chat_template.jinja").read_text() == CHATML_MARKED
-        again = evaluate_model(http, token, run, BoxSettings(data_root=(str(tmp_path),)), exported=tmp_path / "merged")
-    assert again.loss == pytest.approx(run.held_out_loss, rel=1e-4)
+        merged = Contender("merged", directory=tmp_path / "merged")
+        again = measure([merged], http, token, BoxSettings(data_root=(str(tmp_path),)))
+    assert again.losses[0].mean == pytest.approx(run.held_out_loss, rel=1e-4)
     generation = json.loads((tmp_path / "merged" / "generation_config.json").read_text())
     assert generation["eos_token_id"] == 283, "<|im_end|>"
     assert (tokenizer / "tokenizer.json").read_bytes() == (tmp_path / "merged" / "tokenizer.json").read_bytes()

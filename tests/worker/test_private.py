@@ -59,7 +59,9 @@ def test_two_workers_with_different_text_make_one_model(tmp_path: Path, monkeypa
         epochs = http.get("/v1/runs/shared/units").json()["items"]
         first = http.get("/v1/runs/shared/rounds/0").json()
         arguments = ["--url", running.url, "--token", running.admin_token]
-        table, facts = (CliRunner().invoke(app, ["run", what, "shared", *arguments]) for what in ("units", "show"))
+        table, facts = (
+            CliRunner().invoke(app, ["run", "show", "shared", *what, *arguments]) for what in (["--units"], [])
+        )
     assert {worker["state_digest"] for worker in workers} == {run["state_digest"]}
     assert run["divergences"] == 0
     assert {(each["worker"], each["units"]) for each in epochs} == {

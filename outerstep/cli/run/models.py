@@ -1,4 +1,4 @@
-"""The commands on a run's model, which need the worker's libraries: `outerstep run export|evaluate|pin`."""
+"""The commands on a run's model, which need the worker's libraries: `outerstep run export|chat|pin`."""
 
 import sys
 from contextlib import suppress
@@ -16,12 +16,11 @@ from outerstep.cli.options import (
     owner_at_terminal,
     with_connection,
 )
-from outerstep.cli.printing import Format, FormatOption, print_json, say, say_part
+from outerstep.cli.printing import say, say_part
 from outerstep.cli.run.runs import RunArgument, read_spec
-from outerstep.cli.worker import FLAGS, DataCacheGbOption, DataCacheOption
+from outerstep.cli.worker import FLAGS
 from outerstep.common.connections import error_text
 from outerstep.common.files import check_new
-from outerstep.common.quantities import count_text, held_out_text
 from protocol.errors import OuterstepError
 
 AverageOption = Annotated[
@@ -182,69 +181,6 @@ def _converse(chat: Any) -> None:
                 say(f"{error}; /reset starts a new conversation", err=True)
                 continue
             say("")
-
-
-@with_connection
-def evaluate(
-    run: RunArgument,
-    state: Annotated[
-        int | None,
-        typer.Option(
-            "--round", min=0, help="The checkpoint to evaluate: the model before this round. Default: the latest."
-        ),
-    ] = None,
-    export: Annotated[
-        Path | None,
-        typer.Option(
-            "--export", help="Evaluate the model in this directory, written by `outerstep run export`, instead."
-        ),
-    ] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            "--data",
-            help="Evaluate on the held-out part of this text. Default: the run's data.source, which must be the text "
-            "that the run is trained on.",
-        ),
-    ] = None,
-    data_cache: DataCacheOption = None,
-    data_cache_gb: DataCacheGbOption = None,
-    allow_factory: AllowFactoryOption = None,
-    data_root: DataRootOption = None,
-    max_parameters: MaxParametersOption = None,
-    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
-    """Measure the held-out loss of a run's checkpoint or export on this machine.
-
-    Uses the run's own held-out tokens, at most evaluation.max_tokens. Needs the worker's libraries (torch,
-    transformers), but no GPU.
-
-    \b
-    Example:
-      outerstep run evaluate my-run --round 100
-      outerstep run evaluate my-run --export ./model
-    """
-    if state is not None and export is not None:
-        raise UsageError("give --round or --export, not both")
-    cache = {"data_cache": data_cache, "data_cache_gb": data_cache_gb}
-    code = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
-    box = box_settings("outerstep run evaluate", data=data, device=device, **cache, **code)
-    token = connection.token()
-    with connection.open() as client:
-        detail = client.run(run)
-        models = import_extra("outerstep.models", extra="worker", command="outerstep run evaluate")
-        try:
-            ask = owner_at_terminal()
-            found = models.evaluate_model(client.http, token, detail, box, state=state, exported=export, ask=ask)
-        except ValueError as error:
-            raise UsageError(f"--device: {error}") from error
-    if output is Format.JSON:
-        print_json(found)
-        return
-    say(f"held-out loss {held_out_text(found.loss, found.bits_per_byte)}, over {count_text(found.tokens)} tokens")
 
 
 def box_settings(command: str, **given: Any) -> Any:

@@ -1,111 +1,57 @@
-"""The commands that change a run or its workers: `outerstep run pause|resume|drain|stop|rollback|rm|evict|…`."""
+"""The commands that change a run or its workers: `outerstep run pause|resume|drain|stop|rollback|rm|member`."""
 
+from collections.abc import Callable
+from enum import StrEnum
 from typing import Annotated, Literal
 
 import typer
 
+from outerstep.cli.asking import Answer, asks
 from outerstep.cli.errors import UsageError
 from outerstep.cli.options import Connection, with_connection
-from outerstep.cli.printing import Format, FormatOption, print_json, say
-from outerstep.cli.run.runs import RunArgument, WorkerArgument
+from outerstep.cli.printing import say
+from outerstep.cli.run.runs import RunArgument
 from outerstep.common.exit_codes import Exit
 from outerstep.common.quantities import bytes_text
-from protocol.messages import RollBack, RunChange, RunInfo, RunState, WorkerChange
+from outerstep.rest import Client
+from protocol.messages import RollBack, RunChange, RunState, WorkerChange
+
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]
 
 
-@with_connection
-def pause(
-    run: RunArgument,
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
-    """Pause a run: close the open round and open no other. Workers stay and wait.
+def _setting(state: Literal["running", "paused", "draining", "stopped"], name: str, text: str) -> Callable[..., None]:
+    """Return the command `name`, which sets a run to `state`. `text` says what it does."""
 
-    \b
-    Example:
-      outerstep run pause my-run
-    """
-    _change(run, "paused", output, connection)
+    def change(client: Client, run: RunArgument) -> Answer:
+        info = client.change_run(run, RunChange(state=state))
+        return Answer(info, lambda: f"run {info.name} is {info.state}: {info.reason}")
+
+    change.__doc__ = f"{text}\n\n\b\nExample:\n  outerstep run {name} my-run"
+    return asks(change)
 
 
-@with_connection
-def resume(
-    run: RunArgument,
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
-    """Resume a paused run.
-
-    \b
-    Example:
-      outerstep run resume my-run
-    """
-    _change(run, "running", output, connection)
+pause = _setting("paused", "pause", "Pause a run: close the open round and open no other. Workers stay and wait.")
+resume = _setting("running", "resume", "Resume a paused run.")
+drain = _setting(
+    "draining",
+    "drain",
+    "Drain a run: finish the open round, release its workers, then pause it.\n\nNothing is lost: a checkpoint of the "
+    "last state is kept. `outerstep run resume` and new workers continue the run.",
+)
+stop = _setting("stopped", "stop", "Stop a run for good: its workers leave. Its last state can still be exported.")
 
 
-@with_connection
-def drain(
-    run: RunArgument,
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
-    """Drain a run: finish the open round, release its workers, then pause it.
-
-    Nothing is lost: a checkpoint of the last state is kept. `outerstep run resume` and new workers continue the run.
-
-    \b
-    Example:
-      outerstep run drain my-run
-    """
-    _change(run, "draining", output, connection)
-
-
-@with_connection
-def stop(
-    run: RunArgument,
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
-    """Stop a run for good: its workers leave. Its last state can still be exported.
-
-    \b
-    Example:
-      outerstep run stop my-run
-    """
-    _change(run, "stopped", output, connection)
-
-
-def _change(
-    run: str,
-    state: Literal["running", "paused", "draining", "stopped"],
-    output: Format,
-    connection: Connection,
-) -> None:
-    with connection.open() as client:
-        info: RunInfo = client.change_run(run, RunChange(state=state))
-    if output is Format.JSON:
-        print_json(info)
-    else:
-        say(f"run {info.name} is {info.state}: {info.reason}")
-
-
-@with_connection
+@asks
 def rollback(
+    client: Client,
     run: RunArgument,
     to: Annotated[int, typer.Option(min=0, help="The checkpoint: the state before this round.", show_default=False)],
     without: Annotated[
         list[str] | None,
         typer.Option("--without", metavar="WORKER", help="A worker to exclude from now on. Repeatable."),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
+    yes: YesOption = False,
+) -> Answer:
     """Roll a run back to a checkpoint, because the model was damaged since.
 
     All workers rejoin by themselves and take that state. The work units of the discarded rounds are trained on again,
@@ -114,26 +60,21 @@ def rollback(
 
     \b
     Example:
-      outerstep run checkpoints my-run
+      outerstep run show my-run --checkpoints
       outerstep run rollback my-run --to 40 --without box-7
     """
-    with connection.open() as client:
-        detail = client.run(run)
-        if not yes:
-            confirm(f"Roll run {run} back from state {detail.round} to state {to}, and train again from there?")
-        order = RollBack(to=to, from_round=detail.round, without=without or [])
-        after = client.roll_back(run, order)
-    if output is Format.JSON:
-        print_json(after)
-        return
+    detail = client.run(run)
+    if not yes:
+        confirm(f"Roll run {run} back from state {detail.round} to state {to}, and train again from there?")
+    after = client.roll_back(run, RollBack(to=to, from_round=detail.round, without=without or []))
     hint = f"; continue with: outerstep run resume {run}" if after.state is RunState.PAUSED else ""
-    say(f"run {run} is at state {after.round}, and {after.state}{hint}")
+    return Answer(after, lambda: f"run {run} is at state {after.round}, and {after.state}{hint}")
 
 
 @with_connection
 def remove(
     run: RunArgument,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    yes: YesOption = False,
     *,
     connection: Connection,
 ) -> None:
@@ -162,74 +103,44 @@ def confirm(question: str) -> None:
     raise typer.Exit(Exit.REFUSED)
 
 
-@with_connection
-def evict(
-    run: RunArgument,
-    worker: WorkerArgument,
-    ban: Annotated[bool, typer.Option("--ban", help="It may not join again until it is readmitted.")] = False,
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
-    """Evict a worker: rounds no longer wait for it, and its work units return to the pool.
+class Action(StrEnum):
+    """What `outerstep run member` can do to a worker, and the state that this sets."""
 
-    Its process joins again by itself unless it is banned. A ban applies to the worker's name: with a token for several
-    names it may join under another one, so also revoke the token (`token ls`) if you do not trust its holder.
+    EVICT = "evict"
+    BAN = "ban"
+    READMIT = "readmit"
+    RELEASE = "release"
+
+
+_STATES: dict[Action, Literal["evicted", "banned", "readmitted", "released"]] = {
+    Action.EVICT: "evicted",
+    Action.BAN: "banned",
+    Action.READMIT: "readmitted",
+    Action.RELEASE: "released",
+}
+
+
+@asks
+def member(
+    client: Client,
+    run: RunArgument,
+    worker: Annotated[str, typer.Argument(metavar="WORKER", help="The worker's name.")],
+    action: Annotated[Action, typer.Argument(help="What to do.")],
+) -> Answer:
+    """Evict a worker of a run, ban or readmit it, or release its name.
+
+    evict: rounds no longer wait for it, and its work units return to the pool. Its process joins again by itself. ban:
+    evict it, and it may not join again until it is readmitted. A ban applies to the worker's name: with a token for
+    several names it may join under another one, so also revoke the token (`token ls`) if you do not trust its holder.
+
+    release: its name will belong to the next token that joins under it. A name belongs to the token that first joined
+    under it, so that nobody else can pose as that worker. Release it if a box lost its token or gets another one.
 
     \b
     Example:
-      outerstep run evict my-run box-7 --ban
+      outerstep run member my-run box-7 evict
+      outerstep run member my-run box-7 release
     """
-    _change_worker(run, worker, "banned" if ban else "evicted", output, connection)
-
-
-@with_connection
-def readmit(
-    run: RunArgument,
-    worker: WorkerArgument,
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
-    """Let a banned worker join again.
-
-    \b
-    Example:
-      outerstep run readmit my-run box-7
-    """
-    _change_worker(run, worker, "readmitted", output, connection)
-
-
-@with_connection
-def release(
-    run: RunArgument,
-    worker: WorkerArgument,
-    output: FormatOption = Format.TABLE,
-    *,
-    connection: Connection,
-) -> None:
-    """Release a worker's name: it will belong to the next token that joins under it.
-
-    A name belongs to the token that first joined under it, so that nobody else can pose as that worker. Release it if
-    a box lost its token or gets another one.
-
-    \b
-    Example:
-      outerstep run release my-run box-7
-    """
-    _change_worker(run, worker, "released", output, connection)
-
-
-def _change_worker(
-    run: str,
-    worker: str,
-    state: Literal["evicted", "banned", "readmitted", "released"],
-    output: Format,
-    connection: Connection,
-) -> None:
-    with connection.open() as client:
-        changed = client.change_worker(run, worker, WorkerChange(state=state))
-    if output is Format.JSON:
-        print_json(changed)
-    else:
-        say(f"worker {worker} of run {run} is {state}")
+    state = _STATES[action]
+    changed = client.change_worker(run, worker, WorkerChange(state=state))
+    return Answer(changed, lambda: f"worker {worker} of run {run} is {state}")

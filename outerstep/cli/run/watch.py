@@ -104,9 +104,6 @@ def events(
       outerstep run events my-run --follow --limit 10
     """
 
-    def wanted(events: Iterable[Event], newest: int | None) -> list[Event]:
-        return list(deque((each for each in events if not kinds or each.kind in kinds), maxlen=newest))
-
     def warn_if_unknown(events: Iterable[Event]) -> None:
         """Warn about kinds without any event: a mistyped kind would look as if nothing had happened."""
         there = sorted({each.kind for each in events})
@@ -115,27 +112,24 @@ def events(
                 say(f"outerstep: no event of kind {kind} so far; kinds seen: {', '.join(there)}", err=True)
 
     with connection.open() as client:
-        if not following:
-            all_events = list(client.events(run))
-            past = wanted(all_events, limit)
-            warn_if_unknown(all_events)
-            if output is Format.JSON:
-                print_json(past)
-            else:
-                _print_events(past)
-            return
-        newest: int | None = limit  # of the first look, which has all past events
-        for look in follow(client, run, patience_s=EVENTS_PATIENCE_S, sleep=time.sleep):
-            if output is Format.JSON:
-                for event in wanted(look.events, newest):
+        looks = follow(client, run, patience_s=EVENTS_PATIENCE_S, sleep=time.sleep)
+        news: Iterable[tuple[Iterable[Event], str | None]] = (
+            ((each.events, each.trouble) for each in looks) if following else [(tuple(client.events(run)), None)]
+        )
+        for number, (found, trouble) in enumerate(news):
+            newest = limit if number == 0 else None  # only the first has past events
+            wanted = list(deque((each for each in found if not kinds or each.kind in kinds), maxlen=newest))
+            if output is Format.TABLE:
+                _print_events(wanted)
+            elif following:
+                for event in wanted:
                     print_json_line(event)
             else:
-                _print_events(wanted(look.events, newest))
-            if newest is not None:
-                warn_if_unknown(look.events)
-            newest = None
-            if look.trouble:
-                say(f"outerstep: {look.trouble}; retrying", err=True)
+                print_json(wanted)
+            if number == 0:
+                warn_if_unknown(found)
+            if trouble:
+                _print_trouble(trouble)
 
 
 def _print_events(events: Iterable[Event]) -> None:
