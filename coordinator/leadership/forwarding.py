@@ -21,12 +21,12 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.http.bodies import chunks
 from coordinator.http.connections import NO_PATH
 from coordinator.http.downloads import BLOB_HEADER, BY_STANDBY, blob_response
-from coordinator.http.middleware import given_or_new_id
+from coordinator.http.middleware import PrepareRequest, ResponseHeaders, is_head, request_id
 from coordinator.http.problems import reject, rejection
 from coordinator.leadership.standby import Standby, unready, vacant
 from coordinator.leadership.terms import Terms
@@ -51,6 +51,7 @@ _HOP = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        "x-request-id",  # replaced by the request's id
         TICKET_HEADER,
         BLOB_HEADER.lower(),
         # The leader would believe these from a standby that is one of its `proxies`.
@@ -90,16 +91,19 @@ class LeadOrForward:
         if app is not None and (ticket is None or self._is_mine(ticket)):
             await app(scope, receive, send)
             return
-        scope, send = _identified(scope, send)
-        if ticket is not None:
-            fault = self.terms.fault or "another one led when the request was forwarded"
-            await reject(vacant(fault), scope, receive, send)
-        elif await self._standby.answers(scope):
-            await self._standby(scope, receive, send)
-        else:
-            # A standby that cannot reach the store would let the client wait for it.
-            can_send = scope["method"] == "GET" and not self.terms.election.store_fault
-            await self._forward(scope, receive, send, offer=can_send)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            if ticket is not None:
+                fault = self.terms.fault or "another one led when the request was forwarded"
+                await reject(vacant(fault), scope, receive, send)
+            elif await self._standby.answers(scope):
+                await self._standby(scope, receive, send)
+            else:
+                # A standby that cannot reach the store would let the client wait for it.
+                can_send = _method(scope) == "GET" and not self.terms.election.store_fault
+                await self._forward(scope, receive, send, offer=can_send)
+
+        await PrepareRequest(ResponseHeaders(answer))(scope, receive, send)
 
     def _ticket(self, scope: Scope) -> Ticket | None:
         """Return the ticket of a request that another coordinator of the database has forwarded; otherwise None."""
@@ -207,9 +211,13 @@ def request_to(
     kept = [(name, value) for name, value in scope["headers"] if name.decode("latin-1").lower() not in _HOP]
     try:
         request = httpx.Request(
-            scope["method"],
+            _method(scope),
             httpx.URL(address),
-            headers=[*kept, (TICKET_HEADER.encode(), ticket.header().encode("latin-1"))],
+            headers=[
+                *kept,
+                (b"x-request-id", request_id(scope).encode()),  # so the leader logs the same one
+                (TICKET_HEADER.encode(), ticket.header().encode("latin-1")),
+            ],
             content=content,
             extensions={"target": target},
         )
@@ -316,21 +324,8 @@ class _Body:
                 self._gone.set()
 
 
-def _identified(scope: Scope, send: Send) -> tuple[Scope, Send]:
-    """Give the request an id. The leader logs the same id, and every answer has it, also one of this process. So has
-    every answer the header that keeps browsers from guessing its type."""
-    name, headers = b"x-request-id", scope["headers"]
-    sure = (b"x-content-type-options", b"nosniff")
-    given = given_or_new_id(scope).encode()
-
-    async def send_with_id(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            others = [each for each in message["headers"] if each[0].lower() not in (name, sure[0])]
-            message = {**message, "headers": [*others, sure, (name, given)]}
-        await send(message)
-
-    others = [each for each in headers if each[0].lower() != name]
-    return {**scope, "headers": [*others, (name, given)]}, send_with_id
+def _method(scope: Scope) -> str:
+    return "HEAD" if is_head(scope) else str(scope["method"])
 
 
 def _from_client(scope: Scope, ticket: Ticket) -> Scope:

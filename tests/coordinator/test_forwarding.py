@@ -225,12 +225,14 @@ def test_a_request_goes_to_the_leader_as_it_came(address: str, host: str) -> Non
     request = request_to(address, scope(b"/a/../%2e%2e//b"), TICKET)
     assert (request.url.scheme, request.url.host) == (address.split(":")[0], host)
     assert request.extensions["target"] == b"/a/../%2e%2e//b?c=%41&d"
-    assert request.headers.raw == [(b"host", b"c"), (TICKET_HEADER.encode(), TICKET.header().encode())]
+    ours = [(b"x-request-id", b"its-id"), (TICKET_HEADER.encode(), TICKET.header().encode())]
+    assert request.headers.raw == [(b"host", b"c"), *ours]
 
 
 def scope(target: bytes) -> dict[str, Any]:
     headers = [(b"host", b"c"), (b"x-forwarded-for", b"1.2.3.4"), (b"x-forwarded-proto", b"https"), (b"te", b"x")]
-    return {"method": "GET", "raw_path": target, "query_string": b"c=%41&d", "headers": headers}
+    state = {"request_id": "its-id"}
+    return {"method": "GET", "raw_path": target, "query_string": b"c=%41&d", "headers": headers, "state": state}
 
 
 # --- tickets ----------------------------------------------------------------------------------------------------------
