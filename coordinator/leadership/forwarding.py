@@ -14,7 +14,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from urllib.parse import urlsplit
 
 import httpx
 from fastapi import Request
@@ -60,8 +59,6 @@ _HOP = frozenset(
         "x-forwarded-proto",
     }
 )
-_PORTS = {"http": 80, "https": 443}
-
 # Headers that this server adds to every response by itself.
 _OWN = frozenset({"date", "server", *(name.lower() for name in RESPONSE_HEADERS)})
 
@@ -72,9 +69,11 @@ class LeadOrForward:
     """The outermost application of a coordinator that shares its database."""
 
     def __init__(self, settings: Settings, terms: Terms, standby: Standby, blobs: Callable[[], Blobs]) -> None:
-        """`standby` answers requests about this process while it does not lead. `blobs` returns the blobs that this
-        process reads meanwhile; it may raise OuterstepError and OSError."""
-        self.terms, self._settings, self._standby, self._blobs = terms, settings, standby, blobs
+        """`standby` answers requests about this process while it does not lead. `blobs` opens those that this process
+        reads meanwhile; it may raise OuterstepError and OSError."""
+        self.terms, self._settings, self._standby, self._open_blobs = terms, settings, standby, blobs
+        self._blobs: Blobs | None = None
+        self._opening = asyncio.Lock()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
@@ -185,9 +184,10 @@ class LeadOrForward:
         """Send the requested part of a blob, with these headers where it has none of its own. Return False, and send
         nothing, if it cannot be read here."""
         try:
-            blobs = await run_in_threadpool(self._blobs)
+            async with self._opening:
+                self._blobs = self._blobs or await run_in_threadpool(self._open_blobs)
             missing = partial(Problem, "not-found", "the store does not have it")
-            response = await run_in_threadpool(blob_response, Request(scope), blobs, stored, missing)
+            response = await run_in_threadpool(blob_response, Request(scope), self._blobs, stored, missing)
         except (OuterstepError, OSError) as error:
             logger.info("the leader sends %s, because this standby cannot read it: %s", stored.name, error)
             return False
@@ -201,40 +201,19 @@ def request_to(
     address: str, scope: Scope, ticket: Ticket, content: AsyncIterator[bytes] | None = None
 ) -> httpx.Request:
     """Return the request of `scope` as it is forwarded to the coordinator at `address`, with the client's target as it
-    is. Not made by the client that sends it, which would add headers of its own.
-
-    Raises Problem if it would go elsewhere, or would not ask for a path there.
+    is. Not made by the client that sends it, which would add headers of its own. Raises Problem if the target is no
+    path.
     """
     target: bytes = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     if not target.startswith(b"/"):
         raise Problem("invalid-request", NO_PATH)
     kept = [(name, value) for name, value in scope["headers"] if name.decode("latin-1").lower() not in _HOP]
-    try:
-        request = httpx.Request(
-            _method(scope),
-            httpx.URL(address),
-            headers=[
-                *kept,
-                (b"x-request-id", request_id(scope).encode()),  # so the leader logs the same one
-                (TICKET_HEADER.encode(), ticket.header().encode("latin-1")),
-            ],
-            content=content,
-            extensions={"target": target},
-        )
-        leader, url = urlsplit(address), request.url
-        default = _PORTS.get(leader.scheme)
-        is_there = (
-            default is not None
-            and url.scheme == leader.scheme
-            and leader.hostname in (url.host, url.raw_host.decode())
-            and (url.port or default) == (leader.port or default)
-            and not url.userinfo
-        )
-    except (httpx.InvalidURL, ValueError) as error:
-        raise unready(f"the leader's address, {address}, is not a URL: {error}") from error
-    if not is_there:
-        raise unready(f"the leader's address, {address}, is not http://HOST:PORT: correct its --advertise")
-    return request
+    ours = [
+        (b"x-request-id", request_id(scope).encode()),  # so the leader logs the same one
+        (TICKET_HEADER.encode(), ticket.header().encode("latin-1")),
+    ]
+    extensions = {"target": target}
+    return httpx.Request(_method(scope), address, headers=[*kept, *ours], content=content, extensions=extensions)
 
 
 class _Answer:

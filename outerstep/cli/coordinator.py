@@ -228,10 +228,10 @@ def rotate_secret(data: DataOption = None, database_url: DatabaseOption = None) 
     Example:
       outerstep coordinator rotate-secret --database postgresql+psycopg://me:secret@host/runs
     """
-    rotating = import_extra("coordinator.leadership.rotating", extra="coordinator", command="outerstep coordinator")
+    lease = import_extra("coordinator.lease", extra="coordinator", command="outerstep coordinator")
     os.umask(0o077)
     url = existing_database(settings_of({"data_dir": data, "database": database_url}))
-    rotating.rotate_secret(url, time.time)
+    lease.rotate_secret(url, time.time)
     say(f"the coordinators of {url!r} have a new secret")
 
 

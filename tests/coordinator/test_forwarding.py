@@ -193,22 +193,11 @@ def test_a_request_has_one_host(pair: Pair, lines: list[bytes], version: str, st
         assert (answer.status, answer.slug) == (status, "invalid-request" if status == 400 else "")
 
 
-@pytest.mark.parametrize(
-    ("address", "target"),
-    [
-        ("http://10.0.0.1:8470", b"*@127.0.0.1:9/x"),
-        ("http://10.0.0.1:8470", b"http://127.0.0.1:9/x"),
-        ("http://10.0.0.1:8470", b""),
-        ("http://10.0.0.1:8470\\@127.0.0.1:9", b"/x"),
-        ("http://me@127.0.0.1:9", b"/x"),
-        ("ftp://10.0.0.1:8470", b"/x"),
-        ("10.0.0.1:8470", b"/x"),
-    ],
-)
-def test_no_request_is_made_that_could_go_elsewhere(address: str, target: bytes) -> None:
-    """The parser refuses such targets before; a row of the database has the address."""
-    with pytest.raises(Problem, match="not-ready" if target == b"/x" else "invalid-request"):
-        request_to(address, scope(target), TICKET)
+@pytest.mark.parametrize("target", [b"*@127.0.0.1:9/x", b"http://127.0.0.1:9/x", b""])
+def test_no_request_is_made_that_could_go_elsewhere(target: bytes) -> None:
+    """The parser refuses such targets before."""
+    with pytest.raises(Problem, match="invalid-request"):
+        request_to("http://10.0.0.1:8470", scope(target), TICKET)
 
 
 @pytest.mark.parametrize(
@@ -373,7 +362,7 @@ def test_a_standby_sends_no_blob_that_a_stranger_names(beside: tuple[type[Strang
     """It sent `owner`, or a backup with the whole database."""
     stranger, leader, standby = beside
     assert standby.server.shared is not None
-    blobs: Any = standby.server.shared._blobs()  # noqa: SLF001
+    blobs: Any = standby.server.shared._open_blobs()  # noqa: SLF001
     blobs.put(OWNER, memoryview(b"the owner"))
     with leader.client() as direct, standby.client() as client:
         state = digest(direct.get(STATE).content).hex()
