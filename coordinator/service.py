@@ -38,7 +38,7 @@ from coordinator.store.blobs import OWNER, Blobs, OpenStore
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fence, url_of
 from coordinator.store.identity import Actor, Identity, audit_entries
-from coordinator.store.opening import RowMark, store_at
+from coordinator.store.opening import store_at
 from coordinator.store.partial_uploads import PartialUploads
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.store_probe import StoreProbe
@@ -118,17 +118,19 @@ class Coordinator:
                     "`outerstep coordinator backup DIR` on a schedule of yours"
                 )
         url = url_of(settings.database, settings.data_dir)
-        place = settings.blobs, settings.blobs_public_url, self.now
         if term is not None:
             url = postgresql.named(url, term.fence.holder)
             term.data.empty_scratch()
             self.data = term.data
             self.database = opened.enter_context(closing(Database(url, term.fence)))
-            store = store or store_at(*place, RowMark(self.database), term.fence.holds)
+            store = store or store_at(
+                settings.blobs, self.database, settings.blobs_public_url, self.now, term.fence.holds
+            )
             return url, store(self.data), term.probe
         self.data = opened.enter_context(closing(DataDirectory(settings.data_dir)))
         self.database = opened.enter_context(closing(Database(url)))
-        blobs = (store or store_at(*place))(self.data)
+        store = store or store_at(settings.blobs, self.database, settings.blobs_public_url, self.now)
+        blobs = store(self.data)
         if blobs.bucket is None:
             return url, blobs, None
         probe = StoreProbe(partial(blobs.bucket.objects.get, OWNER), time.monotonic)

@@ -14,10 +14,9 @@ from coordinator.leadership.standby import Standby
 from coordinator.leadership.terms import Terms
 from coordinator.service import Coordinator, Term
 from coordinator.settings import Settings
-from coordinator.store import postgresql
 from coordinator.store.blobs import OWNER, Blobs, OpenStore
 from coordinator.store.data_directory import STANDBY_COPIES, DataDirectory
-from coordinator.store.database import Database, Fence
+from coordinator.store.database import Database, Fence, bucket_of
 from coordinator.store.opening import objects_at, shared_bucket, usable
 from coordinator.store.store_probe import StoreProbe
 from protocol.errors import OuterstepError
@@ -69,7 +68,7 @@ def shared_application(
 
 def _opened(place: str, database: URL, data: DataDirectory) -> Blobs:
     """Open the bucket at `place`. Raises OuterstepError unless it is that of the coordinators of the database."""
-    found = postgresql.bucket_of(database)
+    found = bucket_of(database)
     if found is None:
         raise OuterstepError("the coordinators have no bucket yet")
     # A folder of its own: while a term begins, both are in use.

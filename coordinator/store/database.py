@@ -26,7 +26,7 @@ import migrations
 from coordinator.store import postgresql, sqlite
 from coordinator.store.blobs import StoreOutage
 from coordinator.store.data_directory import RESTORED
-from coordinator.store.tables import Base, LeaderRow
+from coordinator.store.tables import Base, DeploymentRow, LeaderRow
 from outerstep.common.files import FULL
 from protocol import __version__
 from protocol.errors import OuterstepError, Problem, Transient
@@ -234,6 +234,17 @@ class Database:
         with self.read() as session:
             return postgresql.deployment(session.connection()).secret
 
+    def bucket(self) -> tuple[str, str] | None:
+        """Return the id and the URL of the bucket that has the blobs; None if they are in the data directory."""
+        with self.read() as session:
+            return postgresql.deployment(session.connection()).bucket
+
+    def set_bucket(self, bucket: tuple[str, str] | None) -> None:
+        """Record durably which bucket has the blobs: its id and its URL; None: the data directory has them."""
+        with self.write() as session:
+            row = session.scalars(select(DeploymentRow)).one()
+            row.bucket_owner, row.bucket_url = bucket or (None, None)
+
     def probe(self) -> None:
         """Begin and end a write transaction without changes. Raises DBAPIError if it cannot begin."""
         with self.write() as session:
@@ -256,6 +267,21 @@ def is_shared(url: URL) -> bool:
 def exists(url: URL) -> bool:
     """Return True if there is a database at `url`. Raises OuterstepError if it cannot be reached."""
     return BACKENDS[url.get_backend_name()].exists(url)
+
+
+def bucket_of(url: URL) -> tuple[str, str] | None:
+    """Return what `Database.bucket` returns, for a database that a coordinator may be using; None also if there is no
+    database at `url`. Raises OuterstepError if it cannot be read."""
+    if not exists(url):
+        return None
+    reading, _ = BACKENDS[url.get_backend_name()].engines(url)
+    try:
+        with reading.connect() as connection:
+            return postgresql.deployment(connection).bucket
+    except DBAPIError as error:
+        raise postgresql.unusable(f"the database {url!r} cannot be copied", error) from error
+    finally:
+        reading.dispose()
 
 
 class Fault(NamedTuple):
