@@ -185,9 +185,9 @@ class LeadOrForward:
         nothing, if it cannot be read here."""
         try:
             async with self._opening:
-                self._blobs = self._blobs or await run_in_threadpool(self._open_blobs)
+                blobs = self._blobs = self._blobs or await run_in_threadpool(self._open_blobs)
             missing = partial(Problem, "not-found", "the store does not have it")
-            response = await run_in_threadpool(blob_response, Request(scope), self._blobs, stored, missing)
+            response = await run_in_threadpool(blob_response, Request(scope), blobs, stored, missing)
         except (OuterstepError, OSError) as error:
             logger.info("the leader sends %s, because this standby cannot read it: %s", stored.name, error)
             return False

@@ -59,7 +59,7 @@ def routes() -> list[tuple[str, str]]:
     """(method, path) of every route that the application has, but for the pages of its documentation."""
     found = [route for route in create_app(cast(Coordinator, None)).routes if isinstance(route, APIRoute)]
     assert {type(route) for route in found} == {LimitedRoute}
-    return [(method, route.path) for route in found for method in sorted(route.methods)]
+    return [(method, route.path) for route in found for method in sorted(route.methods or ())]
 
 
 def nameless(path: str) -> str:

@@ -220,6 +220,7 @@ class SharedCoordinator(Machine):
 
     def _build(self, fence: Fence) -> Coordinator:
         assert self.terms is not None
+        assert self._data is not None
         return Coordinator(
             Settings(data_dir=self.data_dir, database=self.cluster.url),
             clock=lambda: self.scheduler.now,
