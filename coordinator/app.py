@@ -3,22 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import cache
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.api import checkpoints, events, rounds, runs, server, tokens, workers
 from coordinator.dashboard import serving as dashboard
 from coordinator.http import openapi
 from coordinator.http.connection_limit import ConnectionLimit
-from coordinator.http.middleware import (
-    AssignRequestId,
-    Authenticate,
-    CheckProtocol,
-    HeadAsGet,
-    ResponseHeaders,
-)
+from coordinator.http.middleware import Admit, PrepareRequest, ResponseHeaders
 from coordinator.http.problems import answer_problems
 from coordinator.http.response_cache import Caches
 from coordinator.metrics.server import RequestMetrics, ServerMetrics
@@ -57,25 +50,15 @@ def create_app(coordinator: Coordinator, connections: ConnectionLimit | None = N
     app.state.metrics = metrics = ServerMetrics(coordinator, connections)
     answer_problems(app)
     openapi.extend_schema(app)
-    app.router.routes += [*_api().routes, *openapi.page_routes(app), *dashboard.routes()]
+    groups = runs, workers, rounds, checkpoints, events, tokens, server
+    ours = [route for group in groups for route in group.router.routes]  # which several applications share
+    app.router.routes += [*ours, *openapi.page_routes(app), *dashboard.routes()]
     # A request passes the last one added first.
-    app.add_middleware(Authenticate)
-    app.add_middleware(CheckProtocol)
+    app.add_middleware(Admit)
     app.add_middleware(ResponseHeaders)
     app.add_middleware(RequestMetrics, metrics=metrics)
-    app.add_middleware(AssignRequestId)
-    app.add_middleware(HeadAsGet)
+    app.add_middleware(PrepareRequest)
     return app
-
-
-@cache
-def _api() -> APIRouter:
-    """Return the routes of the API. FastAPI analyses them at the first request; several applications in one process
-    share the result."""
-    api = APIRouter()
-    for group in (runs, workers, rounds, checkpoints, events, tokens, server):
-        api.include_router(group.router)
-    return api
 
 
 async def _tick(coordinator: Coordinator) -> None:

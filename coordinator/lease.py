@@ -1,20 +1,20 @@
 """The lease of the leader: one row of the table `leader`. Its expiry is compared with the database's clock alone."""
 
 import secrets
-import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Double, delete, insert, or_, select, text, update
+from sqlalchemy import URL, Connection, Double, delete, insert, or_, select, text, update
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import GenericFunction
 
 from coordinator.peers import Peer
 from coordinator.store import postgresql
+from coordinator.store.database import Database
+from coordinator.store.identity import Actor, audit_note
 from coordinator.store.tables import CoordinatorRow, DeploymentRow, LeaderRow
-from protocol.errors import Problem
 
 LEASE_S = 5.0
 FORGOTTEN_S = 600.0  # a coordinator or an aggregator that was not seen for this long is no longer listed
@@ -115,61 +115,25 @@ def release(connection: Connection, token: int) -> None:
     _update(connection, token, holder=None, address=None)
 
 
-def rotate_secret(session: Session) -> None:
-    """Give the deployment a new secret, and end the leader's term. Its lease remains: until it expires, only the same
-    coordinator can begin the next term."""
-    session.execute(update(LeaderRow).values(token=LeaderRow.token + 1, address=None))
-    session.execute(update(DeploymentRow).values(secret=secrets.token_bytes(32)))
+def rotate_secret(url: URL, now: Callable[[], float]) -> None:
+    """Replace the secret in the database at `url`, which is migrated, while coordinators run. Raises OuterstepError if
+    it cannot be used, or is SQLite and in use; may raise OSError.
+
+    From the secret are derived the tickets and proofs of requests between coordinators (`leadership/tickets.py`), and
+    the signs of sketches (`screening/measuring.py`). A term keeps one secret, so that all contributions to a fragment
+    are measured with the same signs. So the leader's term ends too: its lease remains, and until it expires, only the
+    same coordinator can begin the next term. Other coordinators read the secret together with the lease, and
+    aggregators with each task.
+    """
+    with closing(Database(url)) as database, database.write() as session:
+        session.execute(update(LeaderRow).values(token=LeaderRow.token + 1, address=None))
+        session.execute(update(DeploymentRow).values(secret=secrets.token_bytes(32)))
+        audit_note(session, now(), Actor(), "secret-rotated", "the secret of the coordinators was replaced")
 
 
 def _update(connection: Connection, token: int, **values: Any) -> bool:
     held = LeaderRow.id == _ID, LeaderRow.token == token, LeaderRow.holder.is_not(None)
     return connection.execute(update(LeaderRow).where(*held).values(**values)).rowcount == 1
-
-
-class Fence:
-    """The fencing token of one term. `lost` is set once the term must end: another coordinator leads, or it is unknown
-    whether a commit has happened."""
-
-    def __init__(
-        self,
-        token: int,
-        holder: str,
-        is_valid: Callable[[], bool],
-        on_lost: Callable[[], object],
-        rejected: Callable[[], object] = lambda: None,
-    ) -> None:
-        """`holder`: the id of this coordinator. `is_valid`: whether the lease of this token has not expired. `on_lost`
-        is called once `lost` is set, and `rejected` for each write that fails because of that."""
-        self.token, self.holder = token, holder
-        self._is_valid, self._on_lost, self.rejected = is_valid, on_lost, rejected
-        self.lost = threading.Event()
-
-    def holds(self) -> bool:
-        """Return True while this coordinator leads for sure."""
-        return not self.lost.is_set() and self._is_valid()
-
-    def check(self, session: Session) -> None:
-        """Lock the row of the token until the transaction ends. Raises Problem `superseded` if the term is over. The
-        first statement of every write transaction."""
-        if self.lost.is_set():
-            self.rejected()
-            raise superseded()
-        newest = session.scalar(select(LeaderRow.token).where(LeaderRow.id == _ID).with_for_update())
-        if newest != self.token:
-            self.end()
-            self.rejected()
-            raise superseded()
-
-    def end(self) -> None:
-        """End the term: all further writes fail."""
-        if not self.lost.is_set():
-            self.lost.set()
-            self._on_lost()
-
-
-def superseded() -> Problem:
-    return Problem("superseded", "this coordinator no longer leads; another one does, or will soon", retry_after_s=1)
 
 
 # --- who is there -----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -32,12 +33,12 @@ from coordinator.run.live_run import Change, LiveRun, RunContext
 from coordinator.run.waiters import READS_AT_ONCE, Waiters
 from coordinator.settings import Settings
 from coordinator.settling import settle
-from coordinator.store import audit, postgresql
+from coordinator.store import postgresql
 from coordinator.store.blobs import OWNER, Blobs, OpenStore
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fence, url_of
-from coordinator.store.identity import Actor, Identity
-from coordinator.store.opening import RowMark, store_at
+from coordinator.store.identity import Actor, Identity, audit_entries
+from coordinator.store.opening import store_at
 from coordinator.store.partial_uploads import PartialUploads
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.store_probe import StoreProbe
@@ -58,6 +59,24 @@ DELEGATED = 64  # threads that wait for aggregators; each waits for one task
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Term:
+    """What a coordinator gets from its process for one term, if it shares its database with others.
+
+    fence    keeps it from writing once another one leads
+    data     the data directory, which the process keeps between terms
+    peers    the coordinators that share the database
+    probe    of the bucket
+    errors   what the process has logged, in all of its terms
+    """
+
+    fence: Fence
+    data: DataDirectory
+    peers: Peers
+    probe: StoreProbe | None = None
+    errors: RecentErrors = field(default_factory=RecentErrors)
+
+
 class Coordinator:
     """All runs of one database and its data directory. Methods may be called from any thread; each run has its own
     lock."""
@@ -70,39 +89,27 @@ class Coordinator:
         now: Callable[[], float] = time.time,
         store: OpenStore | None = None,
         secret: bytes | None = None,
-        fence: Fence | None = None,
-        data: DataDirectory | None = None,
-        peers: Peers | None = None,
-        probe: StoreProbe | None = None,
-        errors: RecentErrors | None = None,
+        term: Term | None = None,
     ) -> None:
-        """`secret`: None for that in the database. `fence`: of the term for which this coordinator leads; None if no
-        other one shares its database. `data`: None to open the one in the settings until the coordinator is closed.
-        `peers`: the coordinators that share its database. `probe`: of the bucket; None to start one if there is a
-        bucket. `errors`: what this process has logged before; None: nothing."""
-        self.peers, self.errors = peers, errors or RecentErrors()
+        """`store`: None for that in the settings. `secret`: None for that in the database. `term`: None if no other
+        coordinator shares its database."""
+        self.settings, self.clock, self.now, self.term = settings, clock, now, term
+        self.errors = RecentErrors() if term is None else term.errors
+        self._closing = threading.Event()
         with ExitStack() as opened:
-            self._start(opened, settings, clock, now, store, secret, fence, data, probe)
+            url, blobs, probe = self._open(opened, store)
+            self._start(opened, url, blobs, probe, secret)
             self._opened = opened.pop_all()
 
-    def _start(
-        self,
-        opened: ExitStack,
-        settings: Settings,
-        clock: Callable[[], float],
-        now: Callable[[], float],
-        store: OpenStore | None,
-        secret: bytes | None,
-        fence: Fence | None,
-        data: DataDirectory | None,
-        probe: StoreProbe | None,
-    ) -> None:
-        self.settings, self.clock, self.now = settings, clock, now
-        self._closing = threading.Event()
-        self.waiters = Waiters()
-        self.memory = MemoryBudget()
-        self.partial_uploads = PartialUploads(clock, settings.parts_bytes_per_member)
-        self.quotas = Quotas(settings, clock)
+    @property
+    def peers(self) -> Peers | None:
+        """The coordinators that share its database; None if there can be none."""
+        return None if self.term is None else self.term.peers
+
+    def _open(self, opened: ExitStack, store: OpenStore | None) -> tuple[URL, Blobs, StoreProbe | None]:
+        """Open the data directory, the database and the blobs until `opened` is closed. Return the database's URL, the
+        blobs, and the probe of their bucket."""
+        settings, term = self.settings, self.term
         if settings.backup_dir is not None:
             directory.check_apart(settings.backup_dir, settings.data_dir)
             if settings.blobs is not None:
@@ -110,33 +117,43 @@ class Coordinator:
                     "with --blobs backups are in that bucket, so leave --backup out; for a copy elsewhere, run "
                     "`outerstep coordinator backup DIR` on a schedule of yours"
                 )
-        self.read_threads, self.parse_thread = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)
         url = url_of(settings.database, settings.data_dir)
-        if fence is not None:
-            url = postgresql.named(url, fence.holder)
-        if data is None:
-            data = opened.enter_context(closing(DataDirectory(settings.data_dir)))
-        else:
-            data.empty_scratch()
-        self.data = data
-        self.database = opened.enter_context(closing(Database(url, fence)))
-        place = settings.blobs, settings.blobs_public_url, now
-        shared = (RowMark(self.database), fence.holds) if fence is not None else ()
-        blobs = (store or store_at(*place, *shared))(self.data)
+        if term is not None:
+            url = postgresql.named(url, term.fence.holder)
+            term.data.empty_scratch()
+            self.data = term.data
+            self.database = opened.enter_context(closing(Database(url, term.fence)))
+            store = store or store_at(
+                settings.blobs, self.database, settings.blobs_public_url, self.now, term.fence.holds
+            )
+            return url, store(self.data), term.probe
+        self.data = opened.enter_context(closing(DataDirectory(settings.data_dir)))
+        self.database = opened.enter_context(closing(Database(url)))
+        store = store or store_at(settings.blobs, self.database, settings.blobs_public_url, self.now)
+        blobs = store(self.data)
+        if blobs.bucket is None:
+            return url, blobs, None
+        probe = StoreProbe(partial(blobs.bucket.objects.get, OWNER), time.monotonic)
+        probe.start(self._closing)
+        return url, blobs, probe
+
+    def _start(self, opened: ExitStack, url: URL, blobs: Blobs, probe: StoreProbe | None, secret: bytes | None) -> None:
+        """Start the threads, and restore the runs."""
+        settings, clock, now, shared = self.settings, self.clock, self.now, self.term is not None
+        self.waiters = Waiters()
+        self.memory = MemoryBudget()
+        self.partial_uploads = PartialUploads(clock, settings.parts_bytes_per_member)
+        self.quotas = Quotas(settings, clock)
+        self.read_threads, self.parse_thread = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)
         self.tokens = Tokens(self.database, now)
         chosen = settings.admin_token.get_secret_value() if settings.admin_token else None
         if done := self.tokens.ensure_admin(settings.data_dir / "admin.token", chosen):
             logger.info("%s", done)
         cores = os.cpu_count() or 1
-        self._jobs, self._verifying = (
-            self._threads(opened, "publish", cores if fence is None else max(cores, DELEGATED)),
-            self._threads(opened, "verify", 1),
-        )
+        self._jobs = self._threads(opened, "publish", max(cores, DELEGATED) if shared else cores)
+        self._verifying = self._threads(opened, "verify", 1)
         self.verify_at: dict[int, float] = {}
         self._tick_faults: dict[str, tuple[str, float]] = {}  # by kind: the last fault, and when it was logged
-        if probe is None and blobs.bucket is not None:
-            probe = StoreProbe(partial(blobs.bucket.objects.get, OWNER), time.monotonic)
-            probe.start(self._closing)
         self.storage = Storage(self.data, blobs, self.database, self._jobs.submit, clock, probe)
         self.notifier = Notifier(receivers_of(settings), clock, now)
         opened.callback(self.notifier.close)
@@ -146,7 +163,7 @@ class Coordinator:
         self.backups = self._scheduled(url, blobs)
         if self.backups is not None:
             opened.callback(self.backups.close)
-        self.delegation = None if fence is None else self._delegating(opened, url)
+        self.delegation = self._delegating(opened, url) if shared else None
         self._context = RunContext(
             database=self.database,
             data=self.data,
@@ -161,12 +178,16 @@ class Coordinator:
             back_up=self._back_up,
             secret=secret or self.database.secret(),
             delegation=self.delegation,
-            working=nullcontext() if fence is None else threading.BoundedSemaphore(cores),
+            working=threading.BoundedSemaphore(cores) if shared else nullcontext(),
             clock=clock,
             now=now,
         )
         self._runs: dict[str, LiveRun] = {}
         self._creating = threading.Lock()
+        self._restore()
+
+    def _restore(self) -> None:
+        """Restore the runs of the database."""
         with self.database.read() as session:
             rows = session.scalars(select(RunRow)).all()
         # SQLite would reuse the id of a removed run, but other objects may still refer to that id.
@@ -315,7 +336,7 @@ class Coordinator:
     def audit(self, run: str | None, limit: int, before: int | None) -> Page[AuditEntry]:
         """Return the audit log's entries with numbers below `before` (None: all), newest first. `run`: only entries of
         this run; None: all."""
-        return audit.entries(self.database, run, limit, before)
+        return audit_entries(self.database, run, limit, before)
 
     def _wake_all(self) -> None:
         """Wake all long polls and streams; each checks its token again."""

@@ -19,7 +19,7 @@ from coordinator.store.blobs import Blobs, DirectAccess, Kind, OwnedBucket, Read
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.opening import store_at
+from coordinator.store.opening import objects_at
 from harness.postgres import PostgreSQL, postgresql
 from harness.seaweedfs import SeaweedFS, seaweedfs
 from protocol.digest import Buffer
@@ -126,10 +126,18 @@ def store(data: DataDirectory) -> Blobs:
         case "memory":
             return _by_directory.setdefault(data.root, MemoryBlobs())
         case "bucket":
-            url = _server().url(f"{os.getpid()}{data.root}")
-            return store_at(url)(data)
+            return _in_bucket(_server().url(f"{os.getpid()}{data.root}"), data)
         case _:
             return DirectoryBlobs(data)
+
+
+def _in_bucket(url: str, data: DataDirectory) -> Blobs:
+    from coordinator.store.direct_access import open_direct
+    from coordinator.store.object_blobs import ObjectBlobs
+
+    bucket = OwnedBucket.taken(objects_at(url), "its owner")
+    assert bucket is not None
+    return ObjectBlobs(bucket, data, direct=open_direct(bucket.objects))
 
 
 _databases: dict[Path, URL] = {}

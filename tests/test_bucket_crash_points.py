@@ -7,6 +7,7 @@ The requests are those of an undisturbed process: so nothing that it does can be
 import os
 import shutil
 import signal
+import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from coordinator.backup.restore import Target, restore
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
+from coordinator.store import sqlite
 from harness.coordinator import coordinator_thread
 from tests.coordinator.crew import crew, play_round
 from tests.coordinator.test_bucket_backups import at_rest, backups
@@ -57,8 +59,9 @@ def prepared(s3: S3Server, tmp_path: Path) -> Callable[[str], tuple[Path, str]]:
         for key, value in content.items():
             s3.write(f"{name}/{key}", value)
         shutil.copytree(tmp_path / "prepared", tmp_path / name)
-        mark = tmp_path / name / "bucket"
-        mark.write_text(mark.read_text().replace("/prepared", f"/{name}"))
+        with sqlite3.connect(tmp_path / name / sqlite.FILE) as database:
+            database.execute("UPDATE deployment SET bucket_url = ?", [f"s3://{BUCKET}/{name}"])
+        database.close()
         return tmp_path / name, f"s3://{BUCKET}/{name}"
 
     return copy

@@ -116,7 +116,7 @@ def test_a_standby_reads_the_bucket_itself(coordinators: Cluster) -> None:
         delta = "/v1/runs/r/rounds/0/fragments/0/delta"
         whole = at_leader.get(delta).raise_for_status().content
         assert at_standby.get(delta).raise_for_status().content == whole
-        assert at_standby.get(delta, headers={"Range": "bytes=-7"}).content == whole[-7:]
+        assert at_standby.get(delta, headers={"Range": "bytes=7-"}).content == whole[7:]
         copies = (standby.data_dir / "standby-copies").iterdir()
         assert whole in [each.read_bytes() for each in copies]
         state = "/v1/runs/r/checkpoints/0/fragments/0"

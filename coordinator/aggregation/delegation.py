@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from coordinator.aggregation import queue
 from coordinator.aggregation.queue import Answer, KnownAggregator
 from coordinator.aggregation.tasks import Advance, Advanced, Aggregated, Task
-from coordinator.lease import superseded
 from coordinator.store import postgresql
-from coordinator.store.database import Database
+from coordinator.store.database import Database, superseded
 from protocol import __version__
 
 POLL_S, IDLE_S = 0.25, 1.0  # between looks at the queue, with and without tasks in it

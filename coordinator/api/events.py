@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Header, Query, Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
 from coordinator import reports
 from coordinator.http.access import Caller, Items, ReadableRun, Service, charge
 from coordinator.http.bodies import LimitedRoute
+from coordinator.http.middleware import is_head
 from coordinator.http.openapi import RUN_PROBLEMS, Responses, problem_responses
 from coordinator.http.response_cache import Caches, cached_response, on_read_thread
 from coordinator.quotas import lineage_of
@@ -45,6 +46,8 @@ async def get_events(
         charge(http, 1)
         check_still = partial(service.check_still, caller)
         headers = {"Cache-Control": "private, no-store"}  # replaces the library's value
+        if is_head(http.scope):  # a stream would not end
+            return Response(headers=headers, media_type="text/event-stream")
         events = _stream(run, service, http.app.state.caches, max(after, last_event_id), check_still)
         return _CountedStream(events, headers=headers)
     return await cached_response(http, reports.events, run, limit, after)

@@ -23,7 +23,6 @@ from coordinator.http.bodies import MESSAGE_BYTES, LimitedRoute, max_body
 from coordinator.http.downloads import Direct, blob_response, direct_response, is_sent_by_standby, memory_response
 from coordinator.http.long_polls import poll, preferred_wait_s
 from coordinator.http.openapi import (
-    BLOB_OR_WAIT_RESPONSES,
     BLOB_RESPONSES,
     PART_RESPONSE,
     RANGE_AND_WAIT_PARAMETERS,
@@ -226,7 +225,7 @@ def commit_upload(
 @router.get(
     "/{number}/fragments/{fragment}/delta",
     response_class=Response,
-    responses=BLOB_OR_WAIT_RESPONSES | problem_responses(*RUN_PROBLEMS, *_DELTA_PROBLEMS),
+    responses=BLOB_RESPONSES | problem_responses(*RUN_PROBLEMS, *_DELTA_PROBLEMS),
     openapi_extra=RANGE_AND_WAIT_PARAMETERS,
 )
 async def get_delta(

@@ -25,7 +25,6 @@ from coordinator.http.long_polls import poll, preferred_wait_s
 from coordinator.http.openapi import (
     RUN_PROBLEMS,
     WAIT_PARAMETERS,
-    WAIT_RESPONSE,
     WRITE_PROBLEMS,
     Responses,
     problem_responses,
@@ -132,7 +131,7 @@ async def renew_lease(run: MemberRun, worker: PathName, metrics: Metrics) -> Lea
 
 @router.put(
     "/{worker}/assignment",
-    responses=WAIT_RESPONSE | problem_responses(*RUN_PROBLEMS, "units-not-held", "data-mismatch", *WRITE_PROBLEMS),
+    responses=problem_responses(*RUN_PROBLEMS, "units-not-held", "data-mismatch", *WRITE_PROBLEMS),
     openapi_extra=WAIT_PARAMETERS,
 )
 @max_body(4 << 20, values=ASSIGNMENT_VALUES, large_for=is_a_member)  # it lists the carried units

@@ -37,7 +37,6 @@ from coordinator.backup.contents import (
 from coordinator.store import database
 from coordinator.store.blobs import OWNER, OwnedBucket
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.opening import FileMark
 from protocol.errors import OuterstepError
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class BucketBackups:
         if missing := self.missing(blobs_of(manifest, file)):
             more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise DamagedBackup(f"{self.objects.name(missing[0].name)} is missing{more}")
-        owner = FileMark(data.root).claim(str(self))
+        owner = data.claim()
         yield file, (owner, str(self))
         self.pass_on(manifest, owner)
 

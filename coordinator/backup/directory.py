@@ -50,7 +50,7 @@ from coordinator.store import database, sqlite
 from coordinator.store.blobs import Blobs, FileReader, OwnedBucket, Reader
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.opening import FileMark, objects_at, usable
+from coordinator.store.opening import objects_at, usable
 from outerstep.common.connections import error_text
 from outerstep.common.files import fsync, open_locked, replace_file
 from protocol.errors import OuterstepError
@@ -248,11 +248,10 @@ def _new_store(url: str | None, data: DataDirectory) -> tuple[tuple[str, str] | 
     """Return the owner and the URL of the bucket, and the store of blobs; (None, the store in the data directory) if
     `url` is None. Raises OuterstepError if the bucket cannot be used or belongs to another coordinator."""
     if url is None:
-        FileMark(data.root).clear()  # of an earlier attempt
         return None, DirectoryBlobs(data)
     objects = objects_at(url)
     usable(objects)
-    owner = FileMark(data.root).claim(str(objects))
+    owner = data.claim()
     if (owned := OwnedBucket.taken(objects, owner)) is None:
         raise OuterstepError(f"the bucket {objects} belongs to another coordinator: give another prefix")
     from coordinator.store.object_blobs import ObjectBlobs

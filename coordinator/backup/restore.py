@@ -22,7 +22,6 @@ from coordinator.backup.contents import DamagedBackup, Manifest, os_errors_expla
 from coordinator.store import postgresql, sqlite
 from coordinator.store.data_directory import RESTORED, DataDirectory
 from coordinator.store.database import Database
-from coordinator.store.opening import FileMark
 from coordinator.store.tables import (
     AggregatorRow,
     Base,
@@ -132,11 +131,12 @@ def _restore(backups: Backups, number: int, data: DataDirectory, target: Target)
         if target.database is not None:
             assert bucket is not None, "the command checks it"
             _fill(file, target.database, *bucket)
+        else:
+            with closing(Database(URL.create("sqlite", database=str(file)))) as copied:
+                copied.set_bucket(bucket)
     if target.database is None:
         file.replace(data.root / sqlite.FILE)
         fsync(data.root)
-    else:
-        FileMark(data.root).clear()  # the database names the bucket
     return manifest
 
 

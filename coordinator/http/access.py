@@ -35,7 +35,7 @@ Service = Annotated[Coordinator, Depends(get_coordinator)]
 
 
 async def get_identity(request: Request, _: Annotated[object, Depends(_bearer)]) -> Identity:
-    """Return the token's holder, which `Authenticate` has set. `_bearer` only serves OpenAPI."""
+    """Return the token's holder, which `Admit` has set. `_bearer` only serves OpenAPI."""
     identity: Identity = request.state.identity
     return identity
 

@@ -15,7 +15,7 @@ subclass limits
 Bodies that a handler reads have their limits in `bodies.py`.
 
 uvicorn has no public interface for this, so the class relies on internals of `HttpToolsProtocol`. `pyproject.toml`
-caps uvicorn's version, and tests/coordinator/test_connections.py checks each of the internals.
+caps uvicorn's version. Before raising it, run tests/coordinator/test_connections.py, which has a test of each limit.
 """
 
 import asyncio

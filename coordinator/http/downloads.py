@@ -25,6 +25,8 @@ from protocol.wire import MEDIA_TYPE
 
 DIRECT_S = 300.0  # how long a redirect to the store can be used
 CHUNK_BYTES = 1 << 18  # how much of a response is in memory at once
+MOST_BYTES = 10**18  # more than any blob has
+_RANGE = re.compile("bytes=([0-9]{1,18})-([0-9]{1,18})?")
 
 # In the scope of a request if a standby sends the blob that is asked for: returns the header that names it.
 BY_STANDBY = "outerstep.by_standby"
@@ -71,8 +73,7 @@ def _read(reader: Reader, start: int, stop: int) -> memoryview:
 def blob_response(request: Request, blobs: Blobs, stored: StoredBlob, missing: Callable[[], Problem]) -> Response:
     """Return the blob, or the requested range of it. Its BLAKE3 digest is its ETag.
 
-    A request for several ranges gets the whole blob, as RFC 9110 allows. Raises the Problem that `missing` returns if
-    the blob does not exist, or has lost some of its bytes.
+    Raises the Problem that `missing` returns if the blob does not exist, or has lost some of its bytes.
     """
     headers = _headers(stored.digest)
     if _is_known(request, headers):
@@ -121,14 +122,14 @@ def memory_response(request: Request, content: memoryview, digest: bytes) -> Res
 
 
 def _response(request: Request, headers: dict[str, str], source: memoryview | Reader, size: int) -> Response:
-    ranges = _ranges(_range_header(request, headers), size)
-    if ranges and all(start >= stop for start, stop in ranges):
+    asked = _range(request, headers)
+    if asked is None:
+        return _BlobResponse(200, headers, source, 0, size)
+    start, stop = asked[0], min(asked[1], size)
+    if start >= size:
         if not isinstance(source, memoryview):
             source.close()
         return _not_satisfiable(request.headers["range"], size)
-    if len(ranges) != 1:
-        return _BlobResponse(200, headers, source, 0, size)
-    ((start, stop),) = ranges
     headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
     return _BlobResponse(206, headers, source, start, stop)
 
@@ -154,37 +155,12 @@ def _is_known(request: Request, headers: dict[str, str]) -> bool:
     return wanted == "*" or headers["ETag"] in (each.strip().removeprefix("W/") for each in wanted.split(","))
 
 
-def _range_header(request: Request, headers: dict[str, str]) -> str | None:
-    """Return the Range header. None if there is none, or if If-Range names a different version of the bytes."""
+def _range(request: Request, headers: dict[str, str]) -> tuple[int, int] | None:
+    """Return the half-open range of bytes that the client asks for. None if it is to get all of them: without a Range
+    header, with one that this server does not support (RFC 9110, section 14.2), or if If-Range names other bytes."""
     etag = headers["ETag"]
-    return request.headers.get("range") if request.headers.get("if-range", etag) == etag else None
-
-
-def _ranges(header: str | None, size: int) -> list[tuple[int, int]]:
-    """Return the half-open ranges that a Range header requests; a range beyond the end is empty.
-
-    The list is empty if the header must be ignored (RFC 9110, section 14.2): absent, malformed, or of an unknown unit.
-    """
-    unit, _, listed = (header or "").partition("=")
-    if unit.strip().lower() != "bytes":
-        return []
-    ranges = [_range(part, size) for part in listed.split(",")]
-    return [each for each in ranges if each is not None] if None not in ranges else []
-
-
-def _range(part: str, size: int) -> tuple[int, int] | None:
-    """Return one half-open range within `size` bytes; None if it is malformed."""
-    match = re.fullmatch(r"[ \t]*([0-9]*)-([0-9]*)[ \t]*", part)
-    if match is None or match.groups() == ("", ""):
+    found = _RANGE.fullmatch(request.headers.get("range", ""))
+    if found is None or request.headers.get("if-range", etag) != etag:
         return None
-    first, last = (_number(digits) for digits in match.groups())
-    if not match[1]:
-        return max(0, size - last), size  # the last `last` bytes
-    if match[2] and last < first:
-        return None
-    return min(first, size), min(last + 1, size) if match[2] else size
-
-
-def _number(digits: str) -> int:
-    """Return the number. With too many digits for Python to parse, return one beyond the end of any file."""
-    return int(digits or "0") if len(digits) <= 18 else 10**18
+    start, stop = int(found[1]), int(found[2] or MOST_BYTES) + 1
+    return None if start >= stop else (start, stop)

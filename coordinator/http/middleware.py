@@ -1,11 +1,9 @@
 """The middleware around every route. A request passes it in this order (`app.py`):
 
-HeadAsGet          HEAD becomes GET without a body
-AssignRequestId    gives the request an id, which is also logged with every line about it
+PrepareRequest     gives the request an id, which is also logged with every line about it; HEAD becomes GET
 RequestMetrics     counts and times the request (`metrics/server.py`)
 ResponseHeaders    adds headers to every response, and answers unexpected exceptions
-CheckProtocol      rejects clients that speak another protocol version
-Authenticate       finds the token's holder, and limits its requests per second
+Admit              rejects clients of another protocol version, finds the token's holder, and limits its requests
 """
 
 import asyncio
@@ -39,7 +37,7 @@ def needs_a_token(path: str) -> bool:
 
 def is_head(scope: Scope) -> bool:
     """True if the client sent HEAD, so it gets no body."""
-    return bool(scope.get("state", {}).get(_HEAD_ONLY))
+    return _HEAD_ONLY in scope.get("state", ())
 
 
 def request_id(scope: Scope) -> str:
@@ -48,53 +46,14 @@ def request_id(scope: Scope) -> str:
     return found
 
 
-def given_or_new_id(scope: Scope) -> str:
-    """Return the X-Request-Id that a client or proxy has sent, if it is valid; otherwise a new one."""
-    given = Headers(scope=scope).get("x-request-id", "")
-    return given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
-
-
 def add_response_header(request: Request, name: str, value: str) -> None:
     """Add a header to the response to this request, even if the response is a problem."""
-    request.scope.setdefault("state", {}).setdefault(_HEADERS, {})[name] = value
+    request.scope["state"].setdefault(_HEADERS, {})[name] = value
 
 
-class HeadAsGet:
-    """Answers HEAD wherever GET is answered, with the same headers and no body (RFC 9110, section 9.3.2). Range is
-    dropped, because it is defined for GET alone.
-
-    After the headers the application sees a disconnect, which ends a stream of events.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "HEAD":
-            await self._app(scope, receive, send)
-            return
-        answered = asyncio.Event()
-
-        async def send_head(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                await send(message)
-            elif not answered.is_set():
-                answered.set()
-                await send({"type": "http.response.body", "body": b""})
-
-        async def receive_disconnect() -> Message:
-            await answered.wait()
-            return {"type": "http.disconnect"}
-
-        headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
-        state = {**scope.get("state", {}), _HEAD_ONLY: True}
-        as_get = {**scope, "method": "GET", "headers": headers, "state": state}
-        await self._app(as_get, receive_disconnect, send_head)
-
-
-class AssignRequestId:
-    """Gives each request an id: the X-Request-Id that a client or proxy has sent, if it is valid; otherwise a new
-    one."""
+class PrepareRequest:
+    """Gives each request an id, and answers HEAD wherever GET is answered (RFC 9110, section 9.3.2): with the same
+    headers, and without the body, which uvicorn leaves out. Range is dropped, because it is defined for GET alone."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -103,8 +62,13 @@ class AssignRequestId:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        found = given_or_new_id(scope)
-        scope.setdefault("state", {})[_ID] = found
+        given = Headers(scope=scope).get("x-request-id", "")
+        found = given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex
+        scope = {**scope, "state": {**scope.get("state", {}), _ID: found}}
+        if scope["method"] == "HEAD":
+            headers = [(name, value) for name, value in scope["headers"] if name != b"range"]
+            scope |= {"method": "GET", "headers": headers}
+            scope["state"][_HEAD_ONLY] = True
         with about_request(found, scope):
             await self._app(scope, receive, send)
 
@@ -133,7 +97,7 @@ class ResponseHeaders:
                 headers["X-Content-Type-Options"] = "nosniff"
                 if needs_a_token(scope["path"]):  # shared caches must not keep responses that need a token
                     headers.setdefault("Cache-Control", "private, no-store")
-                headers.update(scope.get("state", {}).get(_HEADERS, {}))
+                headers.update(scope["state"].get(_HEADERS, {}))
             await send(message)
 
         try:
@@ -144,11 +108,12 @@ class ResponseHeaders:
             await fault_response(scope, request_id(scope), error)(scope, receive, send_with_headers)
 
 
-class CheckProtocol:
-    """Rejects a client that speaks another protocol version. This comes before authentication, because token formats
-    may differ too.
+class Admit:
+    """Puts the bearer token's holder into `request.state.identity`, before the body is read. Answers 409 to a client
+    that speaks another protocol version, 401 without a valid token, and 429 above its rate limit.
 
-    Health and documentation stay open, so that such a client can find out the coordinator's version.
+    The protocol comes first, because token formats may differ too. Health and documentation are open, so that such a
+    client can find out the coordinator's version.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -156,44 +121,31 @@ class CheckProtocol:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and needs_a_token(scope["path"]):
-            difference = incompatibility(client_version(Headers(scope=scope)), OURS)
-            if difference is not None:
-                await reject(Problem("protocol-mismatch", difference), scope, receive, send)
+            try:
+                await self._admit(scope)
+            except Problem as problem:
+                await reject(problem, scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-
-class Authenticate:
-    """Puts the bearer token's holder into `request.state.identity`. Answers 401 without a valid token, and 429 above
-    its rate limit.
-
-    Runs before the body is read. Health and documentation need no token.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not needs_a_token(scope["path"]):
-            await self._app(scope, receive, send)
-            return
-        scheme, secret = get_authorization_scheme_param(Headers(scope=scope).get("authorization"))
+    async def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        difference = incompatibility(client_version(headers), OURS)
+        if difference is not None:
+            raise Problem("protocol-mismatch", difference)
+        scheme, secret = get_authorization_scheme_param(headers.get("authorization"))
         if scheme.lower() != "bearer" or not secret:
-            await reject(Problem("unauthorized", "send a token: Authorization: Bearer TOKEN"), scope, receive, send)
-            return
+            raise Problem("unauthorized", "send a token: Authorization: Bearer TOKEN")
         coordinator = scope["app"].state.coordinator
         identity = coordinator.identify(secret)
         if identity is None:
             detail = "this token is unknown, was revoked, has expired, or belongs to a lease that has ended"
-            await reject(Problem("unauthorized", detail), scope, receive, send)
-            return
+            raise Problem("unauthorized", detail)
         caller = caller_of(identity)
         if not identity.allows(TokenScope.ADMIN):
             try:
                 coordinator.quotas.rates.take(caller)
-            except Problem as problem:
+            except Problem:
                 await asyncio.sleep(REJECT_DELAY_S)
-                await reject(problem, scope, receive, send)
-                return
-        scope.setdefault("state", {}).update(identity=identity, caller=caller)
-        await self._app(scope, receive, send)
+                raise
+        scope["state"].update(identity=identity, caller=caller)

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.routing import compile_path
+from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import Problem, WireError, WireFault
@@ -50,7 +50,7 @@ def answer_problems(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> Response:
         where = f"{request.method} {request.url.path}"
         if error.status_code == 405:
-            return _not_allowed(request, where, (error.headers or {}).get("Allow", ""))
+            return _not_allowed(request, where)
         if error.status_code == 404:
             return rejection(
                 Problem("not-found", f"{where}: there is nothing at this address; see /docs"), request.headers
@@ -72,25 +72,19 @@ def _both_sides(request: Request) -> str:
     return "" if client.software is None else f"; {different_builds(client, OURS)}"
 
 
-def _not_allowed(request: Request, where: str, known: str) -> Response:
-    """Return the response to a method that the address does not accept, with the methods that it accepts.
-
-    `known`: the methods of the address's first route, separated by commas. Those of its other routes come from OpenAPI.
-    """
+def _not_allowed(request: Request, where: str) -> Response:
+    """Return the response to a method that the address does not accept, with the methods of all routes there."""
     problem = Problem("method-not-allowed", f"{where}: this address does not accept {request.method}")
     response = rejection(problem, request.headers)
-    addresses, path = request.app.openapi()["paths"].items(), request.url.path
-    routes = [methods for address, methods in addresses if compile_path(address)[0].match(path)]
-    allowed = {method.strip() for method in known.split(",") if method} | {
-        method.upper() for each in routes for method in each
-    }
+    routes = [each for each in request.app.routes if each.matches(request.scope)[0] is Match.PARTIAL]
+    allowed = {method for each in routes for method in each.methods}
     response.headers["Allow"] = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
     return response
 
 
 def fault_response(scope: Scope, request_id: str, error: Exception) -> Response:
     """Return the response to an unexpected exception: the disk or the database has failed, or Outerstep has a bug."""
-    fault = scope["app"].state.coordinator.storage.note(error)
+    fault = scope["app"].state.coordinator.storage.note(error) if "app" in scope else None
     if fault is not None:
         if fault.cause is Cause.STORAGE_FULL:
             return problem_response(Problem("storage-full", fault.reason, retry_after_s=10))

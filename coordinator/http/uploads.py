@@ -5,7 +5,6 @@ A body is a payload or, with Content-Range, a part of one.
 
 import asyncio
 import re
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -42,83 +41,35 @@ class Part:
     digest: bytes
 
 
-class Sink(ABC):
-    """The destination of a body while it is received. `size` and `digest` are the announced ones."""
+class Sink:
+    """The destination of a body while it is received: the memory `content`, which has room for all of it, or, if that
+    is None, a new file in the data directory. `size` and `digest` are the announced ones.
 
-    def __init__(self, size: int, digest: bytes) -> None:
-        self._size, self._digest = size, digest
-
-    async def receive(self, request: Request, settings: Settings) -> None:
-        """Receive the whole body. Raises Problem: request-timeout; digest-mismatch, also if the length differs."""
-        received_bytes = 0
-        async for chunk in chunks(request, settings):
-            received_bytes += len(chunk)
-            if received_bytes > self._size:
-                break
-            await self._add(chunk)
-        if received_bytes != self._size:
-            raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, but {self._size} were announced")
-
-    def complete(self) -> Body:
-        """Return the body. Raises Problem `digest-mismatch`.
-
-        Call it on the thread that processes the body, which saves a switch between threads.
-        """
-        source, digest = self._end()
-        if digest != self._digest:
-            detail = f"the body's digest is {digest.hex()}, but {self._digest.hex()} was announced"
-            raise Problem("digest-mismatch", detail)
-        return Body(source, self._size, digest)
-
-    @abstractmethod
-    async def _add(self, chunk: bytes) -> None:
-        """Add the next bytes of the body."""
-
-    @abstractmethod
-    def _end(self) -> tuple[memoryview | Path, bytes]:
-        """Return the bytes that arrived, and their BLAKE3 digest."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Free the memory or file. Always called at the end."""
-
-
-class MemorySink(Sink):
-    """Receives a body into `content`, which has room for all of it."""
-
-    def __init__(self, size: int, digest: bytes, content: memoryview) -> None:
-        super().__init__(size, digest)
-        self._content = content
-        self._received_bytes = 0
-
-    async def _add(self, chunk: bytes) -> None:
-        start, self._received_bytes = self._received_bytes, self._received_bytes + len(chunk)
-        self._content[start : self._received_bytes] = chunk
-
-    def _end(self) -> tuple[memoryview, bytes]:
-        return self._content, blake3(self._content).digest()
-
-    def discard(self) -> None:
-        """Do nothing: the memory is free as soon as nothing refers to it."""
-
-
-class FileSink(Sink):
-    """Writes a body to a new file in the data directory, and hashes it, chunk by chunk.
-
-    Both happen on threads: a busy disk may be slow, and the event loop has to answer heartbeats.
+    A file is written and hashed on threads: a busy disk may be slow, and the event loop has to answer heartbeats.
     """
 
-    def __init__(self, size: int, digest: bytes, data: DataDirectory) -> None:
-        super().__init__(size, digest)
+    def __init__(self, size: int, digest: bytes, data: DataDirectory, content: memoryview | None) -> None:
+        self._size, self._digest, self._content = size, digest, content
         self._path, self._check_room = data.scratch(), data.check_space
         self._hasher = blake3()
         self._file: BinaryIO | None = None
         self._arrived = bytearray()  # not a list: chunks of two bytes would take 28 times the memory as objects
 
-    async def _add(self, chunk: bytes) -> None:
-        self._arrived += chunk
-        if len(self._arrived) >= CHUNK_BYTES:
-            await run_in_threadpool(self._write)
+    async def receive(self, request: Request, settings: Settings) -> None:
+        """Receive the whole body. Raises Problem: request-timeout; digest-mismatch, also if the length differs."""
+        received_bytes = 0
+        async for chunk in chunks(request, settings):
+            start, received_bytes = received_bytes, received_bytes + len(chunk)
+            if received_bytes > self._size:
+                break
+            if self._content is not None:
+                self._content[start:received_bytes] = chunk
+                continue
+            self._arrived += chunk
+            if len(self._arrived) >= CHUNK_BYTES:
+                await run_in_threadpool(self._write)
+        if received_bytes != self._size:
+            raise Problem("digest-mismatch", f"{received_bytes} bytes arrived, but {self._size} were announced")
 
     def _write(self) -> None:
         self._check_room(len(self._arrived))
@@ -128,18 +79,31 @@ class FileSink(Sink):
         self._hasher.update(self._arrived)
         self._arrived = bytearray()
 
-    def _end(self) -> tuple[Path, bytes]:
-        self._write()
-        assert self._file is not None
-        self._file.close()
-        return self._path, self._hasher.digest()
+    def complete(self) -> Body:
+        """Return the body. Raises Problem `digest-mismatch`.
+
+        Call it on the thread that processes the body, which saves a switch between threads.
+        """
+        if self._content is not None:
+            self._hasher.update(self._content)
+        else:
+            self._write()
+            assert self._file is not None
+            self._file.close()
+        digest = self._hasher.digest()
+        if digest != self._digest:
+            detail = f"the body's digest is {digest.hex()}, but {self._digest.hex()} was announced"
+            raise Problem("digest-mismatch", detail)
+        return Body(self._path if self._content is None else self._content, self._size, digest)
 
     def discard(self) -> None:
+        """Delete the file. Memory is free as soon as nothing refers to it. Always called at the end."""
         try:
             if self._file is not None:
                 self._file.close()
         finally:
-            self._path.unlink(missing_ok=True)
+            if self._content is None:
+                self._path.unlink(missing_ok=True)
 
 
 class ReceivedUpload:
@@ -182,36 +146,21 @@ async def receive_upload(
     """
     size, announced, part = _announced(request, max_bytes)
     with service.quotas.upload(_owner(request), size, ROUNDS * round_bytes):
-        async with _received(request, service, size, announced, part, round_bytes, budget) as upload:
-            yield upload
+        sink = Sink(size, announced, service.data, None if budget is None else await _take(budget, size))
+        try:
+            await sink.receive(request, service.settings)
+            if part is None:
+                yield ReceivedUpload(sink, service.data)
+            else:
+                with _part_of_whole(request, service, sink, part, round_bytes, budget) as upload:
+                    yield upload
+        finally:
+            sink.discard()
 
 
 def _owner(request: Request) -> str:
     identity = request.state.identity
     return f"{identity.run} {identity.worker}"
-
-
-@asynccontextmanager
-async def _received(
-    request: Request,
-    service: Coordinator,
-    size: int,
-    announced: bytes,
-    part: Part | None,
-    round_bytes: int,
-    budget: MemoryBudget | None,
-) -> AsyncIterator[ReceivedUpload]:
-    content = None if budget is None else await _take(budget, size)
-    sink: Sink = FileSink(size, announced, service.data) if content is None else MemorySink(size, announced, content)
-    try:
-        await sink.receive(request, service.settings)
-        if part is None:
-            yield ReceivedUpload(sink, service.data)
-        else:
-            with _part_of_whole(request, service, sink, part, round_bytes, budget) as upload:
-                yield upload
-    finally:
-        sink.discard()
 
 
 @contextmanager

@@ -14,19 +14,18 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from urllib.parse import urlsplit
 
 import httpx
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.http.bodies import chunks
 from coordinator.http.connections import NO_PATH
 from coordinator.http.downloads import BLOB_HEADER, BY_STANDBY, blob_response
-from coordinator.http.middleware import given_or_new_id
+from coordinator.http.middleware import PrepareRequest, ResponseHeaders, is_head, request_id
 from coordinator.http.problems import reject, rejection
 from coordinator.leadership.standby import Standby, unready, vacant
 from coordinator.leadership.terms import Terms
@@ -51,6 +50,7 @@ _HOP = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        "x-request-id",  # replaced by the request's id
         TICKET_HEADER,
         BLOB_HEADER.lower(),
         # The leader would believe these from a standby that is one of its `proxies`.
@@ -59,8 +59,6 @@ _HOP = frozenset(
         "x-forwarded-proto",
     }
 )
-_PORTS = {"http": 80, "https": 443}
-
 # Headers that this server adds to every response by itself.
 _OWN = frozenset({"date", "server", *(name.lower() for name in RESPONSE_HEADERS)})
 
@@ -71,9 +69,11 @@ class LeadOrForward:
     """The outermost application of a coordinator that shares its database."""
 
     def __init__(self, settings: Settings, terms: Terms, standby: Standby, blobs: Callable[[], Blobs]) -> None:
-        """`standby` answers requests about this process while it does not lead. `blobs` returns the blobs that this
-        process reads meanwhile; it may raise OuterstepError and OSError."""
-        self.terms, self._settings, self._standby, self._blobs = terms, settings, standby, blobs
+        """`standby` answers requests about this process while it does not lead. `blobs` opens those that this process
+        reads meanwhile; it may raise OuterstepError and OSError."""
+        self.terms, self._settings, self._standby, self._open_blobs = terms, settings, standby, blobs
+        self._blobs: Blobs | None = None
+        self._opening = asyncio.Lock()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False, follow_redirects=False)
@@ -90,16 +90,19 @@ class LeadOrForward:
         if app is not None and (ticket is None or self._is_mine(ticket)):
             await app(scope, receive, send)
             return
-        scope, send = _identified(scope, send)
-        if ticket is not None:
-            fault = self.terms.fault or "another one led when the request was forwarded"
-            await reject(vacant(fault), scope, receive, send)
-        elif await self._standby.answers(scope):
-            await self._standby(scope, receive, send)
-        else:
-            # A standby that cannot reach the store would let the client wait for it.
-            can_send = scope["method"] == "GET" and not self.terms.election.store_fault
-            await self._forward(scope, receive, send, offer=can_send)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            if ticket is not None:
+                fault = self.terms.fault or "another one led when the request was forwarded"
+                await reject(vacant(fault), scope, receive, send)
+            elif await self._standby.answers(scope):
+                await self._standby(scope, receive, send)
+            else:
+                # A standby that cannot reach the store would let the client wait for it.
+                can_send = _method(scope) == "GET" and not self.terms.election.store_fault
+                await self._forward(scope, receive, send, offer=can_send)
+
+        await PrepareRequest(ResponseHeaders(answer))(scope, receive, send)
 
     def _ticket(self, scope: Scope) -> Ticket | None:
         """Return the ticket of a request that another coordinator of the database has forwarded; otherwise None."""
@@ -181,7 +184,8 @@ class LeadOrForward:
         """Send the requested part of a blob, with these headers where it has none of its own. Return False, and send
         nothing, if it cannot be read here."""
         try:
-            blobs = await run_in_threadpool(self._blobs)
+            async with self._opening:
+                blobs = self._blobs = self._blobs or await run_in_threadpool(self._open_blobs)
             missing = partial(Problem, "not-found", "the store does not have it")
             response = await run_in_threadpool(blob_response, Request(scope), blobs, stored, missing)
         except (OuterstepError, OSError) as error:
@@ -197,36 +201,19 @@ def request_to(
     address: str, scope: Scope, ticket: Ticket, content: AsyncIterator[bytes] | None = None
 ) -> httpx.Request:
     """Return the request of `scope` as it is forwarded to the coordinator at `address`, with the client's target as it
-    is. Not made by the client that sends it, which would add headers of its own.
-
-    Raises Problem if it would go elsewhere, or would not ask for a path there.
+    is. Not made by the client that sends it, which would add headers of its own. Raises Problem if the target is no
+    path.
     """
     target: bytes = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     if not target.startswith(b"/"):
         raise Problem("invalid-request", NO_PATH)
     kept = [(name, value) for name, value in scope["headers"] if name.decode("latin-1").lower() not in _HOP]
-    try:
-        request = httpx.Request(
-            scope["method"],
-            httpx.URL(address),
-            headers=[*kept, (TICKET_HEADER.encode(), ticket.header().encode("latin-1"))],
-            content=content,
-            extensions={"target": target},
-        )
-        leader, url = urlsplit(address), request.url
-        default = _PORTS.get(leader.scheme)
-        is_there = (
-            default is not None
-            and url.scheme == leader.scheme
-            and leader.hostname in (url.host, url.raw_host.decode())
-            and (url.port or default) == (leader.port or default)
-            and not url.userinfo
-        )
-    except (httpx.InvalidURL, ValueError) as error:
-        raise unready(f"the leader's address, {address}, is not a URL: {error}") from error
-    if not is_there:
-        raise unready(f"the leader's address, {address}, is not http://HOST:PORT: correct its --advertise")
-    return request
+    ours = [
+        (b"x-request-id", request_id(scope).encode()),  # so the leader logs the same one
+        (TICKET_HEADER.encode(), ticket.header().encode("latin-1")),
+    ]
+    extensions = {"target": target}
+    return httpx.Request(_method(scope), address, headers=[*kept, *ours], content=content, extensions=extensions)
 
 
 class _Answer:
@@ -316,21 +303,8 @@ class _Body:
                 self._gone.set()
 
 
-def _identified(scope: Scope, send: Send) -> tuple[Scope, Send]:
-    """Give the request an id. The leader logs the same id, and every answer has it, also one of this process. So has
-    every answer the header that keeps browsers from guessing its type."""
-    name, headers = b"x-request-id", scope["headers"]
-    sure = (b"x-content-type-options", b"nosniff")
-    given = given_or_new_id(scope).encode()
-
-    async def send_with_id(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            others = [each for each in message["headers"] if each[0].lower() not in (name, sure[0])]
-            message = {**message, "headers": [*others, sure, (name, given)]}
-        await send(message)
-
-    others = [each for each in headers if each[0].lower() != name]
-    return {**scope, "headers": [*others, (name, given)]}, send_with_id
+def _method(scope: Scope) -> str:
+    return "HEAD" if is_head(scope) else str(scope["method"])
 
 
 def _from_client(scope: Scope, ticket: Ticket) -> Scope:

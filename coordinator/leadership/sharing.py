@@ -1,6 +1,5 @@
 """Starting a coordinator that shares its database with others."""
 
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,13 +12,11 @@ from coordinator.leadership.election import Election
 from coordinator.leadership.forwarding import LeadOrForward
 from coordinator.leadership.standby import Standby
 from coordinator.leadership.terms import Terms
-from coordinator.lease import Fence
-from coordinator.service import Coordinator
+from coordinator.service import Coordinator, Term
 from coordinator.settings import Settings
-from coordinator.store import postgresql
 from coordinator.store.blobs import OWNER, Blobs, OpenStore
 from coordinator.store.data_directory import STANDBY_COPIES, DataDirectory
-from coordinator.store.database import Database
+from coordinator.store.database import Database, Fence, bucket_of
 from coordinator.store.opening import objects_at, shared_bucket, usable
 from coordinator.store.store_probe import StoreProbe
 from protocol.errors import OuterstepError
@@ -56,33 +53,22 @@ def shared_application(
         Database(url).close()
         election = Election(url, address, probe, election_clock)
         connections.peers = election.peers
-        build = partial(_coordinator, settings, clock, store, data, election)
+
+        def build(fence: Fence) -> Coordinator:
+            term = Term(fence, data, election.peers, probe, election.errors)
+            return Coordinator(settings, clock=clock, now=election.now, store=store, term=term)
+
         terms = Terms(election, build, partial(create_app, connections=connections), data.close)
-        blobs = _StandbyBlobs(partial(store, data) if store else partial(_opened, settings.blobs or "", url, data))
-        return LeadOrForward(settings, terms, Standby(terms, election.engine), blobs.get)
+        blobs = partial(store, data) if store else partial(_opened, settings.blobs or "", url, data)
+        return LeadOrForward(settings, terms, Standby(terms, election.engine), blobs)
     except BaseException:
         data.close()
         raise
 
 
-class _StandbyBlobs:
-    """The blobs that a standby reads. They are opened when one is wanted."""
-
-    def __init__(self, open_: Callable[[], Blobs]) -> None:
-        self._open, self._lock = open_, threading.Lock()
-        self._blobs: Blobs | None = None
-
-    def get(self) -> Blobs:
-        """Return them. May raise OuterstepError and OSError."""
-        with self._lock:
-            if self._blobs is None:
-                self._blobs = self._open()
-            return self._blobs
-
-
 def _opened(place: str, database: URL, data: DataDirectory) -> Blobs:
     """Open the bucket at `place`. Raises OuterstepError unless it is that of the coordinators of the database."""
-    found = postgresql.bucket_of(database)
+    found = bucket_of(database)
     if found is None:
         raise OuterstepError("the coordinators have no bucket yet")
     # A folder of its own: while a term begins, both are in use.
@@ -91,24 +77,3 @@ def _opened(place: str, database: URL, data: DataDirectory) -> Blobs:
 
 def _nothing() -> None:
     """Ask nothing: the store is in memory."""
-
-
-def _coordinator(
-    settings: Settings,
-    clock: Callable[[], float],
-    store: OpenStore | None,
-    data: DataDirectory,
-    election: Election,
-    fence: Fence,
-) -> Coordinator:
-    return Coordinator(
-        settings,
-        clock=clock,
-        now=election.now,
-        store=store,
-        fence=fence,
-        data=data,
-        peers=election.peers,
-        probe=election.probe,
-        errors=election.errors,
-    )

@@ -42,7 +42,7 @@ class Standby:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        if scope["method"] not in ("GET", "HEAD"):
+        if scope["method"] != "GET":
             where = f"{scope['method']} {scope['path']}"
             problem = Problem("method-not-allowed", f"{where}: this address does not accept {scope['method']}")
             response: Response = rejection(problem, headers)
@@ -53,8 +53,6 @@ class Standby:
             response = Response(generate_latest(self._registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
         else:
             response = self._health(scope["path"])
-        if scope["method"] == "HEAD":
-            response.body = b""
         await response(scope, receive, send)
 
     def _health(self, path: str) -> Response:

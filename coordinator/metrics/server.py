@@ -143,7 +143,7 @@ class PeersCollector(Collector):
 class RequestMetrics:
     """Middleware that counts and times every request, and logs it at level debug.
 
-    It wraps all middleware that can answer a request, exception handlers included, except `HeadAsGet`.
+    It wraps all middleware that can answer a request, exception handlers included, except `PrepareRequest`.
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:

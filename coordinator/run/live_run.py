@@ -30,11 +30,10 @@ from coordinator.run.uploads import Uploads
 from coordinator.run.waiters import EVENTS
 from coordinator.screening.judging import SimilarityHistory
 from coordinator.screening.measuring import Measure
-from coordinator.store import audit
 from coordinator.store.blobs import Blobs, RunNames
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fault
-from coordinator.store.identity import Actor
+from coordinator.store.identity import Actor, audit_note
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import EventRow, RunRow, WorkerRow
 from protocol.digest import model_digest
@@ -450,7 +449,7 @@ class Change:
 
     def audit(self, by: Actor, act: str, message: str) -> None:
         """Add an entry to the audit log in the same transaction."""
-        audit.note(self.session, self.run.context.now(), by, act, message, self.run.name)
+        audit_note(self.session, self.run.context.now(), by, act, message, self.run.name)
 
     def wake(self, topic: str | None = None) -> None:
         """Once the run has settled, wake the requests that wait for `topic` (None: all) and the event streams."""

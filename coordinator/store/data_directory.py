@@ -2,7 +2,7 @@
 
 outerstep.db  admin.token  lock
 restored                       names the backup that was restored here, until a coordinator has continued from it
-bucket                         which bucket has the blobs, if they are not in runs/ (opening.py)
+claim                          until then too: the id with which a bucket belongs to the restored database
 copies/                        local copies of the bucket's blobs; emptied at start
 standby-copies/                the same, of what a standby sends
 incoming/                      scratch files being received or written; emptied at start
@@ -12,14 +12,15 @@ runs/{run}/state/{p}.{0 or 1}  the current outer state; derived from checkpoints
 import errno
 import itertools
 import os
+import secrets
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from outerstep.common.files import fsync, open_locked
+from outerstep.common.files import fsync, open_locked, replace_file
 
-RESTORED = "restored"
+RESTORED, CLAIM = "restored", "claim"
 COPIES, STANDBY_COPIES = "copies", "standby-copies"
 CACHE_BYTES = 4 << 30  # the most that local copies take
 # Free space on the disk that uploads never use, so that the database and the work on accepted uploads can continue.
@@ -74,8 +75,16 @@ class DataDirectory:
     def clear_restored(self) -> None:
         """Forget that the directory was restored. Call it once every run has recorded that."""
         if self.restored is not None:
+            (self.root / CLAIM).unlink(missing_ok=True)
             (self.root / RESTORED).unlink()
             fsync(self.root)
+
+    def claim(self) -> str:
+        """Return the id with which a bucket belongs to the database that is restored here: the same each time."""
+        file = self.root / CLAIM
+        if not file.exists():
+            replace_file(file, lambda new: new.write(secrets.token_hex(16).encode()))
+        return file.read_text(encoding="ascii")
 
     def close(self) -> None:
         self._lock.close()

@@ -6,7 +6,8 @@ database system has its own module beside this one, listed in BACKENDS.
 """
 
 import errno
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, Engine, make_url
+from sqlalchemy import URL, Connection, Engine, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.orm import Session
@@ -25,7 +26,7 @@ import migrations
 from coordinator.store import postgresql, sqlite
 from coordinator.store.blobs import StoreOutage
 from coordinator.store.data_directory import RESTORED
-from coordinator.store.tables import Base
+from coordinator.store.tables import Base, DeploymentRow, LeaderRow
 from outerstep.common.files import FULL
 from protocol import __version__
 from protocol.errors import OuterstepError, Problem, Transient
@@ -119,20 +120,49 @@ def _elsewhere(text: str, data_dir: Path) -> URL:
     return url
 
 
-class Fence(Protocol):
-    """What keeps a coordinator from writing once another one leads. `holder`: this coordinator's id."""
+class Fence:
+    """The fencing token of one term. `lost` is set once the term must end: another coordinator leads, or it is unknown
+    whether a commit has happened."""
 
-    holder: str
-
-    def check(self, session: Session) -> None:
-        """Raise Problem `superseded` if another coordinator leads, and keep others from leading until the transaction
-        ends."""
+    def __init__(
+        self,
+        token: int,
+        holder: str,
+        is_valid: Callable[[], bool],
+        on_lost: Callable[[], object],
+        rejected: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`holder`: the id of this coordinator. `is_valid`: whether the lease of this token has not expired. `on_lost`
+        is called once `lost` is set, and `rejected` for each write that fails because of that."""
+        self.token, self.holder = token, holder
+        self._is_valid, self._on_lost, self.rejected = is_valid, on_lost, rejected
+        self.lost = threading.Event()
 
     def holds(self) -> bool:
-        """Return True if nobody else leads, as far as is known without asking the database."""
+        """Return True while this coordinator leads for sure."""
+        return not self.lost.is_set() and self._is_valid()
+
+    def check(self, session: Session) -> None:
+        """Lock the row of the token until the transaction ends. Raises Problem `superseded` if the term is over. The
+        first statement of every write transaction."""
+        if self.lost.is_set():
+            self.rejected()
+            raise superseded()
+        newest = session.scalar(select(LeaderRow.token).with_for_update())
+        if newest != self.token:
+            self.end()
+            self.rejected()
+            raise superseded()
 
     def end(self) -> None:
-        """Let all later checks fail. Called if it is unknown whether a commit has happened."""
+        """End the term: all further writes fail."""
+        if not self.lost.is_set():
+            self.lost.set()
+            self._on_lost()
+
+
+def superseded() -> Problem:
+    return Problem("superseded", "this coordinator no longer leads; another one does, or will soon", retry_after_s=1)
 
 
 class Database:
@@ -204,6 +234,17 @@ class Database:
         with self.read() as session:
             return postgresql.deployment(session.connection()).secret
 
+    def bucket(self) -> tuple[str, str] | None:
+        """Return the id and the URL of the bucket that has the blobs; None if they are in the data directory."""
+        with self.read() as session:
+            return postgresql.deployment(session.connection()).bucket
+
+    def set_bucket(self, bucket: tuple[str, str] | None) -> None:
+        """Record durably which bucket has the blobs: its id and its URL; None: the data directory has them."""
+        with self.write() as session:
+            row = session.scalars(select(DeploymentRow)).one()
+            row.bucket_owner, row.bucket_url = bucket or (None, None)
+
     def probe(self) -> None:
         """Begin and end a write transaction without changes. Raises DBAPIError if it cannot begin."""
         with self.write() as session:
@@ -226,6 +267,21 @@ def is_shared(url: URL) -> bool:
 def exists(url: URL) -> bool:
     """Return True if there is a database at `url`. Raises OuterstepError if it cannot be reached."""
     return BACKENDS[url.get_backend_name()].exists(url)
+
+
+def bucket_of(url: URL) -> tuple[str, str] | None:
+    """Return what `Database.bucket` returns, for a database that a coordinator may be using; None also if there is no
+    database at `url`. Raises OuterstepError if it cannot be read."""
+    if not exists(url):
+        return None
+    reading, _ = BACKENDS[url.get_backend_name()].engines(url)
+    try:
+        with reading.connect() as connection:
+            return postgresql.deployment(connection).bucket
+    except DBAPIError as error:
+        raise postgresql.unusable(f"the database {url!r} cannot be copied", error) from error
+    finally:
+        reading.dispose()
 
 
 class Fault(NamedTuple):

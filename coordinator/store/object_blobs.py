@@ -11,9 +11,7 @@ import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 from coordinator.store.blobs import DirectAccess, FileReader, OwnedBucket, Reader
 from coordinator.store.data_directory import CACHE_BYTES, COPIES, DataDirectory
@@ -24,6 +22,7 @@ outages = OwnedBucket.outages
 
 COPIED_BYTES = 5 << 30  # the largest object that S3 copies in one request
 LARGEST_SHARE = 4  # of the cache, one blob takes at most a fourth
+TURNS = 64  # locks; now and then two blobs have the same one, and one of them waits
 
 
 class ObjectBlobs:
@@ -51,16 +50,13 @@ class ObjectBlobs:
     def open(self, name: str, *, fresh: bool = False) -> Reader:
         if fresh:
             self._copies.drop(name)
-            return self._streamed(name)
+            return _Streamed(self._objects, name, self._size(name))
         with self._copies.turn(name):
             if (copy := self._copies.open(name)) is not None:
                 return copy
-            with outages():
-                size = self._objects.size(name)
-            if size is None:
-                raise FileNotFoundError(self._objects.name(name))
+            size = self._size(name)
             if not self._fits(size):
-                return self._streamed(name)
+                return _Streamed(self._objects, name, size)
             file = self._data.scratch()
             try:
                 self._download(name, file)
@@ -78,9 +74,7 @@ class ObjectBlobs:
             file.unlink(missing_ok=True)
 
     def rename(self, name: str, new_name: str) -> None:
-        if (size := self.stat(name)) is None:
-            raise FileNotFoundError(self._objects.name(name))
-        if size <= COPIED_BYTES:
+        if self._size(name) <= COPIED_BYTES:
             with outages():
                 self._objects.copy(name, new_name)
         else:
@@ -106,17 +100,18 @@ class ObjectBlobs:
             for name, size in self._objects.within(prefix.rstrip("/")):
                 yield f"{prefix}{name}", size
 
+    @outages()
     def stat(self, name: str) -> int | None:
-        with outages():
-            return self._objects.size(name)
+        return self._objects.size(name)
+
+    def _size(self, name: str) -> int:
+        if (size := self.stat(name)) is None:
+            raise FileNotFoundError(self._objects.name(name))
+        return size
 
     def _download(self, name: str, file: Path) -> None:
         with outages(), file.open("xb") as out:
             self._objects.download(name, out.write)
-
-    def _streamed(self, name: str) -> Reader:
-        with outages():
-            return _Streamed(self._objects.open(name))
 
     def _keep(self, name: str, source: Path) -> None:
         size = source.stat().st_size
@@ -134,24 +129,12 @@ class ObjectBlobs:
         return True
 
 
-class _Streamed:
-    """An object that is read from the store, as a `Reader`."""
+class _Streamed(ObjectReader):
+    """An object that is read from the store."""
 
-    def __init__(self, reader: ObjectReader) -> None:
-        self._reader, self.size = reader, reader.size
-
+    @outages()
     def read_into(self, memory: memoryview, at: int) -> int:
-        with outages():
-            return self._reader.read_into(memory, at)
-
-    def close(self) -> None:
-        self._reader.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        return super().read_into(memory, at)
 
 
 class _LocalCopies:
@@ -166,22 +149,11 @@ class _LocalCopies:
         self._lock = threading.Lock()
         self._files: OrderedDict[str, tuple[Path, int]] = OrderedDict()  # by blob: the file and its size
         self._bytes = 0
-        self._turns: dict[str, tuple[threading.Lock, int]] = {}  # by blob: a lock, and how many want it
+        self._turns = [threading.Lock() for _ in range(TURNS)]
 
-    @contextmanager
-    def turn(self, name: str) -> Iterator[None]:
+    def turn(self, name: str) -> threading.Lock:
         """Of several threads that ask for one blob, let one go on at a time: so only the first downloads it."""
-        with self._lock:
-            turn, waiting = self._turns.get(name, (threading.Lock(), 0))
-            self._turns[name] = turn, waiting + 1
-        try:
-            with turn:
-                yield
-        finally:
-            with self._lock:
-                turn, waiting = self._turns.pop(name)
-                if waiting > 1:
-                    self._turns[name] = turn, waiting - 1
+        return self._turns[hash(name) % TURNS]
 
     def open(self, name: str) -> FileReader | None:
         with self._lock:

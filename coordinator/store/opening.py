@@ -1,28 +1,23 @@
 """Opening the store of a coordinator's blobs: its data directory, or a bucket.
 
 A store belongs to one database: a coordinator's start deletes blobs that its database does not name. So a bucket has
-the object `owner`, and the data directory the file `bucket`, with the same random id. A directory without that id does
-not get the bucket, and a directory with it does not start without the bucket. If several coordinators share a database,
-the id is in its row `deployment` instead.
+the object `owner`, and the database's row `deployment` has the same random id. A database without that id does not get
+the bucket, and one with it is not used without the bucket.
 """
 
 import logging
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from sqlalchemy import URL, select
+from sqlalchemy import URL
 
-from coordinator.store import postgresql
 from coordinator.store.blobs import OWNER, Blobs, FileReader, OpenStore, OwnedBucket, Reader
 from coordinator.store.data_directory import CACHE_BYTES, COPIES, DataDirectory
-from coordinator.store.database import Database, is_shared
+from coordinator.store.database import Database, bucket_of
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.tables import DeploymentRow
-from outerstep.common.files import fsync, replace_file
 from protocol.errors import OuterstepError, Transient
 
 if TYPE_CHECKING:
@@ -30,94 +25,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MARK = "bucket"  # in the data directory
-
-
-class Mark(Protocol):
-    """Which bucket has the blobs of a database: its id and its URL."""
-
-    def read(self) -> tuple[str, str] | None:
-        """Return (id, URL); None if the blobs are in the data directory."""
-
-    def write(self, own: str, url: str) -> None:
-        """Record durably that the blobs are at `url`, in the bucket with the owner `own`."""
-
-    def clear(self) -> None:
-        """Record durably that no bucket has them."""
-
-
-@dataclass(frozen=True)
-class FileMark:
-    """The mark of a data directory, in its file `bucket`."""
-
-    root: Path
-
-    def read(self) -> tuple[str, str] | None:
-        try:
-            own, _, url = (self.root / MARK).read_text(encoding="utf-8").strip().partition(" ")
-        except FileNotFoundError:
-            return None
-        return own, url.rstrip("/")
-
-    def write(self, own: str, url: str) -> None:
-        replace_file(self.root / MARK, lambda file: file.write(f"{own} {url}\n".encode()))
-
-    def clear(self) -> None:
-        (self.root / MARK).unlink(missing_ok=True)
-        fsync(self.root)
-
-    def claim(self, url: str) -> str:
-        """Return the id with which the bucket at `url` will belong to this new directory: the same each time."""
-        own, _ = self.read() or (secrets.token_hex(16), url)
-        self.write(own, url)
-        return own
-
-
-@dataclass(frozen=True)
-class RowMark:
-    """The mark of a database that several coordinators share, in its row `deployment`."""
-
-    database: Database
-
-    def read(self) -> tuple[str, str] | None:
-        with self.database.read() as session:
-            return postgresql.deployment(session.connection()).bucket
-
-    def write(self, own: str, url: str) -> None:
-        self._set(own, url)
-
-    def clear(self) -> None:
-        self._set(None, None)
-
-    def _set(self, own: str | None, url: str | None) -> None:
-        with self.database.write() as session:
-            row = session.scalars(select(DeploymentRow)).one()
-            row.bucket_owner, row.bucket_url = own, url
-
 
 def store_at(
     url: str | None,
+    database: Database,
     public_url: str | None = None,
     now: Callable[[], float] = time.time,
-    mark: Mark | None = None,
     leads: Callable[[], bool] | None = None,
 ) -> OpenStore:
     """Return what opens the store at `url`; None: the data directory. Opening raises OuterstepError if the store cannot
-    be used, or belongs to another database. `public_url`: where the bucket's prefix can be downloaded from. `mark`:
-    None for that of the data directory. `leads`: as `OwnedBucket` has it."""
+    be used, or belongs to another database. `public_url`: where the bucket's prefix can be downloaded from. `leads`: as
+    `OwnedBucket` has it."""
 
     def opened(data: DataDirectory) -> Blobs:
-        if url is None:
-            return _directory(data)
-        return _bucket(url, public_url, data, now, mark or FileMark(data.root), leads)
+        if url is not None:
+            return _bucket(url, public_url, data, now, database, leads)
+        if (marked := database.bucket()) is not None:
+            raise OuterstepError(f"the blobs of {data.root} are in the bucket {marked[1]}: give --blobs {marked[1]}")
+        return DirectoryBlobs(data)
 
     return opened
 
 
 def reader_of(data_dir: Path, database: URL) -> Callable[[str], Reader]:
-    """Return a function that opens the blobs of a data directory, or of the bucket that it or its database names, for
-    reading. The coordinator may be running."""
-    marked = postgresql.bucket_of(database) if is_shared(database) else FileMark(data_dir).read()
+    """Return a function that opens the blobs of a data directory, or of the bucket that the database names, for
+    reading. The coordinator may be running. Raises OuterstepError if the database cannot be read."""
+    marked = bucket_of(database)
     if marked is None:
         return lambda name: FileReader(data_dir / name)
     return objects_at(marked[1]).open
@@ -165,25 +98,19 @@ def _never() -> bool:
     return False
 
 
-def _directory(data: DataDirectory) -> Blobs:
-    if (marked := FileMark(data.root).read()) is not None:
-        raise OuterstepError(f"the blobs of {data.root} are in the bucket {marked[1]}: give --blobs {marked[1]}")
-    return DirectoryBlobs(data)
-
-
 def _bucket(
     url: str,
     public_url: str | None,
     data: DataDirectory,
     now: Callable[[], float],
-    mark: Mark,
+    database: Database,
     leads: Callable[[], bool] | None,
 ) -> Blobs:
     objects = objects_at(url)
     from coordinator.store.direct_access import open_direct
     from coordinator.store.object_blobs import ObjectBlobs
 
-    marked = mark.read()
+    marked = database.bucket()
     if marked is None and any((data.root / "runs").glob("*/c*/*")):
         raise OuterstepError(f"the blobs of {data.root} are in its folder runs: start without --blobs")
     moved = marked is not None and marked[1] != str(objects)
@@ -195,17 +122,16 @@ def _bucket(
     usable(objects, now)
     own = secrets.token_hex(16) if marked is None else marked[0]
     if marked is None:
-        mark.write(own, str(objects))  # first, so that a killed first start can be repeated
+        database.set_bucket((own, str(objects)))  # first, so that a killed first start can be repeated
     if (bucket := OwnedBucket.taken(objects, own, leads)) is None:
         if marked is None:
-            mark.clear()
+            database.set_bucket(None)
             remedy = f"give another prefix, or restore it from there (outerstep coordinator restore {objects})"
         else:
             remedy = "it was restored there since, so do not start this one"
-        whose = "database" if isinstance(mark, RowMark) else "data directory"
-        raise OuterstepError(f"the bucket {objects} belongs to the coordinator of another {whose}: {remedy}")
+        raise OuterstepError(f"the bucket {objects} belongs to the coordinator of another database: {remedy}")
     if marked is not None and moved:
         logger.info("the blobs are now at %s, no longer at %s", objects, marked[1])
-        mark.write(own, str(objects))
+        database.set_bucket((own, str(objects)))
     logger.info("blobs are in the bucket %s", objects)
     return ObjectBlobs(bucket, data, direct=open_direct(objects, public_url))

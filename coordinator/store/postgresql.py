@@ -269,13 +269,6 @@ def deployment(connection: Connection) -> Deployment:
     return Deployment(secret, None if owner is None or url is None else (owner, url))
 
 
-def bucket_of(url: URL) -> tuple[str, str] | None:
-    """Return the id and the URL of the bucket that has the blobs; None if no coordinator has used the database. Raises
-    OuterstepError if it cannot be read."""
-    with _opened(url) as engine, engine.connect() as connection:
-        return deployment(connection).bucket
-
-
 def copy(url: URL, target: Path) -> None:
     """Copy the database, as of one moment, to the new SQLite database `target`, while others read and write it.
 

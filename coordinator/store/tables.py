@@ -386,8 +386,8 @@ class EventRow(Base):
 class DeploymentRow(Base):
     """What all coordinators of this database have in common, in a single row. `secret`: the keys of sketches
     (`screening/measuring.py`) and of requests between coordinators are derived from it. `bucket_owner` and
-    `bucket_url`: the bucket that has the blobs, and the id that it belongs to; null if none was used yet. They are used
-    only if coordinators share the database; otherwise the data directory names the bucket."""
+    `bucket_url`: the bucket that has the blobs, and the id that it belongs to; null if they are in the data
+    directory."""
 
     __tablename__ = "deployment"
 

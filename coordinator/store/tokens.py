@@ -14,9 +14,8 @@ from pathlib import Path
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.store import audit
 from coordinator.store.database import Database
-from coordinator.store.identity import Actor, Identity
+from coordinator.store.identity import Actor, Identity, audit_note
 from coordinator.store.tables import TokenRow
 from outerstep.common.files import fsync
 from protocol.errors import Problem
@@ -125,7 +124,7 @@ class Tokens:
         with self._changing:
             with self._database.write() as session:
                 session.add(row)
-                audit.note(session, now, by, "token-created", f"token {row.id} ({row.scope}) was created", row.run)
+                audit_note(session, now, by, "token-created", f"token {row.id} ({row.scope}) was created", row.run)
                 deliver(secret)
             self._hold([*self._by_hash.values(), _held(row)])
         return NewToken(**self._info(row).model_dump(), token=secret)
@@ -137,7 +136,7 @@ class Tokens:
             with self._database.write() as session:
                 row = _row(session, token_id, of_run)
                 secret, row.secret_hash = new_secret(JOIN_PREFIX if row.scope == Scope.JOIN else TOKEN_PREFIX)
-                audit.note(session, self._now(), by, "token-rotated", f"token {row.id} got a new secret", row.run)
+                audit_note(session, self._now(), by, "token-rotated", f"token {row.id} got a new secret", row.run)
             self._hold([*self._held_without(token_id), _held(row)])
         return NewToken(**self._info(row).model_dump(), token=secret)
 
@@ -150,7 +149,7 @@ class Tokens:
                 if _held(row).is_lasting_admin and not any(each.is_lasting_admin for each in rest):
                     raise Problem("forbidden", "this is the last admin token; create another one before you revoke it")
                 session.delete(row)
-                audit.note(
+                audit_note(
                     session, self._now(), by, "token-revoked", f"token {row.id} ({row.scope}) was revoked", row.run
                 )
             self._hold(rest)
@@ -196,7 +195,7 @@ class Tokens:
                 )
                 session.add(row)
                 message = f"token {parent.id} was exchanged for token {row.id} of the worker {worker}"
-                audit.note(session, now, by, "token-exchanged", message, run)
+                audit_note(session, now, by, "token-exchanged", message, run)
             self._hold([*self._by_hash.values(), _held(row)])
         return self._info(row), True
 

@@ -1,8 +1,10 @@
 """Work that the leader delegates to aggregators: it describes the work on a fragment, and checks each result against
-its own record. `aggregate` and `advance` return None if this process must do the work itself."""
+its own record. Only a coordinator that leads on PostgreSQL has a `Delegation`; another one asks nobody. `aggregate` and
+`advance` return None if this process must do the work itself."""
 
 from sqlalchemy import select
 
+from coordinator.aggregation.delegation import Delegation
 from coordinator.aggregation.fragment import head_of
 from coordinator.aggregation.residual import residual_bytes
 from coordinator.aggregation.tasks import Advance, Advanced, Aggregate, Aggregated, Origin, StateRef
@@ -16,12 +18,9 @@ def is_possible(run: LiveRun) -> bool:
     return run.context.delegation is not None and run.context.delegation.is_possible
 
 
-def aggregate(run: LiveRun, task: Aggregate) -> Aggregated | None:
+def aggregate(run: LiveRun, delegation: Delegation, task: Aggregate) -> Aggregated | None:
     """Let an aggregator do the task. May raise like `Delegation.ask`."""
-    delegation = run.context.delegation
-    if delegation is None or (task.usual is None and task.state is None):
-        return None
-    found = delegation.ask(task)
+    found = None if task.usual is None and task.state is None else delegation.ask(task)
     if found is None:
         return None
     wrong = _wrong_delta(run, task, found) if isinstance(found, Aggregated) else "it is no delta"
@@ -81,11 +80,10 @@ def checkpoint_blob(run: LiveRun, round_: int, fragment: int) -> bytes | None:
         return session.get_one(CheckpointFragmentRow, (run.id, round_, fragment)).digest
 
 
-def advance(run: LiveRun, fragment: int, round_: int, *, checkpoint: bool) -> Advanced | None:
+def advance(run: LiveRun, delegation: Delegation, fragment: int, round_: int, *, checkpoint: bool) -> Advanced | None:
     """Let an aggregator derive the fragment's state of `round_`, and put it into the store if `checkpoint`. May raise
     like `Delegation.ask`."""
-    delegation = run.context.delegation
-    if delegation is None or not delegation.is_possible or run.model is None:
+    if not delegation.is_possible or run.model is None:
         return None
     origin = _origin(run, fragment, round_)
     known = run.outer.states[fragment]

@@ -37,16 +37,16 @@ def catch_up(run: LiveRun, fragment: int) -> None:
     A step waits until its round has ended, because before that workers wait for the round's other fragments to be
     aggregated. Raises OuterstepError if the disk has lost what a step needs.
     """
-    alone = False  # a step that no aggregator can take may need others to be taken here again
+    delegation = run.context.delegation
     while (before := run.outer.states[fragment].round) < run.round:
-        if not alone:
+        if delegation is not None:
             checkpointed = checkpointing.is_due(run, before + 1)
-            advanced = delegating.advance(run, fragment, before + 1, checkpoint=checkpointed)
+            advanced = delegating.advance(run, delegation, fragment, before + 1, checkpoint=checkpointed)
             if advanced is not None:
                 after = State(before + 1, advanced.digest)
                 _record_step(run, fragment, after, advanced.largest, advanced.checkpoint, here=False)
                 continue
-            alone = True
+            delegation = None  # a step that no aggregator can take may need others to be taken here again
         with run.context.working:
             _step_here(run, fragment)
 
@@ -127,7 +127,10 @@ def checkpoint_at_rest(run: LiveRun, fragment: int) -> None:
         state = run.outer.states[fragment]
         if not checkpointing.is_due_at_rest(run, fragment):
             return
-    advanced = delegating.advance(run, fragment, state.round, checkpoint=True)
+    delegation = run.context.delegation
+    advanced = (
+        None if delegation is None else delegating.advance(run, delegation, fragment, state.round, checkpoint=True)
+    )
     if advanced is not None and advanced.checkpoint is not None:
         blob = advanced.checkpoint
     else:

@@ -95,7 +95,7 @@ def _publish(run: LiveRun, opening: OpenRound, index: int) -> None:
     again instead."""
     fragment = opening.fragments[index]
     task = _task(run, opening, index)
-    found = delegating.aggregate(run, task)
+    found = None if run.context.delegation is None else delegating.aggregate(run, run.context.delegation, task)
     try:
         if found is None:
             if task.usual is None:
@@ -129,7 +129,8 @@ def _task(run: LiveRun, opening: OpenRound, index: int) -> Aggregate:
     """Describe the aggregation of a closed fragment."""
     assert run.model is not None, "a round has a layout"
     fragment, judged = opening.fragments[index], screening(run, opening.number, index)
-    state = delegating.checkpoint_blob(run, opening.number, index) if judged.usual is None else None
+    is_asked = run.context.delegation is not None and judged.usual is None
+    state = delegating.checkpoint_blob(run, opening.number, index) if is_asked else None
     with run.lock:
         base, tokens, contributed = run.outer.states[index].digest, fragment.weights, dict(fragment.contributed)
     unit_tokens = {worker: run.unit_tokens(worker) for worker in contributed}

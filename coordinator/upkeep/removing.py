@@ -11,9 +11,8 @@ from collections.abc import Collection
 from sqlalchemy import delete
 
 from coordinator.run.live_run import LiveRun, RunContext
-from coordinator.store import audit
 from coordinator.store.blobs import REMOVED, RunNames
-from coordinator.store.identity import Actor
+from coordinator.store.identity import Actor, audit_note
 from coordinator.store.tables import Base, RunRow, TokenRow
 from outerstep.common.quantities import natural
 from protocol.errors import Problem
@@ -42,7 +41,7 @@ def remove_rows(run: LiveRun, by: Actor, *, verifying: bool) -> None:
         session.execute(delete(RunRow).where(RunRow.id == run.id))
         session.execute(delete(TokenRow).where(TokenRow.run == run.name))
         message = f"removed the run {run.name}, with the tokens for it alone"
-        audit.note(session, run.context.now(), by, "run-removed", message, run.name)
+        audit_note(session, run.context.now(), by, "run-removed", message, run.name)
     run.removed()
 
 

@@ -188,10 +188,10 @@ def rotate_secret(ctx: typer.Context, data_dir: DataOption = None, database: Dat
     Example:
       outerstep coordinator rotate-secret --database postgresql+psycopg://me:secret@host/runs
     """
-    rotating = import_extra("coordinator.leadership.rotating", extra="coordinator", command="outerstep coordinator")
+    lease = import_extra("coordinator.lease", extra="coordinator", command="outerstep coordinator")
     os.umask(0o077)
     url = existing_database(settings_of(ctx))
-    rotating.rotate_secret(url, time.time)
+    lease.rotate_secret(url, time.time)
     say(f"the coordinators of {url!r} have a new secret")
 
 

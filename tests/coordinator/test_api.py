@@ -21,7 +21,7 @@ from coordinator.http.bodies import LimitedRoute, max_body
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import Member, spec_toml
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
-from protocol.messages import Scope, WorkerChange
+from protocol.messages import WorkerChange
 from protocol.spec.run import MAX_SPEC_BYTES
 from tests.coordinator.crew import crew, info, play_round, problem
 from tests.support.waiting import PATIENCE_S
@@ -252,16 +252,6 @@ def test_whoever_shows_no_token_is_refused_before_a_byte_of_the_body(
     assert document["type"] == PROBLEM_PREFIX + "unauthorized"
 
 
-def test_every_address_wants_a_token_before_it_looks_at_the_body(shared: InThread) -> None:
-    paths = create_app(shared.coordinator).openapi()["paths"]
-    asked = [(method.upper(), path) for path, methods in paths.items() for method in methods if path.startswith("/v1/")]
-    assert len(asked) > 20
-    for method, path in asked:
-        with httpx.Client(base_url=shared.url, verify=False) as client:
-            refused = client.request(method, re.sub(r"\{\w+\}", "0", path), content=b"{no json")
-        problem(refused, "unauthorized")
-
-
 def test_every_address_limits_what_it_reads(shared: InThread) -> None:
     """With a good token, and a body that is announced to be huge: no address reads a byte of it."""
     authorization = f"Authorization: Bearer {shared.admin_token}"
@@ -339,9 +329,8 @@ def test_runs_are_listed_by_name_page_by_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("security:api-docs-assets")
-@pytest.mark.parametrize("page", ["/docs", "/redoc"])
-def test_the_documentation_loads_nothing_from_elsewhere(shared: InThread, page: str) -> None:
-    html = httpx.get(shared.url + page, verify=False).text
+def test_the_documentation_loads_nothing_from_elsewhere(shared: InThread) -> None:
+    html = httpx.get(shared.url + "/docs", verify=False).text
     assets = re.findall(r"""(?:src|href)=["']([^"']+)["']""", html)
     assert assets
     for asset in assets:
@@ -352,9 +341,8 @@ def test_the_documentation_loads_nothing_from_elsewhere(shared: InThread, page: 
 
 
 @pytest.mark.covers("security:documentation-scripts")
-@pytest.mark.parametrize("page", ["/docs", "/redoc"])
-def test_a_browser_runs_no_script_of_the_documentation_but_its_own(shared: InThread, page: str) -> None:
-    answer = httpx.get(shared.url + page, verify=False)
+def test_a_browser_runs_no_script_of_the_documentation_but_its_own(shared: InThread) -> None:
+    answer = httpx.get(shared.url + "/docs", verify=False)
     policy = answer.headers["content-security-policy"]
     (scripts,) = re.findall(r"script-src ([^;]*)", policy)
     assert "'unsafe-inline'" not in scripts
@@ -366,7 +354,7 @@ def test_a_browser_runs_no_script_of_the_documentation_but_its_own(shared: InThr
 
 
 @pytest.mark.covers("security:documentation-scripts")
-@pytest.mark.parametrize("path", ["/docs", "/redoc", "/", "/openapi.json", "/healthz", "/v1/runs", "/nowhere"])
+@pytest.mark.parametrize("path", ["/docs", "/", "/openapi.json", "/healthz", "/v1/runs", "/nowhere"])
 def test_no_answer_is_taken_for_another_type_than_it_names(shared: InThread, path: str) -> None:
     for token in (shared.admin_token, "none"):
         with shared.client(token) as http:
@@ -421,10 +409,3 @@ def test_ready_means_that_the_database_answers(tmp_path: Path) -> None:
         with running.coordinator.database.write() as session:
             session.execute(text("ALTER TABLE gone RENAME TO runs"))
         assert client.get("/readyz").status_code == 200
-
-
-def test_a_viewer_may_read_but_the_problem_prefix_is_the_same_for_all(shared: InThread, member: Member) -> None:
-    with shared.client(shared.token(Scope.VIEWER)) as viewer:
-        assert viewer.get("/v1/runs/r").status_code == 200
-        refused = viewer.patch("/v1/runs/r", json={"state": "paused"})
-    assert refused.json()["type"] == PROBLEM_PREFIX + "forbidden"

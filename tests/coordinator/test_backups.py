@@ -65,16 +65,6 @@ def test_a_backup_has_what_the_rows_of_one_moment_need_and_the_run_is_as_it_was(
     assert not (tmp_path / "new" / "admin.token").exists()
 
 
-def test_a_coordinator_need_not_run(tmp_path: Path) -> None:
-    with coordinator_thread(tmp_path / "data") as running:
-        (a,) = crew(running, "r", ["a"], rounds=2)
-        play_round([a], 0)
-        settled(running, 1)
-    made = back_up(tmp_path / "data", tmp_path / "backups")
-    assert restore(DirectoryBackups(tmp_path / "backups"), 1, Target(tmp_path / "new")) == made
-    check_restored(tmp_path / "new", tmp_path / "backups", 1)
-
-
 def test_the_next_backup_copies_only_what_is_new(tmp_path: Path) -> None:
     root, copied = tmp_path / "backups", list[str]()
     with coordinator_thread(tmp_path / "data") as running:
@@ -273,15 +263,15 @@ def test_a_flipped_byte_of_the_database_or_the_manifest_is_found(two: Path, tmp_
     assert not (tmp_path / "new" / "outerstep.db").exists()
 
 
-def test_a_damaged_blob_that_is_deleted_is_copied_anew(two: Path, tmp_path: Path) -> None:
-    only_in_2(two)[0].unlink()
-    back_up(tmp_path / "data", two)
-    assert [number for number, damage in damages(DirectoryBackups(two)).items() if damage] == [2]
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
 
 
-def test_a_cut_blob_is_copied_anew(two: Path, tmp_path: Path) -> None:
-    cut = only_in_2(two)[0]
-    cut.write_bytes(cut.read_bytes()[:-1])
+@pytest.mark.parametrize("damage", [Path.unlink, cut])
+def test_a_blob_that_the_last_backup_has_not_whole_is_copied_anew(
+    two: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(only_in_2(two)[0])
     back_up(tmp_path / "data", two)
     assert [number for number, damage in damages(DirectoryBackups(two)).items() if damage] == [2]
 

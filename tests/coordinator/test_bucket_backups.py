@@ -377,7 +377,7 @@ def test_two_restores_at_once_leave_one_owner(url: str, tmp_path: Path) -> None:
     with pytest.raises(OuterstepError, match="another restore has taken"):
         restore(second, None, Target(tmp_path / "b"))
     restored(url, tmp_path / "b")  # whoever repeats it does so knowingly
-    with pytest.raises(OuterstepError, match="belongs to the coordinator of another data directory"):
+    with pytest.raises(OuterstepError, match="belongs to the coordinator of another database"):
         Coordinator(Settings(data_dir=tmp_path / "a", blobs=url))
     with coordinator_thread(tmp_path / "b", blobs=url) as running:
         assert read(running.live("r").blobs, min(needs(url, max(backups(url).numbers()), tmp_path)))

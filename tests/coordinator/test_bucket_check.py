@@ -3,14 +3,17 @@
 import itertools
 import json
 import time
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from coordinator.store import sqlite
+from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory
+from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.opening import reader_of, store_at
 from harness.seaweedfs import SeaweedFS
@@ -34,6 +37,13 @@ def url(s3: S3Server) -> str:
     return f"s3://{BUCKET}/prefix-{next(_numbers)}"
 
 
+@contextmanager
+def opening(data_dir: Path) -> Iterator[Callable[[str | None], Blobs]]:
+    """Open a data directory and its database, for a function that opens the store at a URL; None: the directory."""
+    with closing(DataDirectory(data_dir)) as data, closing(Database(sqlite.url_in(data_dir))) as database:
+        yield lambda url: store_at(url, database)(data)
+
+
 def findings(url: str, ahead_s: float = 0.0) -> list[BucketFinding]:
     return list(check_bucket(Objects(url), lambda: time.time() + ahead_s))
 
@@ -51,8 +61,8 @@ def test_a_store_that_replaces_objects_is_refused(s3: S3Server, url: str, tmp_pa
     assert last.fault is not None
     assert "ignores If-None-Match" in last.fault
     assert list(Objects(url).within("check")) == [], "nothing is left"
-    with closing(DataDirectory(tmp_path)) as data, pytest.raises(OuterstepError, match="ignores If-None-Match"):
-        store_at(url)(data)
+    with opening(tmp_path) as open_at, pytest.raises(OuterstepError, match="ignores If-None-Match"):
+        open_at(url)
 
 
 @pytest.mark.parametrize(
@@ -99,33 +109,33 @@ def test_a_wrong_clock_is_named(url: str, ahead_s: float, word: str) -> None:
 def test_a_bucket_belongs_to_one_data_directory(url: str, tmp_path: Path) -> None:
     """The start of a coordinator deletes the blobs that its database does not name."""
     for _ in range(2):  # at the first start and at later ones
-        with closing(DataDirectory(tmp_path / "a")) as data:
-            store_at(url)(data)
+        with opening(tmp_path / "a") as open_at:
+            open_at(url)
     for _ in range(2):
         with (
-            closing(DataDirectory(tmp_path / "b")) as data,
-            pytest.raises(OuterstepError, match="belongs to the coordinator of another data directory"),
+            opening(tmp_path / "b") as open_at,
+            pytest.raises(OuterstepError, match="belongs to the coordinator of another database"),
         ):
-            store_at(url)(data)
-    with closing(DataDirectory(tmp_path / "b")) as data:
-        assert isinstance(store_at(None)(data), DirectoryBlobs)
+            open_at(url)
+    with opening(tmp_path / "b") as open_at:
+        assert isinstance(open_at(None), DirectoryBlobs)
 
 
 def test_a_data_directory_does_not_start_without_its_bucket(url: str, tmp_path: Path) -> None:
-    with closing(DataDirectory(tmp_path)) as data:
-        store_at(url)(data)
+    with opening(tmp_path) as open_at:
+        open_at(url)
         with pytest.raises(OuterstepError, match=f"give --blobs {url}"):
-            store_at(None)(data)
+            open_at(None)
         Objects(f"{url}-other").create_from("owner", b"another")
-        with pytest.raises(OuterstepError, match="belongs to the coordinator of another data directory"):
-            store_at(f"{url}-other")(data)
+        with pytest.raises(OuterstepError, match="belongs to the coordinator of another database"):
+            open_at(f"{url}-other")
 
 
 def test_a_backup_reads_the_blobs_where_they_are(url: str, tmp_path: Path) -> None:
     name = "runs/r/checkpoints/0/0.0123456789abcdef"
     for data_dir, at in ((tmp_path / "a", url), (tmp_path / "b", None)):
-        with closing(DataDirectory(data_dir)) as data:
-            store_at(at)(data).put(name, b"a state")
+        with opening(data_dir) as open_at:
+            open_at(at).put(name, b"a state")
             with reader_of(data_dir, sqlite.url_in(data_dir))(name) as reader:
                 memory = bytearray(reader.size)
                 reader.read_into(memoryview(memory), 0)
@@ -133,10 +143,10 @@ def test_a_backup_reads_the_blobs_where_they_are(url: str, tmp_path: Path) -> No
 
 
 def test_a_data_directory_that_has_blobs_gets_no_bucket(url: str, tmp_path: Path) -> None:
-    with closing(DataDirectory(tmp_path)) as data:
-        DirectoryBlobs(data).put("runs/r/checkpoints/0/0.0123456789abcdef", b"a state")
+    with opening(tmp_path) as open_at:
+        open_at(None).put("runs/r/checkpoints/0/0.0123456789abcdef", b"a state")
         with pytest.raises(OuterstepError, match="start without --blobs"):
-            store_at(url)(data)
+            open_at(url)
     assert list(Objects(url).within("")) == []
 
 

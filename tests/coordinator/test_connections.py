@@ -1,25 +1,16 @@
 """Connections as nobody of good will makes them, against a real server: what is refused, and that others are served."""
 
-import asyncio
-import inspect
 import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPResponse, RemoteDisconnected
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-import uvicorn
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
-from coordinator.http.connection_limit import ConnectionLimit
-from coordinator.http.connections import MAX_PIPELINED, Connection
-from coordinator.settings import Settings
+from coordinator.http.connections import MAX_PIPELINED
 from harness.coordinator import InThread, coordinator_thread, make_certificate
 from outerstep.common.connections import ssl_context
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -254,82 +245,3 @@ def test_idle_connections_shut_nobody_out(tmp_path: Path) -> None:
             assert is_served(running)
             assert len(running.server.connections) <= 20
         assert is_served(running)
-
-
-# --- what `Connection` relies on --------------------------------------------------------------------------------------
-
-# Methods of uvicorn's protocol that Connection overrides, extends or calls, and their parameters.
-METHODS = {
-    "connection_made": ["self", "transport"],
-    "connection_lost": ["self", "exc"],
-    "data_received": ["self", "data"],
-    "on_message_begin": ["self"],
-    "on_url": ["self", "url"],
-    "on_header": ["self", "name", "value"],
-    "on_headers_complete": ["self"],
-    "on_body": ["self", "body"],
-    "on_message_complete": ["self"],
-    "on_response_complete": ["self"],
-    "pause_writing": ["self"],
-    "resume_writing": ["self"],
-    "timeout_keep_alive_handler": ["self"],
-    "_unset_keepalive_if_required": ["self"],
-}
-# Attributes of a new protocol that Connection reads or sets; None: any type.
-ATTRIBUTES: dict[str, type | None] = {
-    "loop": asyncio.AbstractEventLoop,
-    "parser": None,
-    "transport": None,
-    "flow": None,
-    "cycle": None,
-    "pipeline": None,
-    "server_state": ServerState,
-    "timeout_keep_alive": int,
-    "timeout_keep_alive_task": None,
-}
-
-
-def test_uvicorn_still_has_the_internals_that_connections_rely_on(tmp_path: Path) -> None:
-    """If this fails after an upgrade of uvicorn: adapt coordinator/http/connections.py, then raise the cap in
-    pyproject.toml."""
-
-    async def protocol() -> Connection:
-        async def app(*_: Any) -> None: ...
-
-        config = uvicorn.Config(app, lifespan="off", log_config=None)
-        settings = Settings(data_dir=tmp_path)
-        limit = ConnectionLimit(10, 10)
-        return Connection(
-            config=config, server_state=ServerState(), app_state={}, limit=limit, settings=settings, tls=None
-        )
-
-    missing = [f"HttpToolsProtocol.{name} is gone" for name in METHODS if not hasattr(HttpToolsProtocol, name)]
-    missing += [
-        f"HttpToolsProtocol.{name} has other parameters than {parameters}"
-        for name, parameters in METHODS.items()
-        if hasattr(HttpToolsProtocol, name)
-        and list(inspect.signature(getattr(HttpToolsProtocol, name)).parameters) != parameters
-    ]
-    made = asyncio.run(protocol())
-    for name, kind in ATTRIBUTES.items():
-        if not hasattr(made, name):
-            missing.append(f"HttpToolsProtocol().{name} is gone")
-        elif kind is not None and not isinstance(getattr(made, name), kind):
-            missing.append(f"HttpToolsProtocol().{name} is no {kind.__name__}")
-    own = {name for name in vars(made) if name.startswith("_")} & set(
-        vars(HttpToolsProtocol(made.config, ServerState(), {}, made.loop))
-    )
-    missing += [f"uvicorn has an attribute {name} too" for name in own]
-    cycle = inspect.getsource(RequestResponseCycle.__init__)
-    missing += [
-        f"RequestResponseCycle().{name} is gone"
-        for name in ("response_complete", "body")
-        if f"self.{name} =" not in cycle
-    ]
-    if "self.read_paused" not in inspect.getsource(FlowControl.__init__):
-        missing.append("FlowControl().read_paused is gone")
-    if not STATUS_LINE.get(408, b"").startswith(b"HTTP/1.1 408 "):
-        missing.append("STATUS_LINE[408] is no status line")
-    if not isinstance(made.server_state.default_headers, list):
-        missing.append("ServerState().default_headers is no list")
-    assert not missing, f"uvicorn {uvicorn.__version__}: {'; '.join(missing)}"

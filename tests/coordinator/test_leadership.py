@@ -31,7 +31,7 @@ from coordinator.peers import Peer, Peers
 from coordinator.server import make_server
 from coordinator.settings import Settings
 from coordinator.store import postgresql as backend
-from coordinator.store.database import Database
+from coordinator.store.database import Database, Fence
 from coordinator.store.store_probe import PROBE_S, StoreProbe
 from harness import stores
 from harness.coordinator import SettableClock, coordinator_thread
@@ -120,8 +120,8 @@ def test_a_coordinator_takes_the_place_of_an_earlier_process_at_its_address(engi
 # --- fencing ----------------------------------------------------------------------------------------------------------
 
 
-def fence(token: int) -> lease.Fence:
-    return lease.Fence(token, "a", lambda: True, lambda: None)
+def fence(token: int) -> Fence:
+    return Fence(token, "a", lambda: True, lambda: None)
 
 
 def add_audit_row(database: Database) -> None:
@@ -484,7 +484,8 @@ def test_a_standby_sends_deltas_and_checkpoints_itself(
                 problem(httpx.get(f"{standby.url}{path}"), "unauthorized")
             assert standby.server.shared is not None
             with monkeypatch.context() as of_standby:
-                of_standby.setattr(standby.server.shared, "_blobs", fails)
+                of_standby.setattr(standby.server.shared, "_blobs", None)
+                of_standby.setattr(standby.server.shared, "_open_blobs", fails)
                 assert standby.client().get(path).content == whole.content
 
 

@@ -16,7 +16,7 @@ import pytest
 from fastapi import Request
 
 from coordinator.http import uploads
-from coordinator.http.uploads import ROUNDS, FileSink
+from coordinator.http.uploads import ROUNDS, Sink
 from coordinator.settings import Settings
 from coordinator.store import partial_uploads
 from coordinator.store.data_directory import DataDirectory
@@ -306,7 +306,7 @@ class Crumbs:
 def test_pieces_of_two_bytes_take_no_more_memory_than_others(tmp_path: Path) -> None:
     """Each was an object of 35 bytes: 256 KiB that were on their way were 7 MB, for each connection."""
     with closing(DataDirectory(tmp_path / "data")) as data:
-        upload = FileSink(20_000, bytes(32), data)
+        upload = Sink(20_000, bytes(32), data, None)
         tracemalloc.start()
         try:
             asyncio.run(upload.receive(cast(Request, Crumbs()), Settings(data_dir=tmp_path)))

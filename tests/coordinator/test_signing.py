@@ -4,6 +4,8 @@ import base64
 import hashlib
 import logging
 import os
+from types import SimpleNamespace
+from typing import cast
 
 import httpx
 import pytest
@@ -15,7 +17,7 @@ from protocol.errors import OuterstepError
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
 pytest.importorskip("botocore", reason="no signatures: pip install 'outerstep[remote]'")
 
-from coordinator.store.direct_access import SignedAccess, Signer, open_direct
+from coordinator.store.direct_access import SignedAccess, open_direct
 from outerstep.common.bucket_check import FOLDER
 from outerstep.common.objects import Bucket, Objects
 
@@ -33,7 +35,7 @@ def objects(store: SeaweedFS, request: pytest.FixtureRequest) -> Objects:
 
 @pytest.fixture
 def access(objects: Objects) -> SignedAccess:
-    return SignedAccess(Signer.of(objects.bucket), httpx.Client())
+    return SignedAccess(objects)
 
 
 def put(request: SignedRequest, content: bytes = CONTENT, **changed: str | None) -> int:
@@ -99,7 +101,7 @@ def test_a_request_expires(objects: Objects, access: SignedAccess, monkeypatch: 
 
 
 def test_with_a_public_address_downloads_are_not_signed(objects: Objects) -> None:
-    access = SignedAccess(Signer.of(objects.bucket), httpx.Client(), "https://cdn.example.org/training/")
+    access = SignedAccess(objects, "https://cdn.example.org/training/")
     assert access.download_url("runs/r/a b", 60) == "https://cdn.example.org/training/runs/r/a%20b"
 
 
@@ -122,12 +124,12 @@ def test_a_store_that_ignores_a_condition_is_not_used_directly(
     objects: Objects, left_out: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Like gateways that ignore what they do not know."""
-    real = Signer._signed  # noqa: SLF001 the one place where all are signed
+    real = SignedAccess._signed  # noqa: SLF001 the one place where all are signed
 
-    def signed(self: Signer, method: str, path: str, expires_s: float, headers: dict[str, str]) -> SignedRequest:
+    def signed(self: SignedAccess, method: str, path: str, expires_s: float, headers: dict[str, str]) -> SignedRequest:
         return real(self, method, path, expires_s, {key: headers[key] for key in headers if key != left_out})
 
-    monkeypatch.setattr(Signer, "_signed", signed)
+    monkeypatch.setattr(SignedAccess, "_signed", signed)
     assert open_direct(objects) is None
     assert "only through the coordinator: it " in caplog.text
 
@@ -135,7 +137,7 @@ def test_a_store_that_ignores_a_condition_is_not_used_directly(
 @pytest.mark.parametrize("url", ["gs://bucket/prefix", "az://container/prefix"])
 def test_other_stores_have_no_bound_uploads(url: str) -> None:
     with pytest.raises(OuterstepError, match="bound"):
-        Signer.of(Bucket.of(url))
+        SignedAccess(cast(Objects, SimpleNamespace(bucket=Bucket.of(url))))
 
 
 def test_without_credentials_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +147,7 @@ def test_without_credentials_the_reason_is_given(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     with pytest.raises(OuterstepError, match="AWS_ACCESS_KEY_ID"):
-        Signer.of(Bucket.of("s3+https://store.example.org/bucket/prefix"))
+        SignedAccess(Objects("s3+https://store.example.org/bucket/prefix"))
 
 
 @pytest.mark.parametrize(
@@ -158,4 +160,4 @@ def test_without_credentials_the_reason_is_given(monkeypatch: pytest.MonkeyPatch
 )
 def test_addresses(url: str, begins: str, store: SeaweedFS, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_REGION", "eu-north-1")
-    assert Signer.of(Bucket.of(url)).download("x", 60).url.startswith(begins)
+    assert SignedAccess(Objects(url)).download_url("x", 60).startswith(begins)

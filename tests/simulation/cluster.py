@@ -22,12 +22,12 @@ from coordinator.leadership.election import Election
 from coordinator.leadership.forwarding import SILENT_S
 from coordinator.leadership.standby import unready, vacant
 from coordinator.leadership.terms import Terms
-from coordinator.lease import Fence
 from coordinator.run.live_run import LiveRun
-from coordinator.service import Coordinator
+from coordinator.service import Coordinator, Term
 from coordinator.settings import Settings
 from coordinator.store import sqlite
 from coordinator.store.data_directory import DataDirectory
+from coordinator.store.database import Fence
 from coordinator.store.store_probe import StoreProbe
 from protocol.errors import Problem
 from tests.simulation.aggregator_node import AggregatorNode
@@ -220,15 +220,14 @@ class SharedCoordinator(Machine):
 
     def _build(self, fence: Fence) -> Coordinator:
         assert self.terms is not None
+        assert self._data is not None
         return Coordinator(
             Settings(data_dir=self.data_dir, database=self.cluster.url),
             clock=lambda: self.scheduler.now,
             now=self.terms.election.now,
             store=lambda _: StoreBlobs(self, self.cluster.store, fence.holds),
             secret=SECRET,
-            fence=fence,
-            data=self._data,
-            peers=self.terms.election.peers,
+            term=Term(fence, self._data, self.terms.election.peers),
         )
 
     def crashing(self) -> None:

@@ -25,7 +25,7 @@ from coordinator.aggregation import fragment as aggregating
 from coordinator.aggregation.fragment import Delta
 from coordinator.aggregation.residual import Residual
 from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob, Collected, Lateness
-from coordinator.lease import Fence, Leader
+from coordinator.lease import Leader
 from coordinator.rounds import closing, opening
 from coordinator.run import open_round, schedule
 from coordinator.run.live_run import LiveRun
@@ -35,6 +35,7 @@ from coordinator.run.outer import State
 from coordinator.screening import judging
 from coordinator.store import database
 from coordinator.store.blobs import Blobs, DirectAccess, Kind, RunNames
+from coordinator.store.database import Fence, superseded
 from coordinator.store.directory_blobs import DirectoryBlobs
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import CheckpointFragmentRow, LeaderRow, UnitRangeRow, WorkerRow
@@ -470,7 +471,7 @@ def _reads_the_token_before_the_transaction() -> list[Replacement]:
 
     def check(self: Fence, session: Session) -> None:
         if self.lost.is_set():
-            raise lease.superseded()
+            raise superseded()
 
     return [(DatabaseNode, "request", request), (Fence, "check", check)]
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from sqlalchemy import select
 
 from coordinator.store.blobs import SignedRequest
-from coordinator.store.direct_access import OWN_S, Signer
+from coordinator.store.direct_access import SignedAccess
 from coordinator.store.tables import ContributionRow
 from harness.coordinator import InThread
 from harness.ports import free_port
@@ -149,16 +150,15 @@ def test_other_bytes_than_published_are_not_used(
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch, method: str, url: str) -> None:
     """Have requests of a method that workers send go to another server."""
-    name = {"PUT": "upload", "GET": "download"}[method]
-    real = getattr(Signer, name)
+    real = SignedAccess._signed  # noqa: SLF001 the one place where all are signed
 
-    def signed(self: Signer, path: str, *arguments: object) -> SignedRequest:
-        request = real(self, path, *arguments)
-        if path.startswith("check/") or (method == "GET" and arguments[-1] == OWN_S):  # the coordinator's own
+    def signed(self: SignedAccess, method_: str, path: str, *arguments: Any) -> SignedRequest:
+        request = real(self, method_, path, *arguments)
+        if method_ != method or path.startswith("check/"):  # the coordinator's own
             return request
         return SignedRequest(request.method, request.url.replace(self.origin, url), request.headers)
 
-    monkeypatch.setattr(Signer, name, signed)
+    monkeypatch.setattr(SignedAccess, "_signed", signed)
 
 
 def test_after_a_few_faults_the_store_is_avoided_for_a_while() -> None:
