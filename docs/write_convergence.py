@@ -315,7 +315,7 @@ def _targets(found: Sequence[Point]) -> str:
             each for each in found if each.seeds >= SURE and each.factor >= ABOUT * factor and each.above <= above
         ]
         best = min(reached, key=lambda each: each.above, default=None)
-        aim = f"{above:+.0%} at {factor:,} times fewer bytes"
+        aim = f"{above:+.0%} at about {factor:,} times fewer bytes"
         if best is None:
             parts.append(f"{aim}: not reached.")
             continue
