@@ -37,19 +37,18 @@ PLOTTED = ("one worker, rate 0.008", "synchronous, rate 0.008", "DiLoCo", "Muon"
 
 COMPARED = (*PLOTTED[:3], "DiLoCo, ternary up", "synchronous, Muon", "Muon", "Muon, 2bit", "Muon, H 75, 2bit")
 BY_KIND = (
-    "Equal loss may hide worse skill (arXiv 2511.13761). This table has completed lines, as above, and bits per byte "
-    "of 128 KiB of held-out source code, by the kind of byte."
+    "Equal loss may hide worse skill (arXiv 2511.13761): completed lines, and bits per byte of 128 KiB of held-out "
+    "source code, by the kind of byte."
 )
 
 HEAD = """\
 # Convergence
 
-How much perplexity DiLoCo costs compared with synchronous training, and how many bytes it saves: first the frontier,
-then model sizes, skills beyond loss, single settings, and limits. `docs/write_convergence.py` generates this page from
-the results committed beside it. Unless stated otherwise, the model is `tiny` (139,584 parameters), trained on the
-source code of Python's standard library by 8 workers, each with 8 sequences of 64 bytes per step. To compare your own
-run with a synchronous baseline, see [models.md](models.md#compare). [log.md](log.md) describes the experiments behind
-these settings, including those that failed.
+How much perplexity DiLoCo costs compared with synchronous training, and how many bytes it saves.
+`docs/write_convergence.py` generates this page from the results committed beside it. Unless stated otherwise, the model
+is `tiny` (139,584 parameters), trained on the source code of Python's standard library by 8 workers, each with 8
+sequences of 64 bytes per step. To measure your own run, see [models.md](models.md#compare). [log.md](log.md) has the
+experiments behind these settings, including those that failed.
 """
 
 FRONTIER = """\
@@ -61,30 +60,28 @@ gradients at every step. The best setting for each saving, of those with three s
 """
 
 EVERY_SETTING = """\
-All these settings, the poor ones too; [log.md](log.md#the-frontier-of-bytes-and-quality) has some that failed. *Loop*
-rows are by `python -m benchmarks.frontier`, plain torch in one process with the product's codecs; *product* rows, the
-filled points, are real runs. Each row is the mean over its *seeds*, each compared with the synchronous run of the same
-seed; *by seed* has the lowest and the highest. Two runs that differ only in rounding can differ by 0.5 %, as can two
-seeds, so differences below 1 % between rows with one seed mean little. *Mean of 8* compares the means of the last eight
-states, for both: averaging helps synchronous training more than DiLoCo, whose outer momentum averages already.
-Perplexities depend on what a token is, so the plot has the loss.
+All settings, the poor ones too. *Loop* rows are by `python -m benchmarks.frontier`, plain torch in one process with the
+product's codecs; *product* rows, the filled points, are real runs. Each row is the mean over its *seeds*, each compared
+with the synchronous run of the same seed; *by seed* has the lowest and the highest. Two runs that differ only in
+rounding can differ by 0.5 %, so differences below 1 % between rows with one seed mean little. *Mean of 8* compares the
+means of the last eight states: averaging helps synchronous training more than DiLoCo, whose outer momentum averages
+already.
 """
 
 AGREEMENT = """\
 ### The loop and the product
 
-The same training, held-out loss in nats per byte: the *loop* of the frontier, and real runs of the *product*. They
-differ in rounding and in which worker gets which text. That alone makes runs differ by up to 0.005. A page of torch and
-transformers that shares nothing with our code but the reader of the text (`benchmarks/frontier/bare` of commit
-080c9a5e) agrees with the loop as closely ([log.md](log.md#the-frontier-of-bytes-and-quality)).
+The same training, held-out loss in nats per byte. Rounding, and which worker gets which text, alone make runs differ by
+up to 0.005. A page of torch and transformers that shares nothing with our code but the reader of the text
+(`benchmarks/frontier/bare` of commit 080c9a5e) agrees with the loop as closely.
 """
 
 CLAIMED = """\
 ### What others report
 
-Their own figures, of larger models and other data, which nobody here has measured, with bytes as they count them. Their
-perplexity is per token of about four bytes, so its percentages are about four times those per byte; compare the loss.
-The triangles at the lower edge of the plot are less than 0.3 % above synchronous training, or below it.
+Published figures, not reproduced here; models, data and the way to count bytes differ. Their perplexity is per token of
+about four bytes, so its percentages are about four times those per byte: compare the loss. The triangles at the lower
+edge of the plot are less than 0.3 % above synchronous training, or below it.
 """
 
 SIZED = """\
@@ -98,13 +95,11 @@ would in practice. The text has 12 MB, so larger models read it several times.
 BEYOND = """\
 ## Beyond loss, and training on
 
-What the models of the loop can do besides their loss: the share of held-out lines whose last 8 bytes they complete, and
-bits per byte by kind. Then each is trained on alone, in {steps} synchronous steps on other text, C++ headers: the loss
-on that text before and after, *learned*, and on Python afterwards, *kept*. A representation that had drifted would show
-there as slower learning or more forgetting (arXiv 2511.13761). DiLoCo's models learn as fast as synchronous ones and
-forget more of the old text: a little with 0.14 M parameters, clearly with 1.5 M. They complete fewer lines than their
-loss suggests: they are worst in comments, where sentences such as licences repeat, and which synchronous training
-memorises better.
+The share of held-out lines whose last 8 bytes the loop's models complete, and bits per byte by kind. Then each model is
+trained on alone, in {steps} synchronous steps on C++ headers: the loss on them before and after, *learned*, and on
+Python afterwards, *kept*. DiLoCo's models learn as fast as synchronous ones and forget more of the old text: a little
+with 0.14 M parameters, clearly with 1.5 M. They complete fewer lines than their loss suggests, and are worst in
+comments, where sentences such as licences repeat, which synchronous training memorises better.
 """
 
 LIMITS = """\
@@ -129,8 +124,7 @@ momentum 0.8.
 - **same rate**, **best rate**: perplexity above synchronous training (one worker that does the work of all, batch by
   batch) at the same learning rate, and at the best one measured; compared seed by seed.
 - **gap closed**: 0 % is one worker alone, 100 % synchronous training, both at the row's learning rate.
-- **bytes**: everything that a worker sends and receives, relative to a ring all-reduce of fp32 gradients at every step,
-  2·(7/8)·4 bytes per parameter each way.
+- **bytes**: as above, each way 2·(7/8)·4 bytes per parameter and step for the all-reduce.
 - **lines**: the share of held-out lines of code whose last 8 bytes the model completes exactly.
 - **replicas**: whether all workers ended with identical bits.
 """
@@ -321,13 +315,13 @@ def _targets(found: Sequence[Point]) -> str:
             each for each in found if each.seeds >= SURE and each.factor >= ABOUT * factor and each.above <= above
         ]
         best = min(reached, key=lambda each: each.above, default=None)
-        aim = f"{above:+.0%} at about {factor:,}"
+        aim = f"{above:+.0%} at about {factor:,} times fewer bytes"
         if best is None:
-            parts.append(f"{aim}: no row.")
+            parts.append(f"{aim}: not reached.")
             continue
         averaged = "" if best.averaged is None else f", or {best.averaged:+.1%} by the mean of 8"
-        parts.append(f"{aim}: {best.name}, with {best.above:+.1%} over {best.steps:,} steps{averaged}.")
-    return " ".join(["Our targets are the crosses in the plot; these rows of three seeds reach them.", *parts])
+        parts.append(f"{aim}: reached by {best.name}, with {best.above:+.1%} over {best.steps:,} steps{averaged}.")
+    return " ".join(["Our targets are the crosses in the plot; only rows of three seeds count.", *parts])
 
 
 def _groups(explored: Sequence[frontier.Result]) -> Iterator[tuple[Row, list[frontier.Result], list[frontier.Result]]]:

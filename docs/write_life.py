@@ -25,12 +25,11 @@ HEADING = "## The life of a worker\n"
 WIDTH = 120  # columns
 
 INTRODUCTION = """\
-One worker in a run of one round, from the run's creation to its leaving: every request with its answer. The values are
-those of the example in [wire-format.md](wire-format.md#6-an-example). `docs/write_life.py` recorded it from a real
-coordinator. Tokens are shown as `ADMIN_TOKEN`, `JOIN_TOKEN`, `WORKER_TOKEN` and `MEMBER_TOKEN`, points in time as
-1767225600.0, and payloads in hexadecimal. JSON is formatted for reading, so its `Content-Length` is left out. Also left
-out are `Host`, `User-Agent`, `Accept`, `Accept-Encoding` and `Connection` of requests, and `Date`, `Server`,
-`X-Request-Id`, `Outerstep-Version` and `Outerstep-Protocol` of answers.
+One worker in a run of one round, from the run's creation to its leaving: each request with its answer below it. The
+values are those of the example in [wire-format.md](wire-format.md#6-an-example). `docs/write_life.py` recorded it from
+a real coordinator. Tokens are shown by their names, points in time as 1767225600.0, and payloads in hexadecimal. Left
+out are headers that HTTP libraries add, those of [every answer](#the-rest-interface), and `Content-Type` and
+`Content-Length` of JSON, which is formatted for reading.
 """
 
 SPEC = """\
@@ -60,15 +59,16 @@ PAYLOAD = "application/vnd.outerstep.payload"
 CASE = {"etag": "ETag", "www-authenticate": "WWW-Authenticate"}
 NO_TIME = 1767225600.0
 UNTOLD = {"host", "user-agent", "accept", "accept-encoding", "connection", "date", "server", "x-request-id"}
-UNTOLD |= {name.lower() for name in RESPONSE_HEADERS}
+UNTOLD |= {"x-content-type-options"} | {name.lower() for name in RESPONSE_HEADERS}
+UNTOLD_VALUES = {("cache-control", "private, no-store"), ("content-type", "application/json")}
 
 
 class Play:
     """Sends requests and records them with their answers as Markdown. `secrets` are shown by their names."""
 
-    def __init__(self, http: httpx.Client, admin_token: str) -> None:
+    def __init__(self, http: httpx.Client, secrets: dict[str, str]) -> None:
         self._http = http
-        self.secrets = {"ADMIN_TOKEN": admin_token}
+        self.secrets = secrets
         self._text = ""
 
     @property
@@ -90,7 +90,7 @@ class Play:
         asked = message(f"{method} {path} HTTP/1.1", answer.request.headers, body)
         status = f"HTTP/1.1 {answer.status_code} {answer.reason_phrase}"
         replied = message(status, answer.headers, answer.content if is_bytes(answer) else timeless(answer.json()))
-        self._text += f"\n{asked}\n{replied}"
+        self._text += f"\n```http\n{asked}\n{replied}```\n"
         return answer
 
     def upload(self, path: str, payload: bytes) -> None:
@@ -104,9 +104,11 @@ def is_bytes(answer: httpx.Response) -> bool:
 
 
 def timeless(value: Any) -> Any:
-    """Return `value` with every time replaced by the same one, so that two recordings are equal."""
+    """Return `value` with every time replaced by the same one, so that two recordings are equal, and without specs."""
     if isinstance(value, dict):
-        return {key: NO_TIME if key.endswith("_at") and each else timeless(each) for key, each in value.items()}
+        times = {key: NO_TIME for key, each in value.items() if key.endswith("_at") and each}
+        specs = {key: "…" for key in value if key == "spec"}
+        return {key: timeless(each) for key, each in value.items()} | times | specs
     return [timeless(each) for each in value] if isinstance(value, list) else value
 
 
@@ -115,28 +117,41 @@ def message(start: str, headers: httpx.Headers, body: Any) -> str:
     untold = UNTOLD if headers.get("content-type") == PAYLOAD else UNTOLD | {"content-length"}
     lines = [
         start,
-        *(f"{CASE.get(name, name.title())}: {value}" for name, value in headers.items() if name not in untold),
+        *(
+            f"{CASE.get(name, name.title())}: {value}"
+            for name, value in headers.items()
+            if name not in untold and (name, value) not in UNTOLD_VALUES
+        ),
     ]
     if isinstance(body, bytes) and headers.get("content-type") == "application/toml":
         lines += ["", body.decode().rstrip("\n")]
     elif isinstance(body, bytes):
-        lines += ["", *(body[at : at + 32].hex(" ") for at in range(0, len(body), 32))] if body else []
+        lines += ["", *(body[at : at + 40].hex(" ") for at in range(0, len(body), 40))] if body else []
     elif body is not None:
         lines += ["", laid_out(body)]
-    return "```http\n" + "\n".join(lines) + "\n```\n"
+    return "\n".join(lines) + "\n"
 
 
 def laid_out(value: Any, indent: str = "", room: int = WIDTH) -> str:
-    """Return `value` as JSON, on one line if it fits into `room` columns."""
+    """Return `value` as JSON, with as many members on a line as fit into `room` columns."""
     line = json.dumps(value, ensure_ascii=False)
     if len(line) <= room - len(indent) or not isinstance(value, dict | list) or not value:
         return line
     deeper = indent + "  "
     if isinstance(value, list):
+        opening, closing = "[", "]"
         parts = [laid_out(each, deeper, room - 1) for each in value]
-        return "[\n" + ",\n".join(deeper + part for part in parts) + f"\n{indent}]"
-    parts = [f"{json.dumps(key)}: {laid_out(each, deeper, room - len(key) - 5)}" for key, each in value.items()]
-    return "{\n" + ",\n".join(deeper + part for part in parts) + f"\n{indent}}}"
+    else:
+        opening, closing = "{", "}"
+        parts = [f"{json.dumps(key)}: {laid_out(each, deeper, room - len(key) - 5)}" for key, each in value.items()]
+    lines = parts[:1]
+    for part in parts[1:]:
+        longer = f"{lines[-1]}, {part}"
+        if "\n" not in longer and len(deeper) + len(longer) < room:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+    return f"{opening}\n" + ",\n".join(deeper + each for each in lines) + f"\n{indent}{closing}"
 
 
 def perform(play: Play, await_state: Callable[[str, int], None]) -> None:
@@ -148,23 +163,16 @@ def perform(play: Play, await_state: Callable[[str, int], None]) -> None:
     play.scene(
         "Create the run",
         "An admin does this, with the token that the coordinator wrote at its first start. A worker starts by reading "
-        "the same from `GET /v1/runs/demo`: the spec defines what to train and how.",
+        "the same from `GET /v1/runs/demo`. Its `spec`, left out here, says what to train and how: it has all sections "
+        "of [the run spec](settings.md#the-run-spec), with all defaults.",
     )
     play.send("ADMIN_TOKEN", "POST", "/v1/runs", SPEC.encode(), Content_Type="application/toml")
 
-    play.scene(
-        "Make a join token",
-        "An admin does this once for all boxes. Only this answer shows the secret. A token with the scope `worker` is "
-        "used as it is, without an exchange.",
-    )
-    made = play.send("ADMIN_TOKEN", "POST", "/v1/tokens", {"scope": "join", "note": "boxes", "uses": 10}).json()
-    play.secrets |= {"JOIN_TOKEN": made["token"], "JOIN_TOKEN_ID": made["id"]}
     play.secrets |= {"WORKER_TOKEN": "ost_" + "w" * 43, "MEMBER_TOKEN": "ost_" + "m" * 43}
-
     play.scene(
         "Exchange a join token",
-        "Before it sends this, the worker has drawn the secret of its own worker token and saved it. The same request "
-        "again is answered 200 with the same message. The join token is not needed from here on.",
+        "An admin has made the join token, for all boxes. The worker has drawn the secret of its own worker token and "
+        "saved it. The same request again is answered 200 with the same message.",
     )
     exchanged = play.send("JOIN_TOKEN", "POST", f"{worker}/token", {"token": play.secrets["WORKER_TOKEN"]}).json()
     play.secrets["WORKER_TOKEN_ID"] = exchanged["id"]
@@ -211,13 +219,14 @@ def perform(play: Play, await_state: Callable[[str, int], None]) -> None:
     wire.Payload.from_bytes(delta).decode(values)
     outer_step(theta, momentum, values, learning_rate=0.7, beta=0.9)
 
-    play.scene("Ask for the next round", f"The outer step has produced state 1, θ = `{hexadecimal(theta)}`.")
+    play.scene(
+        "Ask for the next round",
+        f"The outer step has produced state 1, θ = `{hexadecimal(theta)}`. The answer has `evaluate`: the worker "
+        "reports the loss of this state as above (left out here) and leaves.",
+    )
     report = {"round": 0, "epoch": 1, "upload_bytes": len(ours), "download_bytes": len(delta)}
     question |= {"state_round": 1, "report": report | {"seconds": {"train": 2.5, "sync": 0.25}}}
     play.send("MEMBER_TOKEN", "PUT", f"{worker}/assignment", question, Prefer="wait=30")
-
-    play.scene("Report the last evaluation", "The run is over; this worker was asked to measure its last state.")
-    play.send("MEMBER_TOKEN", "PUT", f"{run}/rounds/1/evaluation", {"loss": 5.25, "tokens": 65536})
     await_state("demo", 1)
 
     play.scene(
@@ -248,7 +257,9 @@ def page() -> str:
         coordinator_thread(Path(directory)) as running,
         running.client() as http,
     ):
-        play = Play(http, running.admin_token)
+        join = http.post("/v1/tokens", json={"scope": "join", "note": "boxes", "uses": 10}).raise_for_status().json()
+        secrets = {"ADMIN_TOKEN": running.admin_token, "JOIN_TOKEN": join["token"], "JOIN_TOKEN_ID": join["id"]}
+        play = Play(http, secrets)
         perform(play, running.await_state)
         check_end(http)
     return before + HEADING + "\n" + INTRODUCTION + play.text
