@@ -127,7 +127,7 @@ def test_the_list_of_commands_is_quick() -> None:
     "command",
     [
         ["worker", "http://127.0.0.1:1", "--run", "r", "--token-file", "missing"],
-        ["worker", "http://127.0.0.1:1", "--run", "r", "--token", "t", "--log", "/missing/steps.jsonl"],
+        ["worker", "http://127.0.0.1:1", "--run", "r"],
         ["doctor", "http://127.0.0.1:1", "--run", "r", "--token-file", "missing"],
         ["run", "export", "r", "--token", "t", "--out", "."],
         ["run", "evaluate", "r", "--token-file", "missing"],
@@ -137,7 +137,8 @@ def test_the_list_of_commands_is_quick() -> None:
 def test_a_wrong_argument_is_reported_before_torch_is_imported(command: list[str]) -> None:
     """That takes many seconds."""
     code = f"""
-import sys
+import os, sys
+os.environ.update(OUTERSTEP_TOKEN="t", OUTERSTEP_STEP_LOG="/missing/steps.jsonl")
 from outerstep.cli import main
 sys.argv = ["outerstep", *{command!r}]
 try:
