@@ -128,7 +128,7 @@ def find_token(token: str | None, token_file: Path | None, environment: Mapping[
         source, found = TOKEN_VARIABLE, environment.get(TOKEN_VARIABLE, "").strip()
         if not found:
             raise UsageError(
-                f"a token is needed: --token-file FILE, {TOKEN_VARIABLE} in the environment, or --token TOKEN; "
+                f"a token is needed: --token-file FILE, or {TOKEN_VARIABLE} in the environment; "
                 "a coordinator writes its first one to admin.token in its data directory"
             )
     if not found or not all("!" <= character <= "~" for character in found):

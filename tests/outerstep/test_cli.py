@@ -109,7 +109,7 @@ def test_the_exit_codes_are_told_as_they_are():
     [
         ([], "Usage: outerstep"),
         (["no-such-command"], "No such command 'no-such-command'"),
-        (["run", "ls"], "a token is needed: --token-file FILE, OUTERSTEP_TOKEN in the environment"),
+        (["run", "ls"], "a token is needed: --token-file FILE, or OUTERSTEP_TOKEN in the environment"),
         (["run", "ls", "--token", "a", "--token-file", "b"], "--token or --token-file, not both"),
         (["run", "ls", "--token", "two words"], "--token: this is not a token"),
         (
@@ -117,7 +117,7 @@ def test_the_exit_codes_are_told_as_they_are():
             "outerstep: coordinator:8470: not an address such as",
         ),
         (["token", "create", "--token", "t"], "Missing option '--scope'"),
-        (["worker", "http://c"], "a token is needed: --token-file FILE, OUTERSTEP_TOKEN in the environment"),
+        (["worker", "http://c"], "a token is needed: --token-file FILE, or OUTERSTEP_TOKEN in the environment"),
         (
             ["worker", "http://c", "--run", "r", "--mode", "fsdp"],
             "No such option: --mode",
