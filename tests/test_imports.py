@@ -110,7 +110,10 @@ for command in ([], ["coordinator"], ["worker"], ["doctor"], ["demo"], ["run"]):
     else:
         raise AssertionError(command)
 """
-    assert sorted(imported_by(code).intersection([*TORCH, *WEB, *DATABASE, "coordinator", "worker"])) == []
+    modules = imported_by(code)
+    assert sorted(modules.intersection([*TORCH, *WEB, *DATABASE, "coordinator"])) == []
+    ours = {each for each in modules if each.partition(".")[0] == "worker"}
+    assert ours == {"worker", "worker.settings"}, "the options of a worker are its settings"
 
 
 def test_the_list_of_commands_is_quick() -> None:
