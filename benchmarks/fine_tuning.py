@@ -158,7 +158,7 @@ def tuned(directory: Path, base: Path, talk: Path, train_on: str, epochs: float)
         state.mkdir()
         workers = stack.enter_context(WorkerProcesses(running, train_on, state))
         for name in "ab":
-            workers.start(name, "--threads", "1", "--data-root", "/")
+            workers.start(name, "--data-root", "/", environment={"OMP_NUM_THREADS": "1"})
         while workers.are_training:
             if (run := workers.detail()).state is RunState.PAUSED:  # as the guard does if it diverges
                 raise SystemExit(f"the run {run.name} is paused: {run.reason}")

@@ -61,11 +61,11 @@ LEAN = ["--activation-checkpointing", "--micro-batch", "1"]
 ROWS: dict[str, list[str]] = {
     "default": [],
     "8-bit moments": ["--optimizer-state", "8bit"],
-    "bf16": ["--parameters", "bf16"],
-    "leanest": ["--parameters", "bf16", "--optimizer-state", "8bit", *LEAN],
-    "offloaded": ["--parameters", "bf16", "--optimizer-state", "8bit", "--offload", *LEAN],
-    "adapters, fp32": ["--base", "full", *LEAN],
-    "adapters, nf4": ["--base", "nf4", *LEAN],
+    "bf16": ["--param-dtype", "bf16"],
+    "leanest": ["--param-dtype", "bf16", "--optimizer-state", "8bit", *LEAN],
+    "offloaded": ["--param-dtype", "bf16", "--optimizer-state", "8bit", "--offload", *LEAN],
+    "adapters, fp32": ["--lora-base", "full", *LEAN],
+    "adapters, nf4": ["--lora-base", "nf4", *LEAN],
 }
 ON_CUDA = ("offloaded",)
 QUICK = ["default", "leanest"]

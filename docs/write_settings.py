@@ -65,10 +65,17 @@ start. A backup has both ([deployment.md](deployment.md#backup)).
 """
 
 TOKEN = """
-Every user of the machine can see a token on the command line; prefer `--token-file FILE` or `OUTERSTEP_TOKEN` in the
-environment. The other commands that talk to a coordinator take `--url`, or `OUTERSTEP_URL`, and the token in the same
-ways. `--ca FILE`, or `OUTERSTEP_CA` (also read by scripts with `DiLoCo.connect`), is for a coordinator whose
-certificate is not signed by a public authority.
+An option on the command line comes before its environment variable. A variable's boolean is `1` or `0`, and the values
+of a repeatable option are separated by commas. A variable that is almost one of these names is an error. Settings
+without an option are properties of the machine rather than of one start. `OMP_NUM_THREADS` sets torch's CPU threads.
+
+A script with `DiLoCo.connect` reads the variables of the first nine settings, up to `OUTERSTEP_MAX_DOWN`, unless it
+gives them itself; `outerstep run export`, `run chat`, `run evaluate`, `run pin` and `compare` read the others.
+
+The token is in the environment or in `--token-file FILE`, but not on a worker's command line, which every user of the
+machine can see for as long as it trains. The other commands that talk to a coordinator take `--url`, or
+`OUTERSTEP_URL`, and the token in the same ways. `--ca FILE` is for a coordinator whose certificate is not signed by a
+public authority.
 
 A worker that cannot reach its coordinator retries indefinitely. But if retrying cannot help, it ends with exit code 3.
 It does so only before the first answer: if the certificate is not trusted, if one side uses HTTPS and the other does
@@ -82,7 +89,7 @@ A run's spec comes from the coordinator. So `outerstep worker` and `outerstep do
 check this before they load anything:
 
 - `model.factory`, and an `inner.optimizer` that is not built in, name code that your machine would import and run.
-  Allow each by its exact name with `--allow-factory`.
+  Allow each by its exact name with `--allow-code`.
 - `data.source`, `data.tokenizer` and `model.pretrained` name places. A directory, a glob and each file that it matches
   must be below a `--data-root` after links and `..` are resolved. For weights and the tokenizer, only their directory
   is checked. An address (`https://`, `http://`, `s3://`, `gs://`, `az://`) must begin with a `--data-root`, up to the
@@ -100,17 +107,17 @@ what they run and read: the factory, the model's weights, the tokenizer, and the
 
 ### What is reported about your machine
 
-- `--tell all`: `host` (its name), `device` (with the GPU's or CPU's name), `threads`, `kernels` (compiled or numpy),
+- `--report all`: `host` (its name), `device` (with the GPU's or CPU's name), `threads`, `kernels` (compiled or numpy),
   the versions of `torch` and `python`, `precision`, `processes` if there are several, and later the measured MFU and
   peak memory.
-- `--tell some`: `kernels`, `torch`, `python`, `precision` and `processes`.
-- `--tell nothing`: none of these.
+- `--report some`: `kernels`, `torch`, `python`, `precision` and `processes`.
+- `--report nothing`: none of these.
 
 Without `--name` a worker gets its machine's name, so anything less than `all` needs a `--name`. The run needs the
 following, which is always reported: the worker's name, the address that requests come from, the model's tensors, the
 training set's digest and length (of private data only the length), its tokenizer's name and digest, losses, speeds,
 phases, and the bytes and seconds of each round. Everyone who may read the run sees it, except for the address. In a
-script use `DiLoCo.connect(…, tell="some", name="…")`.
+script use `DiLoCo.connect(…, report="some", name="…")`.
 """
 
 

@@ -36,7 +36,7 @@ class WorkerProcesses:
         command, to run it behind a line."""
         command = [*prefix, sys.executable, "-m", "outerstep", "worker", self._running.url]
         command += ["--run", self._run, "--name", name]
-        command += ["--state", str(self._directory / name), "--device", self._device, *options]
+        command += ["--state-dir", str(self._directory / name), "--device", self._device, *options]
         variables = {**os.environ, "OUTERSTEP_TOKEN": self._running.token(Scope.WORKER), **(environment or {})}
         with self._log(name).open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log, env=variables)

@@ -188,7 +188,7 @@ def pins_of(spec: RunSpec, settings: BoxSettings, *, state: bool) -> PinSpec:
     """
     permit(spec, allowed_by(settings))
     check_suited(spec, 1)
-    base = base_of(spec, settings.base)
+    base = base_of(spec, settings.lora_base)
     model = build_model(spec, torch.device("cpu"), settings.max_parameters, base)
     layout = spec.sync.plan_layout(tensor_specs(model))
     frozen = summary_of_frozen(model, spec.model, base)

@@ -89,7 +89,7 @@ def test_a_coordinator_starts_without_the_workers_libraries(tmp_path: Path) -> N
 def test_a_worker_starts_without_the_coordinators_libraries(tmp_path: Path) -> None:
     """It gets as far as asking a coordinator, which is not there: port 9 is never listened on."""
     with outerstep(
-        "worker", "worker", "http://127.0.0.1:9", "--run", "r", "--state", str(tmp_path), OUTERSTEP_TOKEN="t"
+        "worker", "worker", "http://127.0.0.1:9", "--run", "r", "--state-dir", str(tmp_path), OUTERSTEP_TOKEN="t"
     ) as process:
         assert process.stderr is not None
         lines = []

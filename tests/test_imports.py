@@ -110,7 +110,10 @@ for command in ([], ["coordinator"], ["worker"], ["doctor"], ["demo"], ["run"]):
     else:
         raise AssertionError(command)
 """
-    assert sorted(imported_by(code).intersection([*TORCH, *WEB, *DATABASE, "coordinator", "worker"])) == []
+    modules = imported_by(code)
+    assert sorted(modules.intersection([*TORCH, *WEB, *DATABASE, "coordinator"])) == []
+    ours = {each for each in modules if each.partition(".")[0] == "worker"}
+    assert ours == {"worker", "worker.settings"}, "the options of a worker are its settings"
 
 
 def test_the_list_of_commands_is_quick() -> None:
@@ -127,7 +130,7 @@ def test_the_list_of_commands_is_quick() -> None:
     "command",
     [
         ["worker", "http://127.0.0.1:1", "--run", "r", "--token-file", "missing"],
-        ["worker", "http://127.0.0.1:1", "--run", "r", "--token", "t", "--log", "/missing/steps.jsonl"],
+        ["worker", "http://127.0.0.1:1", "--run", "r"],
         ["doctor", "http://127.0.0.1:1", "--run", "r", "--token-file", "missing"],
         ["run", "export", "r", "--token", "t", "--out", "."],
         ["compare", "r", "--token-file", "missing"],
@@ -137,7 +140,8 @@ def test_the_list_of_commands_is_quick() -> None:
 def test_a_wrong_argument_is_reported_before_torch_is_imported(command: list[str]) -> None:
     """That takes many seconds."""
     code = f"""
-import sys
+import os, sys
+os.environ.update(OUTERSTEP_TOKEN="t", OUTERSTEP_STEP_LOG="/missing/steps.jsonl")
 from outerstep.cli import main
 sys.argv = ["outerstep", *{command!r}]
 try:

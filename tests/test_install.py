@@ -160,7 +160,8 @@ def test_each_side_installs_alone_and_they_train_together(outside: Path, release
         assert not any(has(python, module) for module in absent)
 
     no_torch = subprocess.run(
-        [coordinator_python, "-m", "outerstep", "worker", "http://127.0.0.1:1", "--run", "x", "--token", "t"],
+        [coordinator_python, "-m", "outerstep", "worker", "http://127.0.0.1:1", "--run", "x"],
+        env=os.environ | {"OUTERSTEP_TOKEN": "t"},
         capture_output=True,
         text=True,
         check=False,

@@ -69,7 +69,7 @@ def test_what_a_script_does_not_need_is_not_in_its_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
-        ("worker", ["worker", "http://c", "--run", "r", "--token", "t"]),
+        ("worker", ["worker", "http://c", "--run", "r"]),
         ("coordinator", ["coordinator"]),
         ("worker", ["run", "export", "r", "--out", "model", "--token", "t"]),
     ],

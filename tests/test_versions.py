@@ -180,7 +180,7 @@ def test_a_coordinator_of_another_protocol_is_told_by_our_clients(tmp_path: Path
         said = f"this client ({OURS}) and the coordinator (Outerstep 9.9.0, protocol {LATER[1]}) do not speak the same "
         assert said + "protocol: upgrade this client to Outerstep 9.9.0" in worker.log.read_text().splitlines()[-1]
         assert "Traceback" not in worker.log.read_text()
-        found = outerstep(Path(sys.executable), "doctor", running.url, "--run", "r", "--token", "t")
+        found = outerstep(Path(sys.executable), "doctor", running.url, "--run", "r")
         assert "do not speak the same protocol" in found.stdout
         assert "upgrade this client to Outerstep 9.9.0" in found.stdout
     finally:

@@ -26,7 +26,7 @@ from worker.inner.micro_batch import is_out_of_memory, memory_error_of
 from worker.joining.checkpoints import initial_parameters
 from worker.link.client import Client, open_http
 from worker.link.worker_token import with_worker_token
-from worker.process import log_to_stderr, logged_to, stop_on_signals
+from worker.process import log_to_stderr, stop_on_signals
 from worker.ranks import Ranks
 from worker.settings import WorkerSettings
 from worker.starting import group_of, start
@@ -48,15 +48,6 @@ def run_worker(
     after a signal takes longer than LEAVE_WITHIN_S.
     """
     log_to_stderr()
-    try:
-        with logged_to(settings.log_file):
-            return _ended(settings, ask, end_process)
-    except OSError as error:
-        log.error("--log-file: %s", error_text(error))
-        return Exit.USAGE
-
-
-def _ended(settings: WorkerSettings, ask: Callable[[str], bool] | None, end_process: Callable[[int], object]) -> Exit:
     size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         device, why = start(settings, size)
@@ -134,7 +125,7 @@ def check_state_directory(path: Path, rank: int) -> None:
             pass
     except OSError as error:
         raise BoxError(
-            f"--state {path} cannot hold this worker's state: {error_text(error)}; choose another directory"
+            f"--state-dir {path} cannot hold this worker's state: {error_text(error)}; choose another directory"
         ) from error
 
 
@@ -159,7 +150,7 @@ def _train(
             scaler=box.step.scaler,
             host=host_facts(device) | _facts_of(box),
             frozen=box.frozen,
-            tell=settings.tell,
+            report=settings.report,
             offload=box.settings.offload,
             use=box.use,
             ranks=ranks,
@@ -172,14 +163,14 @@ def _train(
 @contextmanager
 def _step_log(settings: WorkerSettings, ranks: Ranks) -> Iterator[StepLog | None]:
     """Yield the step log, which rank 0 writes; None if there is none. Raises BoxError if it cannot be written."""
-    if settings.log is None or not ranks.is_first:
+    if settings.step_log is None or not ranks.is_first:
         yield None
         return
     with ExitStack() as opened:
         try:
-            step_log = opened.enter_context(StepLog(settings.log))
+            step_log = opened.enter_context(StepLog(settings.step_log))
         except OSError as error:
-            raise BoxError(f"--log {settings.log}: {error.strerror}") from error
+            raise BoxError(f"OUTERSTEP_STEP_LOG={settings.step_log}: {error.strerror}") from error
         yield step_log
 
 

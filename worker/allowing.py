@@ -3,7 +3,7 @@
 Somebody else writes the spec, and some of its strings are more than settings. `model.factory` and `inner.optimizer` may
 name code, which is imported and run; `data.source`, `data.tokenizer` and `model.pretrained` name places that are read
 or fetched, and what a worker trains on can be inferred from what it sends. So code must be allowed by its exact name
-(`--allow-factory`), and a place must be below an allowed root (`--data-root`): a directory, compared after links and
+(`--allow-code`), and a place must be below an allowed root (`--data-root`): a directory, compared after links and
 `..` are resolved; the beginning of an address; or `hub:NAME`, a repository of the Hugging Face hub or all of an
 organisation's, fetched with this machine's own login. The text and the models that come with Outerstep are always
 allowed, and so is what the owner names himself.
@@ -27,7 +27,7 @@ from worker.data.tokens.tokenizer import IN_BYTES
 from worker.errors import DataError, NotAllowed
 from worker.settings import BoxSettings
 
-ALLOW_FACTORY, DATA_ROOT = "--allow-factory", "--data-root"
+ALLOW_CODE, DATA_ROOT = "--allow-code", "--data-root"
 OF_MODEL, OF_DATA = ("model.factory", "model.pretrained"), ("data.source", "data.tokenizer")
 ALL = (*OF_MODEL, *OF_DATA, "inner.optimizer")  # the keys of a spec that name code or places
 _SCRIPT = "custom"
@@ -58,7 +58,7 @@ class Allowed:
 
     def including(self, refused: list[Refusal]) -> "Allowed":
         """Return the same plus everything that was refused."""
-        code, roots = ([e.value for e in refused if e.option == option] for option in (ALLOW_FACTORY, DATA_ROOT))
+        code, roots = ([e.value for e in refused if e.option == option] for option in (ALLOW_CODE, DATA_ROOT))
         return replace(self, factories=(*self.factories, *code), roots=(*self.roots, *roots))
 
 
@@ -67,7 +67,7 @@ NOTHING = Allowed()
 
 def allowed_by(settings: BoxSettings) -> Allowed:
     """Return what a worker's settings allow."""
-    return Allowed(settings.allow_factory, settings.data_root, own_source=settings.data is not None)
+    return Allowed(settings.allow_code, settings.data_root, own_source=settings.data is not None)
 
 
 def permit(
@@ -105,7 +105,7 @@ def options_for(spec: RunSpec) -> list[str]:
     allowed = Allowed()
     while refused := not_allowed(spec, allowed):
         allowed = allowed.including(refused)
-    pairs = [(ALLOW_FACTORY, name) for name in allowed.factories] + [(DATA_ROOT, root) for root in allowed.roots]
+    pairs = [(ALLOW_CODE, name) for name in allowed.factories] + [(DATA_ROOT, root) for root in allowed.roots]
     return _words(pairs)
 
 
@@ -122,7 +122,7 @@ def not_allowed(spec: RunSpec, allowed: Allowed) -> list[Refusal]:
 def _code(spec: RunSpec, factories: tuple[str, ...]) -> Iterator[Refusal]:
     for key, name in (("model.factory", spec.model.factory), ("inner.optimizer", spec.inner.optimizer)):
         if name is not None and name not in OPTIMIZERS and name not in factories:
-            yield Refusal(key, f"{key} = {name!r} is code that would run here", ALLOW_FACTORY, name)
+            yield Refusal(key, f"{key} = {name!r} is code that would run here", ALLOW_CODE, name)
 
 
 def _places(spec: RunSpec, roots: list[Root]) -> Iterator[Refusal]:

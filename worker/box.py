@@ -96,8 +96,8 @@ class Chosen:
     def assembled_in_host_memory(self) -> bool:
         """True if the model is built in host memory. From there a sharded one is moved to the device layer by layer,
         and one in bf16 once it is cast."""
-        several = self.ranks.size > 1 and self.settings.mode != "ddp"
-        return (several or self.settings.parameters == "bf16") and self.base != "nf4"
+        several = self.ranks.size > 1 and self.settings.parallel != "ddp"
+        return (several or self.settings.param_dtype == "bf16") and self.base != "nf4"
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ def choose(
     BoxError for what cannot be combined, DataError, and ModelError."""
     check_suited(spec, ranks.size)
     settings = fitted(spec, settings, device, ranks, state_dir)
-    base = base_of(spec, settings.base)
+    base = base_of(spec, settings.lora_base)
     try:
-        precision = precision_on(device, settings.precision, settings.parameters, base)
+        precision = precision_on(device, settings.precision, settings.param_dtype, base)
     except ValueError as error:
         raise BoxError(str(error)) from error
-    need = need_here(spec, settings.model_copy(update={"base": base}), device)
+    need = need_here(spec, settings.model_copy(update={"lora_base": base}), device)
     chosen = Chosen(spec, settings, device, ranks, base, precision, need)
-    check_combination(chosen, sharded=ranks.size > 1 and settings.mode == "fsdp")
+    check_combination(chosen, sharded=ranks.size > 1 and settings.parallel == "fsdp")
     return chosen
 
 
@@ -156,17 +156,20 @@ _OWN = "the run's inner.optimizer is {optimizer!r}, code that holds its moments 
 EXCLUSIONS: dict[tuple[str, str], str] = {
     ("--offload", "no GPU"): "--offload moves gradients and moments from a GPU to host memory, and this worker trains "
     "on {device}: leave it out",
-    ("--offload", "processes"): "--offload is for a single GPU: share the model among several with --mode fsdp instead",
+    ("--offload", "processes"): "--offload is for one GPU: share the model among several with --parallel fsdp instead",
     ("--offload", "fp16"): "--offload does not work with --precision fp16, whose gradients are scaled: use bf16",
     ("--offload", "--compile"): "--offload does not work with --compile, which computes all gradients at once: leave "
     "one out",
     ("--offload", "own optimizer"): f"{_OWN}--offload",
     ("--optimizer-state", "own optimizer"): f"{_OWN}--optimizer-state",
     ("--optimizer-state", "shards"): "the model is sharded, and so are the moments: leave out --optimizer-state",
-    ("--compile", "shards"): "--compile does not work with a sharded model: leave it out, or use --mode ddp",
-    ("fp16", "shards"): "--precision fp16 does not work with a sharded model: leave it out, or use --mode ddp",
-    ("float8", "shards"): "--precision float8 does not work with a sharded model: use bf16, or --mode ddp",
-    ("nf4", "shards"): "--mode fsdp does not work with a frozen model in 4 bits (nf4): use --mode ddp or --base full",
+    ("--compile", "shards"): "--compile does not work with a sharded model: leave it out, or use --parallel ddp",
+    ("fp16", "shards"): "--precision fp16 does not work with a sharded model: leave it out, or use --parallel ddp",
+    ("float8", "shards"): "--precision float8 does not work with a sharded model: use bf16, or --parallel ddp",
+    (
+        "nf4",
+        "shards",
+    ): "--parallel fsdp does not work with a frozen model in nf4: use --parallel ddp or --lora-base full",
 }
 
 
@@ -195,7 +198,7 @@ def check_room(chosen: Chosen) -> str:
     too little."""
     if chosen.need is None:
         return "the size of a model from model.factory is known once it is built"
-    ranks, cut = chosen.ranks.size, chosen.settings.mode != "ddp" and chosen.base != "nf4"
+    ranks, cut = chosen.ranks.size, chosen.settings.parallel != "ddp" and chosen.base != "nf4"
     in_host_memory = chosen.assembled_in_host_memory
     return check_memory(chosen.need, chosen.device, ranks, ranks if cut else 1, in_host_memory=in_host_memory)
 
@@ -210,13 +213,13 @@ def build(chosen: Chosen) -> Built:
     mode, reasons = None, []
     if chosen.ranks.size > 1:
         elements = sum(each.numel() for each in model.parameters())
-        wanted = "ddp" if chosen.base == "nf4" else settings.mode
+        wanted = "ddp" if chosen.base == "nf4" else settings.parallel
         mode, why = choose_mode(elements, replica_budget(device), wanted)
         reasons.append(why)
         check_combination(chosen, sharded=mode == "fsdp")
     if conversations_in(spec.data) == "packed":
         check_packing(model)  # in fp32
-    if settings.parameters == "bf16":
+    if settings.param_dtype == "bf16":
         cast_parameters(model, torch.bfloat16)
     return Built(model if mode == "fsdp" else model.to(device), mode, reasons)
 
@@ -280,7 +283,7 @@ def assemble(chosen: Chosen, built: Built, data: TrainingSet) -> Box:
         micro_batches=sizes,
         use=use,
         ranks=ranks,
-        logs=settings.log is not None,
+        logs=settings.step_log is not None,
         reasons=reasons,
         evaluate=measured(spec.evaluation.max_tokens),
         probe=measured(min(spec.evaluation.max_tokens, PROBE_TOKENS)),
@@ -288,13 +291,13 @@ def assemble(chosen: Chosen, built: Built, data: TrainingSet) -> Box:
 
 
 def base_of(spec: RunSpec, wanted: Base | None) -> Base:
-    """Return how this box holds the run's frozen model. `wanted`: --base. Raises BoxError if it was given for a run
-    without adapters."""
+    """Return how this box holds the run's frozen model. `wanted`: --lora-base. Raises BoxError if it was given for a
+    run without adapters."""
     if spec.model.lora is not None:
         return wanted or spec.model.lora.base
     if wanted is not None:
         raise BoxError(
-            f"--base {wanted} is for the frozen model of adapters, and the run {spec.name} has no [model.lora]: "
+            f"--lora-base {wanted} is for the frozen model of adapters, and the run {spec.name} has no [model.lora]: "
             "leave it out"
         )
     return "full"
@@ -345,7 +348,7 @@ def _device_use(
         name = torch.cuda.get_device_name(device)
         peak = peak_flops(name, precision)
         if peak is None:
-            log.info("the peak of %s is unknown, so the MFU is not reported; give it with --peak-flops", name)
+            log.info("the peak of %s is unknown, so the MFU is not reported; give it with OUTERSTEP_PEAK_FLOPS", name)
     length = spec.data.sequence_length
     if peak is None:
         return DeviceUse(device)
@@ -355,8 +358,8 @@ def _device_use(
 
 def moments(spec: RunSpec, settings: BoxSettings, mode: Mode | None) -> Held | None:
     """Return how the inner optimizers hold their moments; None: as torch or the user's code does."""
-    held: Held = settings.optimizer_state or settings.parameters
-    if held == settings.parameters == "fp32" and not settings.offload:
+    held: Held = settings.optimizer_state or settings.param_dtype
+    if held == settings.param_dtype == "fp32" and not settings.offload:
         return None
     if spec.inner.optimizer not in OPTIMIZERS:
         why = f"the run's inner.optimizer is {spec.inner.optimizer!r}, code that holds its moments as it does"
@@ -364,7 +367,7 @@ def moments(spec: RunSpec, settings: BoxSettings, mode: Mode | None) -> Held | N
         why = "the model is sharded, and so are the moments"
     else:
         return held
-    log.warning("%s: with --parameters bf16, its steps are rounded to the nearest, which loses small updates", why)
+    log.warning("%s: with --param-dtype bf16, its steps are rounded to the nearest, which loses small updates", why)
     return None
 
 

@@ -127,7 +127,7 @@ class DiLoCo:
     host        what the coordinator shows about this machine; None: whatever can be found out
     frozen      of the weights that the frozen parameters were quantised from, compared between workers; None: of the
                 parameters as they are
-    tell        how much of that is sent: all, some (what the arithmetic depends on), or nothing; docs/settings.md
+    report      how much of that is sent: all, some (what the arithmetic depends on), or nothing; docs/settings.md
     ranks       the processes that train the model together, as one worker; None: torch.distributed's default
                 group, in each process of which a DiLoCo is made
     offload     with a GPU: keep the outer state in a file in `state_dir` instead of page-locked memory; without one, a
@@ -160,7 +160,7 @@ class DiLoCo:
         scaler: torch.amp.GradScaler | None = None,
         host: dict[str, HostValue] | None = None,
         frozen: FrozenSummary | None = None,
-        tell: HostDetail = "all",
+        report: HostDetail = "all",
         offload: bool = False,
         waits: bool = False,
         use: DeviceUse | None = None,
@@ -187,9 +187,9 @@ class DiLoCo:
             data = data.of_private_data()
         tensors = tensor_specs(model)
         facts = (host_facts(device) if host is None else host) | ({"processes": ranks.size} if ranks.size > 1 else {})
-        self._tell: HostDetail = tell
+        self._report: HostDetail = report
         request = JoinRequest(
-            tensors=tensors, data=data, frozen=frozen or frozen_summary(model), host=shared_facts(facts, tell)
+            tensors=tensors, data=data, frozen=frozen or frozen_summary(model), host=shared_facts(facts, report)
         )
         self._writes = ForeignWrites(model, self._optimizers)
         use = use or DeviceUse(device)
@@ -233,19 +233,21 @@ class DiLoCo:
         """Return a DiLoCo for a run on the coordinator at `url`. `options` are DiLoCo's own. `max_up` and `max_down`
         limit transfers, such as "8mbit", for all processes together; None: no limit.
 
-        Defaults are those of `outerstep worker`: `url` and `token` come from the environment variables OUTERSTEP_URL
-        and OUTERSTEP_TOKEN, `name` is this machine's, `state_dir` is ~/.local/state/outerstep/RUN/NAME. OUTERSTEP_CA
-        names a file of additional certificates to trust. Within `with`, SIGTERM and Ctrl-C set `stopped`: units() ends,
-        and leaving hands in the work done. If the script has set up no logging, what the worker does and waits for is
-        logged to stderr. Raises ValueError for missing or wrong arguments, and NoCoordinator if there is no coordinator
-        at the address, or none that is trusted.
+        Defaults are those of `outerstep worker`: `url`, `token`, `name`, `state_dir`, `report`, `max_up` and `max_down`
+        come from the environment variables OUTERSTEP_URL, OUTERSTEP_TOKEN and so on. Without them, `name` is this
+        machine's, and `state_dir` is ~/.local/state/outerstep/RUN/NAME. OUTERSTEP_CA names a file of additional
+        certificates to trust. Within `with`, SIGTERM and Ctrl-C set `stopped`: units() ends, and leaving hands in the
+        work done. If the script has set up no logging, what the worker does and waits for is logged to stderr. Raises
+        ValueError for missing or wrong arguments, and NoCoordinator if there is no coordinator at the address, or none
+        that is trusted.
         """
         ranks: Ranks = options.get("ranks") or Ranks.here()
         level = logging.INFO if ranks.is_first else logging.WARNING
-        tell = options.get("tell", "all")
-        name = ranks.on_first(lambda: script_settings(run, url, token, name, tell=tell).name)
-        who = script_settings(run, url, token, name, max_up=max_up, max_down=max_down)
-        options = {"state_dir": who.directory} | options | {"ranks": ranks}
+        given = {"run": run, "url": url, "token": token, "name": name, "max_up": max_up, "max_down": max_down}
+        given["report"] = options.get("report")
+        name = ranks.on_first(lambda: script_settings(**given).name)
+        who = script_settings(**given | {"name": name})
+        options = {"state_dir": who.directory, "report": who.report} | options | {"ranks": ranks}
         http = open_http(who.url, who.ca)
         try:
             with logging_to_stderr(level):
@@ -583,7 +585,7 @@ class DiLoCo:
                 self._digests = self._all_digests()
 
     def _shared_metrics(self) -> Metrics:
-        return shared_metrics(self._progress.metrics(), self._tell)
+        return shared_metrics(self._progress.metrics(), self._report)
 
     def _all_digests(self) -> list[bytes] | None:
         """Return the state digests of all fragments; None if there is no outer state."""

@@ -23,7 +23,7 @@ from worker.ranks import ALONE, Ranks
 from worker.settings import BoxSettings
 
 CHOICE = "fit.json"  # in the state directory
-_CHOSEN = ("parameters", "optimizer_state", "offload", "base", "activation_checkpointing")
+_CHOSEN = ("param_dtype", "optimizer_state", "offload", "lora_base", "activation_checkpointing")
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def fitted(
     if settings.fit is None:
         return settings
     if ranks.size > 1:
-        raise BoxError("--fit auto is for a single process: several share a model as --mode says")
+        raise BoxError("--fit auto is for a single process: several share a model as --parallel says")
     if spec.model.factory is not None:
         raise BoxError("--fit auto cannot know the size of a model from model.factory: give the settings yourself")
     before = None if state_dir is None else _choice_in(state_dir, settings)
@@ -64,7 +64,7 @@ def fitted(
     if not suitable:
         raise BoxError(
             f"--fit auto cannot choose on {device}: no combination of settings goes with the options given and "
-            "the run's optimizer; leave out --offload, --parameters, --optimizer-state, --precision or --base"
+            "the run's optimizer; leave out --offload, --param-dtype, --optimizer-state, --precision or --lora-base"
         )
     if found is None:
         raise BoxError(
@@ -76,10 +76,10 @@ def fitted(
     complete = settings.model_copy(
         update={
             "fit": None,
-            "parameters": chosen.parameters,
-            "optimizer_state": None if chosen.moments == chosen.parameters else chosen.moments,
+            "param_dtype": chosen.param_dtype,
+            "optimizer_state": None if chosen.moments == chosen.param_dtype else chosen.moments,
             "offload": chosen.offload,
-            "base": chosen.base if spec.model.lora is not None else settings.base,
+            "lora_base": chosen.lora_base if spec.model.lora is not None else settings.lora_base,
             "activation_checkpointing": bool(chosen.options) or settings.activation_checkpointing,
         }
     )
@@ -110,7 +110,7 @@ def check_memory(need: Need, device: torch.device, processes: int, shards: int, 
     """
     beside, (free, free_on_host) = need.host - LIBRARIES_BYTES, free_memory(device)
     training = need.device if need.on_gpu else need.device - need.host
-    assembled = processes * need.parameters * 4 // PARAMETER_BYTES[need.settings.parameters] if in_host_memory else 0
+    assembled = processes * need.parameters * 4 // PARAMETER_BYTES[need.settings.param_dtype] if in_host_memory else 0
     if need.on_gpu:
         places = [(f"on {device}", training // shards, free), ("in host memory", max(beside, assembled), free_on_host)]
     else:
@@ -124,8 +124,8 @@ def check_memory(need: Need, device: torch.device, processes: int, shards: int, 
     )
     if any(free is not None and size > free for _, size, free in places):
         raise BoxError(
-            f"the model does not fit into memory: {said}; use --fit auto, --gpus N with --mode fsdp, or a machine with "
-            "more"
+            f"the model does not fit into memory: {said}; use --fit auto, --gpus N with --parallel fsdp, or a machine "
+            "with more"
         )
     return said
 
@@ -152,8 +152,8 @@ def _choice_in(state_dir: Path, settings: Box) -> Box | None:
 
 
 def _settings_of(settings: BoxSettings) -> Settings:
-    moments = settings.optimizer_state or settings.parameters
-    return Settings(settings.parameters, moments, settings.offload, settings.base or "full")
+    moments = settings.optimizer_state or settings.param_dtype
+    return Settings(settings.param_dtype, moments, settings.offload, settings.lora_base or "full")
 
 
 def chosen_options(settings: BoxSettings) -> str:
@@ -170,18 +170,18 @@ def _text(need: Need) -> str:
 
 def _suits(each: Settings, given: BoxSettings, spec: RunSpec) -> bool:
     """Return True if a worker can train the run that way, and `given` says nothing else."""
-    if "parameters" in given.model_fields_set and given.parameters != each.parameters:
+    if "param_dtype" in given.model_fields_set and given.param_dtype != each.param_dtype:
         return False
     if given.optimizer_state not in (None, each.moments) or (given.offload and not each.offload):
         return False
-    wanted = given.base or ("nf4" if spec.model.lora is not None and spec.model.lora.base == "nf4" else None)
-    if wanted not in (None, each.base) or (each.base == "nf4" and wanted is None and not _has_bitsandbytes()):
+    wanted = given.lora_base or ("nf4" if spec.model.lora is not None and spec.model.lora.base == "nf4" else None)
+    if wanted not in (None, each.lora_base) or (each.lora_base == "nf4" and wanted is None and not _has_bitsandbytes()):
         return False
-    if each.parameters == "bf16" and given.precision not in (None, "bf16", "float8"):
+    if each.param_dtype == "bf16" and given.precision not in (None, "bf16", "float8"):
         return False
-    if each.base == "nf4" and given.precision not in (None, "bf16"):
+    if each.lora_base == "nf4" and given.precision not in (None, "bf16"):
         return False
-    own_moments = each.offload or each.moments != each.parameters
+    own_moments = each.offload or each.moments != each.param_dtype
     return not (own_moments and spec.inner.optimizer not in OPTIMIZERS) and not (each.offload and given.compile)
 
 

@@ -33,21 +33,21 @@ class Sizes(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How a worker holds a model: --parameters, --optimizer-state, --offload, --base."""
+    """How a worker holds a model: --param-dtype, --optimizer-state, --offload, --lora-base."""
 
-    parameters: Literal["fp32", "bf16"]
+    param_dtype: Literal["fp32", "bf16"]
     moments: Literal["fp32", "bf16", "8bit"]
     offload: bool = False
-    base: Base = "full"
+    lora_base: Base = "full"
 
     @property
     def options(self) -> str:
         """The worker's options for it; empty for its defaults."""
         found = [
-            "" if self.parameters == "fp32" else f"--parameters {self.parameters}",
-            "" if self.moments == self.parameters else f"--optimizer-state {self.moments}",
+            "" if self.param_dtype == "fp32" else f"--param-dtype {self.param_dtype}",
+            "" if self.moments == self.param_dtype else f"--optimizer-state {self.moments}",
             "--offload" if self.offload else "",
-            "" if self.base == "full" else f"--base {self.base}",
+            "" if self.lora_base == "full" else f"--lora-base {self.lora_base}",
         ]
         return " ".join(filter(None, found))
 
@@ -63,8 +63,8 @@ SETTINGS = [
 OF_ADAPTERS = [
     Settings("fp32", "fp32"),
     Settings("bf16", "bf16"),
-    Settings("fp32", "fp32", base="nf4"),
-    Settings("bf16", "8bit", base="nf4"),
+    Settings("fp32", "fp32", lora_base="nf4"),
+    Settings("bf16", "8bit", lora_base="nf4"),
 ]
 
 
@@ -120,11 +120,11 @@ def needs(sizes: Sizes, *, on_gpu: bool) -> list[Need]:
 
 def need_of(sizes: Sizes, settings: Settings, *, on_gpu: bool, moments_each: int = 2) -> Need:
     """Return what a model of these sizes needs with these settings. `moments_each`: per trained parameter."""
-    size, trained = PARAMETER_BYTES[settings.parameters], sizes.trained
+    size, trained = PARAMETER_BYTES[settings.param_dtype], sizes.trained
     moments, in_file = moments_each * MOMENT_BYTES[settings.moments], settings.offload or not on_gpu
     return Need(
         settings,
-        size * trained + (size * sizes.frozen if settings.base == "full" else sizes.in_4_bits),
+        size * trained + (size * sizes.frozen if settings.lora_base == "full" else sizes.in_4_bits),
         size * trained,
         moments * trained,
         0 if in_file else OUTER_STATE_BYTES * trained,

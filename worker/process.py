@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 
 from outerstep.common.connections import keep_urls_out_of_logs
@@ -50,22 +49,6 @@ def logging_to_stderr(level: int = logging.INFO) -> Iterator[None]:
         for each, was in zip(loggers, before, strict=True):
             each.removeHandler(handler)
             each.setLevel(was)
-
-
-@contextmanager
-def logged_to(path: Path | None) -> Iterator[None]:
-    """Also log to the file `path`. Raises OSError."""
-    if path is None:
-        yield
-        return
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(PrintableFormatter(FORMAT))
-    logging.getLogger().addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger().removeHandler(handler)
-        handler.close()
 
 
 # From the first signal to the end, whatever hangs; containers are killed after 10 s.

@@ -1,23 +1,28 @@
-"""The settings of `outerstep worker`: what belongs to the box and not to the run."""
+"""The settings of `outerstep worker`: what belongs to the box and not to the run.
 
+Each is declared once. The command line makes its options from these fields (outerstep/cli/options.py), the environment
+has a variable for each, OUTERSTEP_STATE_DIR for `state_dir`, and docs/settings.md lists them.
+"""
+
+import difflib
 import os
 import platform
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from outerstep.common.connections import CA_VARIABLE, ssl_context
+from outerstep.common.connections import CONGESTION_VARIABLE, ssl_context
 from outerstep.common.quantities import parse_count, parse_rate
 from protocol.messages import HostDetail
 from protocol.spec.model import MAX_PARAMETERS, Base
 from protocol.spec.sections import NAME_PATTERN, Name
-from protocol.validation_errors import explain_all
+from protocol.validation_errors import explain, explain_all
 
-URL_VARIABLE, TOKEN_VARIABLE = "OUTERSTEP_URL", "OUTERSTEP_TOKEN"
+PREFIX = "OUTERSTEP_"
 
 
 def _rate(given: object) -> object:
@@ -26,6 +31,10 @@ def _rate(given: object) -> object:
 
 def _count(given: object) -> object:
     return parse_count(given) if isinstance(given, str) else given
+
+
+def _several(given: object) -> object:
+    return [each.strip() for each in given.split(",")] if isinstance(given, str) else given
 
 
 Rate = Annotated[float, BeforeValidator(_rate), Field(gt=0, allow_inf_nan=False)]
@@ -37,92 +46,53 @@ def default_name() -> str:
     return name if re.match(NAME_PATTERN, name) else "worker"
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
 
-
-class _Membership(_Settings):
-    url: str = Field(description="the coordinator's address, for example https://coordinator.example.org")
-    run: Name = Field(description="the run to join")
-    token: Annotated[str, Field(min_length=1, repr=False)] = Field(
-        description=(
-            "a join token, which the worker exchanges for its own worker token, or a worker token; an admin token "
-            "works too, but can do everything else as well, so keep it off the boxes"
-        )
-    )
-    ca: Path | None = Field(None, description="additional PEM certificates to trust, such as the coordinator's own")
-
-    @field_validator("url")
-    @classmethod
-    def _http(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is not an address; it looks like https://coordinator.example.org")
-        return url.rstrip("/")
-
-    @field_validator("ca")
-    @classmethod
-    def _has_certificates(cls, ca: Path | None) -> Path | None:
-        ssl_context(ca)
-        return ca
+    @model_validator(mode="after")
+    def _no_misspelt_variable(self) -> Self:
+        for variable in os.environ:
+            if (meant := similar_variable(variable)) is not None:
+                raise ValueError(f"the environment has {variable}, which is no setting: did you mean {meant}?")
+        return self
 
 
 class BoxSettings(_Settings):
     """How one box trains. None of it changes the run: the outer state is fp32, and the batch is the run's."""
 
-    name: Name = Field(default_factory=default_name, description="this worker's name in the run; default: the host's")
-    state_dir: Path | None = Field(
-        None,
+    device: str = Field(
+        "auto", description="device to train on: auto (the fastest available), cpu, cuda, cuda:1, mps …"
+    )
+    gpus: int | None = Field(
+        None, ge=1, description="number of this machine's GPUs to use as one worker, by torchrun; default: 1"
+    )
+    parallel: Literal["auto", "ddp", "fsdp"] = Field(
+        "auto",
         description=(
-            "directory of snapshot, member token and, on a CPU, a large model's outer state; default: "
-            "~/.local/state/outerstep/RUN/NAME"
+            "how several GPUs share the model: ddp, a replica each; fsdp, a shard each; auto, replicas if a GPU has "
+            "room for one"
         ),
     )
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …; auto is the fastest available")
     data: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="where this machine has the training set; default: the run's data.source"
     )
-    allow_factory: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = Field(
-        (), description="code that the run's spec may name and that is run here; repeatable"
+    allow_code: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...], NoDecode, BeforeValidator(_several)
+    ] = Field(
+        (),
+        description="code, as MODULE:NAME, that the run's spec may name and that then runs on this machine; repeatable",
     )
-    data_root: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    data_root: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], NoDecode, BeforeValidator(_several)] = Field(
         (),
         description=(
-            "where the run's spec may find data, tokenizers and weights: a directory, the beginning of an "
-            "address, or hub:NAME, a repository or an organisation of the Hugging Face hub; repeatable"
+            "where the run's spec may read data, tokenizers and weights: a directory, the beginning of an address, or "
+            "hub:NAME, a repository or an organisation of the Hugging Face hub; repeatable"
         ),
     )
-    max_parameters: Annotated[int, BeforeValidator(_count), Field(gt=0, lt=1 << 62)] = Field(
-        MAX_PARAMETERS,
-        description=(
-            "largest model that the run's spec may describe, such as 70B: a larger one is not built; what "
-            "model.factory returns is not counted"
-        ),
-    )
-    tell: HostDetail = Field(
-        "all", description="what the coordinator learns about this machine, and shows to everyone who may read the run"
-    )
-    data_cache: Path | None = Field(
-        None, description="directory for shards of token sets behind a URL; default: ~/.cache/outerstep/shards"
-    )
-    data_cache_gb: float = Field(
-        20.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="size limit in GB, for all workers that share this directory",
-    )
-    mode: Literal["auto", "ddp", "fsdp"] = Field(
-        "auto",
-        description=(
-            "how the processes started by torchrun or --gpus share the model: ddp, a replica each; fsdp, a shard "
-            "each; auto: replicas if a GPU has room for one"
-        ),
-    )
-    threads: int | None = Field(None, ge=1, description="CPU threads of torch; default: torch's own choice")
     micro_batch: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
         description=(
-            "sequences that go through the model at once; the gradient is that of the run's whole batch. auto: as "
+            "sequences that go through the model at once; the gradient is that of the run's whole batch; auto: as "
             "many as fit, found by halving when memory runs out"
         ),
     )
@@ -134,25 +104,26 @@ class BoxSettings(_Settings):
             "with --compile; default: bf16 on CUDA, else fp32"
         ),
     )
-    parameters: Literal["fp32", "bf16"] = Field(
+    param_dtype: Literal["fp32", "bf16"] = Field(
         "fp32",
         description=(
-            "dtype of the model in memory; bf16 halves parameters and gradients, and rounds each step stochastically, "
-            "so that small updates are not lost"
+            "type of the parameters in memory; bf16 halves parameters and gradients, and rounds each step "
+            "stochastically, so that small updates are not lost"
         ),
     )
     optimizer_state: Literal["fp32", "bf16", "8bit"] | None = Field(
         None,
         description=(
-            "how the inner optimizer's moments are held: 8, 4 or 2 bytes per parameter for AdamW; default: the dtype "
+            "how the inner optimizer's moments are held: 8, 4 or 2 bytes per parameter for AdamW; default: the type "
             "of the parameters"
         ),
     )
     fit: Literal["auto"] | None = Field(
         None,
         description=(
-            "auto: choose parameters, optimizer_state, offload, base and activation_checkpointing, as far as they are "
-            "not given, so that the model fits into the free memory; the log says which"
+            "with auto, the worker chooses param_dtype, optimizer_state, offload, lora_base and "
+            "activation_checkpointing, as far as they are not given, so that the model fits into the free memory; the "
+            "log says which"
         ),
     )
     offload: bool = Field(
@@ -162,7 +133,7 @@ class BoxSettings(_Settings):
             "more than the parameters; each inner step moves them over PCIe"
         ),
     )
-    base: Base | None = Field(
+    lora_base: Base | None = Field(
         None,
         description=(
             "how the frozen model of a run with adapters is held in memory: full, in fp32; nf4, in 4 bits, about an "
@@ -173,18 +144,31 @@ class BoxSettings(_Settings):
     activation_checkpointing: bool = Field(
         False, description="recompute activations in the backward pass instead of keeping them: slower, less memory"
     )
+    max_parameters: Annotated[int, BeforeValidator(_count), Field(gt=0, lt=1 << 62)] = Field(
+        MAX_PARAMETERS,
+        description=(
+            "largest model that the run's spec may describe, such as 70B: a larger one is not built; what "
+            "model.factory returns is not counted"
+        ),
+    )
+    data_cache: Path | None = Field(
+        None,
+        description=(
+            "directory for shards of token sets behind a URL; workers may share it; default: ~/.cache/outerstep/shards"
+        ),
+    )
+    data_cache_gb: float = Field(
+        20.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="size limit in GB, for all workers that share this directory",
+    )
     peak_flops: float | None = Field(
         None, gt=0, description="the device's peak in FLOP/s, for the MFU; default: from a table of GPUs"
     )
-    max_up: Rate | None = Field(
-        None, description="limit for uploads in bits per second, such as 8mbit; for all processes together"
-    )
-    max_down: Rate | None = Field(None, description="the same for downloads: deltas, checkpoints")
-    log: Path | None = Field(
+    step_log: Path | None = Field(
         None, description="file to which the loss of every inner step is appended, as JSON lines; default: none"
     )
-
-    log_file: Path | None = Field(None, description="file to which the log is appended, in addition to stderr")
 
     @field_validator("micro_batch", mode="before")
     @classmethod
@@ -193,18 +177,66 @@ class BoxSettings(_Settings):
             return value if value == "auto" else int(str(value))
         raise ValueError("give auto, or a number of sequences, at least 1")
 
+
+class MemberSettings(_Settings):
+    """How a worker, also a script's, takes part in a run."""
+
+    url: str = Field(description="the coordinator's address, for example https://coordinator.example.org")
+    run: Name = Field(description="the run to join")
+    token: Annotated[str, Field(min_length=1, repr=False)] = Field(
+        description=(
+            "a join token, which the worker exchanges for its own worker token, or a worker token; an admin token "
+            "works too, but can do everything else as well, so keep it off the boxes"
+        )
+    )
+    ca: Path | None = Field(None, description="additional PEM certificates to trust, such as the coordinator's own")
+    name: Name = Field(default_factory=default_name, description="this worker's name in the run; default: the host's")
+    state_dir: Path | None = Field(
+        None,
+        description=(
+            "directory of snapshot, worker token and, on a CPU, a large model's outer state; default: "
+            "~/.local/state/outerstep/RUN/NAME"
+        ),
+    )
+    report: HostDetail = Field(
+        "all",
+        description=(
+            "what the coordinator learns about this machine, and shows to everyone who may read the run; less than all "
+            "needs a name"
+        ),
+    )
+    max_up: Rate | None = Field(
+        None, description="limit for uploads in bits per second, such as 8mbit; for all processes together"
+    )
+    max_down: Rate | None = Field(None, description="the same for downloads: deltas, checkpoints")
+
+    @field_validator("url")
+    @classmethod
+    def _http(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not an address; it looks like https://coordinator.example.org")
+        return url.rstrip("/")
+
+    @field_validator("token", mode="before")
+    @classmethod
+    def _without_spaces(cls, token: object) -> object:
+        return token.strip() if isinstance(token, str) else token
+
+    @field_validator("ca")
+    @classmethod
+    def _has_certificates(cls, ca: Path | None) -> Path | None:
+        ssl_context(ca)
+        return ca
+
     @model_validator(mode="after")
-    def _named_by_choice(self) -> "BoxSettings":
-        if self.tell != "all" and "name" not in self.model_fields_set:
+    def _named_by_choice(self) -> Self:
+        if self.report != "all" and "name" not in self.model_fields_set:
             raise ValueError(
-                f"tell = {self.tell!r} withholds this machine's name, which is the worker's default name: give a "
+                f"report = {self.report!r} withholds this machine's name, which is the worker's default name: give a "
                 "name as well"
             )
         return self
-
-
-class WorkerSettings(BoxSettings, _Membership):
-    """The settings of one worker of one run."""
 
     def rates(self, processes: int) -> tuple[float | None, float | None]:
         """Return the rate limits of each of this many processes, up and down."""
@@ -216,26 +248,35 @@ class WorkerSettings(BoxSettings, _Membership):
         return self.state_dir or Path.home() / ".local/state/outerstep" / self.run / self.name
 
 
-def script_settings(
-    run: str,
-    url: str | None,
-    token: str | None,
-    name: str | None,
-    environment: Mapping[str, str] | None = None,
-    **line: Any,
-) -> WorkerSettings:
-    """Return the settings of a script's worker. URL and token come from the environment if not given, and `line` has
-    rate limits. Raises ValueError for missing or wrong ones."""
-    environment = os.environ if environment is None else environment
-    given: dict[str, Any] = {"run": run, **line}
-    if name is not None:
-        given["name"] = name
-    given["ca"] = environment.get(CA_VARIABLE) or None
-    for key, value, variable in (("url", url, URL_VARIABLE), ("token", token, TOKEN_VARIABLE)):
-        given[key] = environment.get(variable, "").strip() if value is None else value
-        if not given[key]:
-            raise ValueError(f"{key} is missing: give {key}=…, or set {variable} in the environment")
+class WorkerSettings(BoxSettings, MemberSettings):
+    """The settings of one worker of one run."""
+
+
+_SIMILAR = 0.82  # of difflib: a letter or two apart
+
+
+def similar_variable(variable: str) -> str | None:
+    """Return the variable of a setting that `variable` is probably a misspelling of; None if there is none. Others may
+    begin with OUTERSTEP_ as well, such as those of a coordinator, and those that Kubernetes sets for its services."""
+    name, names = variable.removeprefix(PREFIX).lower(), list(WorkerSettings.model_fields)
+    if name in names or not variable.startswith(PREFIX) or variable == CONGESTION_VARIABLE:
+        return None
+    return next((PREFIX + each.upper() for each in difflib.get_close_matches(name, names, 1, _SIMILAR)), None)
+
+
+def script_settings(**given: Any) -> MemberSettings:
+    """Return the settings of a script's worker: those that are given and not None, others from the environment. Raises
+    ValueError for missing or wrong ones."""
+    given = {key: value for key, value in given.items() if value is not None}
+
+    def explained(error: Any) -> str:
+        key = str(error["loc"][0]) if error["loc"] else ""
+        if error["type"] == "missing":
+            return f"{key} is missing: give {key}=…, or set {PREFIX}{key.upper()} in the environment"
+        said = explain(error, echo=key != "token")
+        return said if not key or key in given else f"{PREFIX}{key.upper()}{said.removeprefix(key)}"
+
     try:
-        return WorkerSettings(**given)
+        return MemberSettings(**given)
     except ValidationError as error:
-        raise ValueError(explain_all(error.errors())) from error
+        raise ValueError(explain_all(error.errors(), one=explained)) from error

@@ -1,4 +1,4 @@
-"""How a worker's process starts: its device, torch's threads and precision, its process group."""
+"""How a worker's process starts: its device, torch's precision, its process group."""
 
 import os
 from collections.abc import Iterator
@@ -11,16 +11,14 @@ from worker.settings import BoxSettings
 
 
 def start(settings: BoxSettings, size: int = 1) -> tuple[torch.device, str]:
-    """Set torch's threads and TF32. Return the device of this process, one of `size` of the worker, and why it was
+    """Set TF32. Return the device of this process, one of `size` of the worker, and why it was
     chosen. Raises ValueError for a device that this machine lacks, or that does not support the settings."""
     name = settings.device
     if size > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
         device = choose_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")  # with GPUs, each process has one
     else:
         device = choose_device(name)
-    allow_tf32(precision_on(device, settings.precision, settings.parameters))
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    allow_tf32(precision_on(device, settings.precision, settings.param_dtype))
     return device, why_device(name, device)
 
 

@@ -164,8 +164,13 @@ def measure(
 
         def start(name: str) -> subprocess.Popen[bytes]:
             pace_file = str(folder / f"{name}.pace")
-            environment = {PACE_VARIABLE: pace_file, SEED_VARIABLE: str(seed), MODEL_VARIABLE: size.model}
-            options = ("--threads", "1", "--allow-factory", FACTORY)
+            environment = {
+                PACE_VARIABLE: pace_file,
+                SEED_VARIABLE: str(seed),
+                MODEL_VARIABLE: size.model,
+                "OMP_NUM_THREADS": "1",
+            }
+            options = ("--allow-code", FACTORY)
             prefix = lines[name].prefix if lines else []
             return workers.start(name, *options, environment=environment, prefix=prefix)
 

@@ -204,7 +204,7 @@ def _model(change: Change, request: JoinRequest) -> RunModel:
             "model-mismatch",
             f"this worker's frozen parameters ({request.frozen or 'none'}) are not those of the run {run.name} "
             f"({model.frozen}); load the same weights everywhere, from the same directory or revision, and without "
-            "--parameters bf16 if they are fp32",
+            "--param-dtype bf16 if they are fp32",
         )
     if difference := data_difference(request.data, model.data, run.spec.data):
         raise Problem("data-mismatch", difference)

@@ -11,18 +11,11 @@ from rich.console import Group, RenderableType
 
 from outerstep import rest
 from outerstep.cli.asking import Answer, print_answer
-from outerstep.cli.errors import UsageError, check_not_hidden, import_extra
-from outerstep.cli.options import (
-    AllowFactoryOption,
-    Connection,
-    DataRootOption,
-    MaxParametersOption,
-    owner_at_terminal,
-    with_connection,
-)
+from outerstep.cli.errors import UsageError, import_extra
+from outerstep.cli.options import Connection, owner_at_terminal, with_connection
 from outerstep.cli.printing import Format, FormatOption, say
 from outerstep.cli.run.models import AverageOption, box_settings
-from outerstep.cli.worker import DataCacheGbOption, DataCacheOption
+from outerstep.cli.worker import with_permissions
 from outerstep.common.connections import error_text
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text
 from outerstep.display import lines, table
@@ -33,6 +26,7 @@ _PERCENT = 100
 
 
 @with_connection
+@with_permissions
 def compare(
     models: Annotated[
         list[str],
@@ -51,18 +45,14 @@ def compare(
             help="Measure on the held-out part of this text. Default: that of the first run or export.",
         ),
     ] = None,
-    data_cache: DataCacheOption = None,
-    data_cache_gb: DataCacheGbOption = None,
     average: AverageOption = 1,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the differences into this file.")
     ] = None,
-    allow_factory: AllowFactoryOption = None,
-    data_root: DataRootOption = None,
-    max_parameters: MaxParametersOption = None,
+    *,
+    given: dict[str, Any],
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
     output: FormatOption = Format.TABLE,
-    *,
     connection: Connection,
 ) -> None:
     """Measure and compare the held-out loss of runs, checkpoints, exports and directories of transformers.
@@ -79,14 +69,11 @@ def compare(
     """
     if plot is not None and len(models) < 2:
         raise UsageError("--plot draws the differences of several models: give two or more")
-    check_not_hidden("worker")
     if on == "":
         raise UsageError("--on: give a directory, a glob, or another source of text")
     if average > 1 and all(map(_is_directory, models)):
         raise UsageError("--average is for runs: a directory has one state")
-    cache = {"data_cache": data_cache, "data_cache_gb": data_cache_gb}
-    code = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
-    box = box_settings("outerstep compare", data=on, device=device, **cache, **code)
+    box = box_settings(data=on, device=device, **given)
     with ExitStack() as stack:
         client: rest.Client | None = None
         if any(not _is_directory(each) for each in models):

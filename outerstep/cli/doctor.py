@@ -1,42 +1,37 @@
-"""The command `outerstep doctor`. Its options are derived from those of `outerstep worker`."""
+"""The command `outerstep doctor`, with the options of `outerstep worker`."""
 
-import inspect
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from outerstep.cli.errors import UsageError, import_extra, validated
-from outerstep.cli.options import TOKEN_VARIABLE, checked_url, find_token
+from outerstep.cli.errors import UsageError, import_extra
+from outerstep.cli.options import TokenFileOption, flag_of, with_settings
 from outerstep.cli.printing import Format, FormatOption, print_json, say, say_lines
-from outerstep.cli.worker import FLAGS, start_on, worker
+from outerstep.cli.worker import OPTIONS, UrlArgument, settings_of, start_on_gpus
 from outerstep.common.exit_codes import Exit
 from protocol.text import printable
+from worker.settings import WorkerSettings
 
 BlobsOption = Annotated[
     str | None,
     typer.Option(metavar="URL", help="Check this bucket instead, as `outerstep coordinator --blobs` does."),
 ]
 
-# Worker settings whose options have another name.
-_OPTIONS = {"state_dir": "state", "compile": "compile_model"}
 
-
-def with_options_of_worker(command: Callable[..., None]) -> Callable[..., None]:
-    """Give the command the options of `outerstep worker`, none of them required, besides its own."""
-    given = inspect.signature(worker, eval_str=True).parameters.values()
-    own = [each for each in inspect.signature(command).parameters.values() if each.kind is not each.VAR_KEYWORD]
-    optional = [each.replace(default=None) if each.default is each.empty else each for each in given]
-    positional = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in [*optional, *own]]
-    command.__signature__ = inspect.Signature(positional)  # type: ignore[attr-defined]
-    return command
-
-
-@with_options_of_worker
-def doctor(*, blobs: BlobsOption = None, output: FormatOption = Format.TABLE, **options: Any) -> None:
+@with_settings(WorkerSettings, OPTIONS)
+def doctor(
+    *,
+    url: UrlArgument = None,
+    token_file: TokenFileOption = None,
+    given: dict[str, Any],
+    blobs: BlobsOption = None,
+    output: FormatOption = Format.TABLE,
+) -> None:
     """Check whether this machine can train a run as a worker, and say what to fix.
 
     Takes the same options as `outerstep worker` and goes through the same start: the address, the token, the run, the
@@ -52,28 +47,17 @@ def doctor(*, blobs: BlobsOption = None, output: FormatOption = Format.TABLE, **
       outerstep doctor --blobs s3://my-bucket/outerstep
     """
     if blobs is not None:
-        if options["url"] is not None or options["run"] is not None:
+        if url is not None or given["run"] is not None:
             raise UsageError("--blobs checks a bucket for a coordinator: give neither URL nor --run")
         _examine_bucket(blobs, output)
-    settings_of = import_extra("worker.settings", extra="worker", command="outerstep doctor")
-    url, run = options["url"], options["run"]
-    if url is None:
-        raise UsageError("Missing argument 'URL': the coordinator's address")
-    if run is None:
-        raise UsageError("Missing option '--run': the run to join")
-    token = find_token(options["token"], options["token_file"], os.environ)
-    given = {key: options.get(_OPTIONS.get(key, key)) for key in FLAGS}
-    settings = validated(
-        settings_of.WorkerSettings, given | {"url": checked_url(url), "run": run, "token": token}, FLAGS
-    )
-    if (options["gpus"] or 1) > 1 and "LOCAL_RANK" not in os.environ:
-        start_on(options["gpus"], settings.device)
+    settings = settings_of(url, token_file, given)
+    start_on_gpus(settings)
     module = import_extra("outerstep.doctor.examine", extra="worker", command="outerstep doctor")
     conclude = import_extra("outerstep.doctor.findings", extra="worker", command="outerstep doctor").conclude
     if (rank := int(os.environ.get("RANK", "0"))) > 0:
         raise typer.Exit(_beside(module.examine(settings, _Silent()), rank))
     found = module.examine(settings, _Silent() if output is Format.JSON else _Lines())
-    command = worker_command(options)
+    command = worker_command(url, token_file, given)
     code, lines = conclude(found, command)
     if output is Format.JSON:
         findings = [asdict(each) for each in found]
@@ -118,25 +102,13 @@ def _findings(checks: Any, objects: Any) -> Iterator[Any]:
     yield checks.BucketFinding("direct", direct.probed(objects)[1])
 
 
-def worker_command(options: dict[str, Any]) -> str:
-    """Return the command that starts the worker with these options. A token that was given by --token is left out, as
-    it does not belong in a terminal's history."""
-    words, defaults = ["outerstep", "worker", options["url"]], inspect.signature(worker).parameters
-    for parameter in inspect.signature(worker, eval_str=True).parameters.values():
-        value = options.get(parameter.name)
-        if parameter.name in {"url", "token"} or value == defaults[parameter.name].default:
-            continue
-        flag = _flag(parameter)
-        for each in value if isinstance(value, list) else [value]:
-            words += [flag] if each is True else [flag, str(each)]
-    command = shlex.join(words)
-    return command if options["token"] is None else f"{TOKEN_VARIABLE}=… {command}"
-
-
-def _flag(parameter: inspect.Parameter) -> str:
-    option = next(each for each in parameter.annotation.__metadata__ if isinstance(each, typer.models.OptionInfo))
-    names = [option.default, *(option.param_decls or ())]
-    return next(str(name) for name in names if str(name).startswith("--"))
+def worker_command(url: str | None, token_file: Path | None, given: dict[str, Any]) -> str:
+    """Return the command that starts the worker with these options."""
+    words = ["outerstep", "worker", *([] if url is None else [url])]
+    for name, value in (given | {"token_file": token_file}).items():
+        for each in value if isinstance(value, list) else [] if value in (None, False) else [value]:
+            words += [flag_of(name)] if each is True else [flag_of(name), str(each)]
+    return shlex.join(words)
 
 
 class _Silent:

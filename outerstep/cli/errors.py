@@ -65,7 +65,10 @@ def _explain(error: Any, model: type[BaseModel], given: dict[str, Any], flags: d
     if given.get(key) is not None:
         return flags[key] + text.removeprefix(key)
     if key in model.model_fields:
-        return str(model.model_config.get("env_prefix", "")).upper() + key.upper() + text.removeprefix(key)
+        variable = str(model.model_config.get("env_prefix", "")).upper() + key.upper()
+        if error["type"] == "missing":
+            return f"{flags[key]} is missing, and so is {variable} in the environment"
+        return variable + text.removeprefix(key)
     return text
 
 

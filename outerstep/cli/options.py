@@ -1,17 +1,21 @@
-"""Options that several commands share: how they find the coordinator, and what a run's spec may do on this machine."""
+"""Options that several commands share: how they find the coordinator, and options from a settings class."""
 
 import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import httpx
 import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from outerstep import rest
 from outerstep.cli.errors import UsageError
@@ -124,7 +128,7 @@ def find_token(token: str | None, token_file: Path | None, environment: Mapping[
         source, found = TOKEN_VARIABLE, environment.get(TOKEN_VARIABLE, "").strip()
         if not found:
             raise UsageError(
-                f"a token is needed: --token-file FILE, {TOKEN_VARIABLE} in the environment, or --token TOKEN; "
+                f"a token is needed: --token-file FILE, or {TOKEN_VARIABLE} in the environment; "
                 "a coordinator writes its first one to admin.token in its data directory"
             )
     if not found or not all("!" <= character <= "~" for character in found):
@@ -132,36 +136,62 @@ def find_token(token: str | None, token_file: Path | None, environment: Mapping[
     return found
 
 
-# --- what the run's spec may do on this machine -----------------------------------------------------------------
+# --- options from a settings class ------------------------------------------------------------------------------
 
-AllowFactoryOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--allow-factory",
-        metavar="MODULE:NAME",
-        help="Code that the run's spec may name and that then runs on this machine. Repeatable. Default: none.",
-        show_default=False,
-    ),
-]
-DataRootOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--data-root",
-        metavar="DIR|ADDRESS",
-        help="Where the run's spec may read data, tokenizers and weights: a directory, an address prefix, or hub:NAME. "
-        "Repeatable. Default: nowhere.",
-        show_default=False,
-    ),
-]
-MaxParametersOption = Annotated[
-    str | None,
-    typer.Option(
-        "--max-parameters",
-        metavar="COUNT",
-        help="The largest model from the run's spec that is built here: 70B. Default: 20B.",
-        show_default=False,
-    ),
-]
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field of a settings class."""
+    return "--" + name.replace("_", "-")
+
+
+def with_settings(model: type[BaseModel], names: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command an option for each of these fields of `model`, with its description as help. The command gets the
+    values in its parameter `given`, for `validated`: None for what is not on the command line, so that the environment
+    or the default decides."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def with_options(**values: Any) -> None:
+            given = {name: values.pop(name) for name in names}
+            command(**values, given={name: None if value == [] else value for name, value in given.items()})
+
+        kind, parameters = inspect.Parameter.KEYWORD_ONLY, []
+        signature = inspect.signature(command, eval_str=True)
+        for own, parameter in signature.parameters.items():
+            if own != "given":
+                parameters.append(parameter.replace(kind=kind))
+                continue
+            for name in names:
+                option = _option_of(name, model.model_fields[name])
+                parameters.append(inspect.Parameter(name, kind, default=None, annotation=option))
+        with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return with_options
+
+    return decorate
+
+
+def _option_of(name: str, field: FieldInfo) -> Any:
+    assert field.description is not None
+    text = field.description[0].upper() + field.description[1:] + "."
+    if field.is_required():
+        text += " Required."
+    elif field.default not in (None, False, (), PydanticUndefined):
+        text += f" Default: {field.default}."
+    kind = _kind_of(field.annotation)
+    metavar = "<str>" if kind == list[str] else None
+    return Annotated[kind | None, typer.Option(flag_of(name), metavar=metavar, help=text)]
+
+
+def _kind_of(annotation: Any) -> Any:
+    """Return the type of the option for a field of this type: text if only the settings class can read it."""
+    is_union = get_origin(annotation) in (Union, UnionType)
+    kind, *others = [each for each in get_args(annotation) if each is not NoneType] if is_union else [annotation]
+    if get_origin(kind) is tuple:
+        return list[str]
+    return kind if not others and (kind in (bool, int, float, Path) or get_origin(kind) is Literal) else str
+
+
+# --- what the run's spec may do on this machine -----------------------------------------------------------------
 
 
 def owner_at_terminal() -> Callable[[str], bool] | None:

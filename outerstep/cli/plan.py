@@ -223,7 +223,7 @@ def _memory_lines(leanest: Need, fitting: Need | None) -> list[str]:
         return [
             *lines,
             f"Nothing fits. The least is {bytes_text(leanest.device / ROOM)}{host}: share the model among GPUs "
-            '(--gpus, --mode fsdp), or train adapters ([model.lora], base = "nf4").',
+            '(--gpus, --parallel fsdp), or train adapters ([model.lora], base = "nf4").',
         ]
     lines.append(f"The worker's state directory takes up to {bytes_text(fitting.disk)} of disk.")
     if not fitting.settings.options:

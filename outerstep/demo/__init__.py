@@ -99,15 +99,13 @@ def _start_worker(processes: Processes, index: int, url: str, token: str, direct
         RUN,
         "--name",
         name,
-        "--state",
+        "--state-dir",
         str(state),
         "--device",
         "cpu",
-        "--threads",
-        "1",
         *allowed,
     ]
-    return processes.start(name, arguments, {"OUTERSTEP_TOKEN": token, **NO_PROXY})
+    return processes.start(name, arguments, {"OUTERSTEP_TOKEN": token, "OMP_NUM_THREADS": "1", **NO_PROXY})
 
 
 def _watch(client: rest.Client, processes: Processes, workers: list[Child], display: Display) -> None:

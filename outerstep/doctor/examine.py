@@ -206,7 +206,8 @@ def judge_disk(need_bytes: int, path: Path, free: int) -> Judgement:
     said = f"the worker's state needs about {bytes_text(need_bytes)}; {bytes_text(free)} are free"
     if free > 2 * need_bytes or (path / SNAPSHOT).exists():
         return State.FINE, said
-    return (State.WARNING if free > need_bytes else State.WRONG), f"{said}: make room, or give --state on another disk"
+    remedy = "make room, or give --state-dir on another disk"
+    return (State.WARNING if free > need_bytes else State.WRONG), f"{said}: {remedy}"
 
 
 def build_for(chosen: Chosen, run: RunDetail, layout: Layout | None) -> Built:

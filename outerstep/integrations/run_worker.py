@@ -24,7 +24,7 @@ class RunWorker:
     def __init__(self, run: str, **options: Any) -> None:
         self._run, self._options = run, options
         self._diloco: DiLoCo | None = None
-        who = script_settings(run, options.get("url"), options.get("token"), options.get("name"))
+        who = script_settings(run=run, url=options.get("url"), token=options.get("token"), name=options.get("name"))
         token = token_to_read_with(who.token, run, who.name, options.get("state_dir") or who.directory)
         with open_http(who.url, who.ca) as http:
             self.spec = Client(http, run, token).run_detail().spec

@@ -49,7 +49,7 @@ EMBEDDING_STD = {"tiny": 1.0}
 MIN_LEARNING_RATE, MAX_LEARNING_RATE = 4e-4, 8e-3
 RATE_TIMES_WIDTH = 0.4  # learning rate × hidden_size, measured at a width of 64: docs/log.md
 
-# The largest model that a worker builds, unless its owner allows more: --max-parameters.
+# The largest model that a worker builds, unless its owner allows more: OUTERSTEP_MAX_PARAMETERS.
 MAX_PARAMETERS = 20_000_000_000
 MAX_LAYERS = 4096
 
@@ -81,7 +81,7 @@ class LoraSpec(Section):
         "full",
         description=(
             "how workers hold the frozen model: full, in fp32; nf4, in 4 bits (QLoRA, arXiv 2305.14314), which needs "
-            "`pip install 'outerstep[qlora]'`. A worker's --base overrides it: both can share a run"
+            "`pip install 'outerstep[qlora]'`. A worker's --lora-base overrides it: both can share a run"
         ),
     )
 

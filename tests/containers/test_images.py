@@ -97,8 +97,9 @@ def test_a_run_in_containers_survives_its_coordinator(engine: Engine, images: Im
         workers = [f"{network.name}-worker-{index}" for index in range(2)]
         for worker in workers:
             command = ["outerstep", "worker", f"http://{coordinator}:8470", "--run", "contained", "--name", worker]
-            command += ["--state", "/state", "--device", "cpu", "--threads", "1"]
-            options = [*bare(engine), "--tmpfs=/tmp", f"--volume={worker}:/state", f"--env=OUTERSTEP_TOKEN={token}"]
+            command += ["--state-dir", "/state", "--device", "cpu"]
+            options = [*bare(engine), "--tmpfs=/tmp", f"--volume={worker}:/state", "--env=OMP_NUM_THREADS=1"]
+            options.append(f"--env=OUTERSTEP_TOKEN={token}")
             network.start(worker, WORKER, *command, options=options)
 
         wait_until(lambda: run(client)["round"] >= 2 or ended(engine, workers))
@@ -112,7 +113,7 @@ def test_a_run_in_containers_survives_its_coordinator(engine: Engine, images: Im
         assert run(client)["round"] >= before["round"]
         assert health(engine, coordinator) == "healthy"
 
-        nowhere = ["outerstep", "worker", f"http://{coordinator}:8470", "--run", "no-such-run", "--state", "/state"]
+        nowhere = ["outerstep", "worker", f"http://{coordinator}:8470", "--run", "no-such-run", "--state-dir", "/state"]
         told = [f"--network={network.name}", f"--env=OUTERSTEP_TOKEN={token}"]
         refused = engine.run("run", "--rm", *told, WORKER, *nowhere)
         assert refused.returncode == Exit.REFUSED, refused.stderr  # by which a supervisor knows not to try again

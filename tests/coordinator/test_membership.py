@@ -156,7 +156,7 @@ def test_frozen_parameters_are_those_of_the_first_worker(shared: InThread, run: 
         detail = problem(refused, "model-mismatch")["detail"]
         assert "frozen parameters" in detail
         assert "load the same weights everywhere" in detail
-        assert "without --parameters bf16" in detail, "rounded, they are others"
+        assert "without --param-dtype bf16" in detail, "rounded, they are others"
         assert ("none" in detail) == (frozen is None)
 
 

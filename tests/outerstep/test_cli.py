@@ -108,7 +108,7 @@ def test_the_exit_codes_are_told_as_they_are():
     [
         ([], "Usage: outerstep"),
         (["no-such-command"], "No such command 'no-such-command'"),
-        (["run", "ls"], "a token is needed: --token-file FILE, OUTERSTEP_TOKEN in the environment"),
+        (["run", "ls"], "a token is needed: --token-file FILE, or OUTERSTEP_TOKEN in the environment"),
         (["run", "ls", "--token", "a", "--token-file", "b"], "--token or --token-file, not both"),
         (["run", "ls", "--token", "two words"], "--token: this is not a token"),
         (
@@ -120,21 +120,12 @@ def test_the_exit_codes_are_told_as_they_are():
         (["run", "member", "r", "box-7", "kick", "--token", "t"], "'kick' is not one of 'evict', 'ban'"),
         (["token", "ls", "--limit", "3", "--token", "t"], "--limit needs --audit"),
         (["token", "create", "--token", "t"], "Missing option '--scope'"),
-        (["worker", "http://c", "--token", "t"], "Missing option '--run'"),
+        (["worker", "http://c"], "a token is needed: --token-file FILE, or OUTERSTEP_TOKEN in the environment"),
         (
-            ["worker", "http://c", "--run", "Not A Run", "--token", "t"],
-            "--run = 'Not A Run': a name has at most 63",
+            ["worker", "http://c", "--run", "r", "--mode", "fsdp"],
+            "No such option: --mode",
         ),
-        (["worker", "--token", "t"], "Missing argument 'URL'"),
-        (
-            ["worker", "http://c", "--run", "r", "--token", "t", "--micro-batch", "many"],
-            "--micro-batch = 'many': give auto, or a number of sequences, at least 1",
-        ),
-        (
-            ["worker", "http://c", "--run", "r", "--token", "t", "--precision", "fp8"],
-            "'fp8' is not one of 'float8', 'bf16'",
-        ),
-        (["worker", "http://localhost", "--run", "r", "--token", "t", "--gpus", "99"], "--gpus 99: torch sees "),
+        (["worker", "http://c", "--run", "r", "--precision", "fp8"], "'fp8' is not one of 'float8', 'bf16'"),
         (["demo", "--codec", "int3"], "'int3' is not one of 'fp32', 'bf16', 'int8'"),
     ],
 )
@@ -142,6 +133,36 @@ def test_bad_usage_is_one_clear_message_and_exit_code_2(arguments: list[str], sa
     code, out, err = invoke(*arguments)
     assert code == 2
     assert said in out + err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "said"),
+    [
+        (
+            [],
+            {},
+            "URL is missing, and so is OUTERSTEP_URL in the environment; --run is missing, and so is OUTERSTEP_RUN",
+        ),
+        (
+            ["coordinator:8470"],
+            {"OUTERSTEP_RUN": "r"},
+            "URL = 'coordinator:8470': 'coordinator:8470' is not an address",
+        ),
+        (["http://c", "--run", "Not A Run"], {}, "--run = 'Not A Run': a name has at most 63"),
+        (["--micro-batch", "many"], {}, "--micro-batch = 'many': give auto, or a number of sequences, at least 1"),
+        ([], {"OUTERSTEP_MICRO_BATCH": "0"}, "OUTERSTEP_MICRO_BATCH = '0': give auto, or a number"),
+        ([], {"OUTERSTEP_MAX_UP": "8"}, "OUTERSTEP_MAX_UP = '8': '8' is not a rate in bits per second"),
+        ([], {"OUTERSTEP_ALLOW_CODE": "a:b,c"}, "OUTERSTEP_ALLOW_CODE.1 = 'c': give module:function"),
+        (["http://c", "--run", "r"], {"OUTERSTEP_DATAROOT": "/"}, "did you mean OUTERSTEP_DATA_ROOT?"),
+        (["http://localhost", "--run", "r", "--gpus", "99"], {}, "--gpus 99: torch sees "),
+    ],
+)
+def test_a_wrong_setting_of_a_worker_is_named_as_it_was_given(
+    arguments: list[str], variables: dict[str, str], said: str
+):
+    code, out, err = invoke("worker", *arguments, env={"OUTERSTEP_TOKEN": "t", **variables})
+    assert (code, out) == (2, "")
+    assert said in err
 
 
 @pytest.mark.parametrize(
@@ -206,8 +227,14 @@ def test_a_missing_extra_is_named_with_its_cure(command: str):
     extra, library = ("worker", "torch") if command == "worker" else ("coordinator", "sqlalchemy")
     # None in sys.modules makes `import` raise ModuleNotFoundError.
     program = f"import sys; sys.modules[{library!r}] = None; from outerstep.cli import main; main()"
-    arguments = ["worker", "http://c", "--run", "r", "--token", "t"] if command == "worker" else [command]
-    done = subprocess.run([sys.executable, "-c", program, *arguments], check=False, capture_output=True, text=True)
+    arguments = ["worker", "http://c", "--run", "r"] if command == "worker" else [command]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env=os.environ | {"OUTERSTEP_TOKEN": "t"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (  # a worker has said before that it imports torch
         f"outerstep: `outerstep {command}` needs {library}, which is not installed; run: pip install "

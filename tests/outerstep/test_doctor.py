@@ -1,6 +1,5 @@
 """`outerstep doctor`: a real coordinator and a run of text, and a story for each thing that may be wrong."""
 
-import inspect
 import itertools
 import json
 import os
@@ -24,7 +23,6 @@ from harness.coordinator import InThread, coordinator_thread
 from outerstep import rest
 from outerstep.cli import app
 from outerstep.cli.doctor import worker_command
-from outerstep.cli.worker import worker
 from outerstep.common.exit_codes import Exit
 from outerstep.doctor import examine, line
 from outerstep.doctor.findings import Examination, Finding, State, conclude
@@ -166,13 +164,13 @@ def test_a_run_that_others_train(running: InThread, run: str, tmp_path: Path, ex
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", [[], ["--gpus", "2", "--mode", "fsdp"]])
+@pytest.mark.parametrize("options", [[], ["--gpus", "2", "--parallel", "fsdp"]])
 def test_the_command_and_its_processes(running: InThread, run: str, tmp_path: Path, options: list[str]) -> None:
     """As people start it; what it ends with can be started as it is."""
     token = tmp_path / "token"
     token.write_text(running.token(Scope.WORKER))
-    words = [running.url, "--run", run, "--token-file", str(token), "--name", "a", "--state", str(tmp_path / "state")]
-    words += ["--device", "cpu", *options, "--data-root", "/"]
+    words = [running.url, "--run", run, "--name", "a", "--state-dir", str(tmp_path / "state"), "--device", "cpu"]
+    words += [*options, "--data-root", "/", "--token-file", str(token)]
     command = [sys.executable, "-m", "outerstep", "doctor", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -183,12 +181,12 @@ def test_the_command_and_its_processes(running: InThread, run: str, tmp_path: Pa
     # Rounds this short are warned of where an exchange takes more than a share of one: this machine decides.
     assert {state for name, state in found if name != "line"} == {"fine"}
     if options:
-        assert "mode fsdp: --mode fsdp; micro-batch auto: all 2 sequences of each process at once" in done.stdout
+        assert "mode fsdp: --parallel fsdp; micro-batch auto: all 2 sequences of each process at once" in done.stdout
 
 
 @pytest.mark.system
 def test_json_is_one_document(running: InThread, run: str, tmp_path: Path) -> None:
-    words = [running.url, "--run", run, "--device", "cpu", "--format", "json", "--state", str(tmp_path / "state")]
+    words = [running.url, "--run", run, "--device", "cpu", "--format", "json", "--state-dir", str(tmp_path / "state")]
     environment = os.environ | {"OUTERSTEP_TOKEN": running.token(Scope.VIEWER)}
     command = [sys.executable, "-m", "outerstep", "doctor", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -320,7 +318,7 @@ def test_a_setting_that_is_wrong(examined: Examined, changes: dict[str, Any], na
 @pytest.mark.parametrize(
     ("spec", "name", "told"),
     [
-        ('model.factory = "http.server:test"', "allowed", "add: --allow-factory http.server:test"),
+        ('model.factory = "http.server:test"', "allowed", "add: --allow-code http.server:test"),
         ('data.source = "custom"', "settings", "its workers are scripts"),
         ('model = { preset = "tiny", vocab_size = 100 }', "data", "vocab_size = 100 is too small"),
     ],
@@ -449,10 +447,8 @@ def test_the_verdict() -> None:
     assert conclude([away, other], "")[0] is Exit.REFUSED
 
 
-def test_the_command_does_not_repeat_a_token() -> None:
-    given = {name: each.default for name, each in inspect.signature(worker).parameters.items()}
-    given |= {"url": "http://x", "run": "r", "token": "ost_secret", "gpus": 2, "compile_model": True}
-    assert worker_command(given) == "OUTERSTEP_TOKEN=… outerstep worker http://x --run r --gpus 2 --compile"
-    assert " --run r --state '/a b' --gpus 2 --compile" in worker_command({**given, "state": Path("/a b")})
-    roots = worker_command({**given, "data_root": ["/a", "hub:b"], "allow_factory": []})
-    assert roots.endswith(" --run r --gpus 2 --data-root /a --data-root hub:b --compile")
+def test_the_command_has_what_was_given() -> None:
+    given = {"run": "r", "gpus": 2, "compile": True, "offload": False, "data_root": None}
+    assert worker_command("http://x", None, given) == "outerstep worker http://x --run r --gpus 2 --compile"
+    where = worker_command(None, Path("/t"), {"state_dir": Path("/a b"), "data_root": ["/a", "hub:b"]})
+    assert where == "outerstep worker --state-dir '/a b' --data-root /a --data-root hub:b --token-file /t"

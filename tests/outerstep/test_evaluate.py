@@ -231,25 +231,29 @@ def test_text_by_another_tokenizer_is_not_evaluated_on(
     assert (code, "is trained on ids from 'bytes'" in said) == (3, True), said
 
 
-def test_a_set_behind_an_address_is_kept_where_a_worker_would_keep_it(trained: Trained, tmp_path: Path) -> None:
-    """What it said of too small a cache named --data-cache-gb, which the command did not take."""
+def test_a_set_behind_an_address_is_kept_where_a_worker_would_keep_it(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = Recipe([find_source(str(trained.text), Rows(0.3))], DocumentEncoding(load_tokenizer("bytes")))
     index = prepare(recipe, tmp_path / "set", processes=1)
     files = {f"/{path.name}": path.read_bytes() for path in (tmp_path / "set").iterdir() if path.is_file()}
     with file_server(FileServer(files)) as url:
-        behind = [RUN, "--on", url, "--data-cache", str(tmp_path / "cache")]
-        code, said = trained.refused(*behind, "--data-cache-gb", "0.000001")
-        assert (code, "--data-cache-gb" in said) == (3, True), said
-        found = trained.evaluate(*behind, "--data-cache-gb", "0.1")
+        monkeypatch.setenv("OUTERSTEP_DATA_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("OUTERSTEP_DATA_CACHE_GB", "0.000001")
+        code, said = trained.refused(RUN, "--on", url)
+        assert (code, "OUTERSTEP_DATA_CACHE_GB" in said) == (3, True), said
+        monkeypatch.setenv("OUTERSTEP_DATA_CACHE_GB", "0.1")
+        found = trained.evaluate(RUN, "--on", url)
     assert found == trained.evaluate(RUN, "--on", str(tmp_path / "set"))
     assert {path.name for path in (tmp_path / "cache").glob("?" * 64)} == {shard.digest for shard in index.held_out}
 
 
 @pytest.mark.parametrize("size", ["0", "nan", "inf"])
-def test_a_cache_of_no_size_is_told(trained: Trained, size: str) -> None:
+def test_a_cache_of_no_size_is_told(trained: Trained, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of nan and inf, no bytes can be made: the command ended with a traceback, and so did a worker."""
-    code, said = trained.refused(RUN, "--data-cache-gb", size)
-    assert (code, "--data-cache-gb" in said, "Traceback" in said) == (2, True, False), said
+    monkeypatch.setenv("OUTERSTEP_DATA_CACHE_GB", size)
+    code, said = trained.refused(RUN)
+    assert (code, "OUTERSTEP_DATA_CACHE_GB" in said, "Traceback" in said) == (2, True, False), said
 
 
 def test_ids_that_a_model_does_not_have_are_told(trained: Trained, tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ def test_a_database_that_cannot_be_is_refused_without_its_password(served: Serve
 
 def worker_command(served: Served, run: str, token: str, state: Path) -> tuple[int, str]:
     """Exit code and stderr of `outerstep worker`, where it ends by itself."""
-    command = [sys.executable, "-m", "outerstep", "worker", served.url, "--run", run, "--state", str(state)]
+    command = [sys.executable, "-m", "outerstep", "worker", served.url, "--run", run, "--state-dir", str(state)]
     environment = {**os.environ, "OUTERSTEP_TOKEN": token}
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S, env=environment)
     return done.returncode, done.stderr

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -149,7 +150,8 @@ def test_a_certificate_that_is_given_is_trusted(
     assert secured.outerstep("run", "create", "-", stdin=SPEC)[0] == 0
     assert secured.outerstep("run", "stop", "demo")[0] == 0
     token = secured.admin_token
-    given = {"url": secured.url, "run": "demo", "token": token, "state_dir": tmp_path / "state", "device": "cpu"}
+    given: dict[str, Any] = {"url": secured.url, "run": "demo", "token": token, "device": "cpu"}
+    given["state_dir"] = tmp_path / "state"
     assert run_worker(WorkerSettings(**given, ca=certificate.file)) == Exit.DONE
     # A script has it from the environment, and gets as far as being refused by the coordinator.
     model = torch.nn.Linear(2, 2)
@@ -316,7 +318,13 @@ def test_what_tcp_does_after_a_silence_is_read_from_the_kernel(
 def test_what_tcp_does_after_a_silence_is_logged_once(
     caplog: pytest.LogCaptureFixture, secured: Served, certificate: Certificate
 ) -> None:
-    given = {"url": secured.url, "run": "none", "token": secured.admin_token, "name": "a", "device": "cpu"}
+    given: dict[str, Any] = {
+        "url": secured.url,
+        "run": "none",
+        "token": secured.admin_token,
+        "name": "a",
+        "device": "cpu",
+    }
     with caplog.at_level(logging.INFO):
         run_worker(WorkerSettings(**given, ca=certificate.file))
     assert len([each for each in caplog.messages if each.startswith("TCP's congestion control: ")]) == 1

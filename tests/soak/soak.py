@@ -117,7 +117,7 @@ class Worker(WorkerProcess):
 
     def __init__(self, prefix: list[str], url: str, name: str, token: str, folder: Path) -> None:
         super().__init__(url, "soak", name, token, folder / name)
-        self._command = [*prefix, *self._command, "--allow-factory", "tests.soak.model:build"]
+        self._command = [*prefix, *self._command, "--allow-code", "tests.soak.model:build"]
         self.steps = folder / f"{name}.steps"
         self._environment |= {"SOAK_STEP_S": str(STEP_S), "SOAK_STEPS": str(self.steps)}
 

@@ -72,8 +72,8 @@ def run_worker(folder: Path, url: str, run: str, token: str, *, in_files: bool) 
     points.wrap(MappedArrays, "write", lambda *_: "write of the outer state")
     worker.diloco.is_mapped = lambda *_, **__: in_files  # type: ignore[attr-defined]
     os.environ["OUTERSTEP_TOKEN"] = token
-    arguments = ["worker", url, "--run", run, "--name", folder.name, "--state", str(folder / "state")]
-    _become(folder, [*arguments, "--threads", "1", "--device", "cpu", "--data-root", "/"])
+    arguments = ["worker", url, "--run", run, "--name", folder.name, "--state-dir", str(folder / "state")]
+    _become(folder, [*arguments, "--device", "cpu", "--data-root", "/"])
 
 
 def run_backup(folder: Path, data_dir: Path, root: Path) -> None:

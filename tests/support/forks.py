@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Protocol
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch reads it once, in the server
 START = multiprocessing.get_context("forkserver")
 START.set_forkserver_preload(
     [

@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from harness.coordinator import Running
 from protocol.messages import Scope
 from tests.support.forks import OUTERSTEP, Forked, Process
@@ -16,7 +18,8 @@ from worker.settings import WorkerSettings
 def worker_settings(running: Running, run: str, state_dir: Path, **changes: Any) -> WorkerSettings:
     """What `worker.agent.run_worker` takes in this process: worker `a` on the CPU, but for `changes`. Whoever tests has
     written the spec, so all its places are allowed."""
-    given = {"name": "a", "device": "cpu", "threads": 1, "token": running.token(Scope.WORKER)}
+    torch.set_num_threads(1)
+    given: dict[str, Any] = {"name": "a", "device": "cpu", "token": running.token(Scope.WORKER)}
     given |= {"data_root": ("/", "http://", "hub:"), **changes}
     return WorkerSettings(url=running.url, run=run, state_dir=state_dir, **given)
 
@@ -31,8 +34,8 @@ class WorkerProcess:
         self.state_dir = state_dir
         self.log = state_dir.parent / f"{state_dir.name}.log"
         self._command = [str(python), "-m", "outerstep", "worker", url, "--run", run, "--name", name]
-        self._command += ["--state", str(state_dir), "--threads", "1", "--device", "cpu", "--data-root", "/"]
-        self._environment = {**os.environ, "OUTERSTEP_TOKEN": token}
+        self._command += ["--state-dir", str(state_dir), "--device", "cpu", "--data-root", "/"]
+        self._environment = {**os.environ, "OUTERSTEP_TOKEN": token, "OMP_NUM_THREADS": "1"}
         self.process: Process | None = None
 
     def start(self) -> None:

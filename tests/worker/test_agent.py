@@ -74,7 +74,7 @@ def test_a_run_of_text_and_its_export(
 ) -> None:
     caplog.set_level(logging.INFO)
     coordinator.create_run(RUN.format(source=text, rounds=4))
-    own = settings(coordinator, tmp_path, peak_flops=1e15, log=tmp_path / "steps.jsonl")
+    own = settings(coordinator, tmp_path, peak_flops=1e15, step_log=tmp_path / "steps.jsonl")
     assert run_worker(own) == Exit.DONE
     with coordinator.client() as http:
         wait_until(lambda: http.get("/v1/runs/text").json()["state_digest"] is not None)
@@ -128,7 +128,7 @@ def test_a_run_of_text_and_its_export(
 def test_a_run_with_another_optimizer(coordinator: InThread, text: Path, tmp_path: Path, keys: str) -> None:
     coordinator.create_run(RUN.format(source=text, rounds=4).replace("[inner]\n", f"[inner]\n{keys}"))
     own = ("tests.worker.test_inner_optimizers:sgd_for_each",)
-    assert run_worker(settings(coordinator, tmp_path, allow_factory=own)) == Exit.DONE
+    assert run_worker(settings(coordinator, tmp_path, allow_code=own)) == Exit.DONE
     with coordinator.client() as http:
         wait_until(lambda: http.get("/v1/runs/text").json()["state_digest"] is not None)
         run = RunDetail.model_validate(http.get("/v1/runs/text").json())
@@ -196,16 +196,6 @@ def test_refusals_and_their_exit_codes(
     assert code("its workers are scripts", run="toy") == Exit.REFUSED
 
 
-def test_the_log_goes_to_a_file_too(coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    file = tmp_path / "worker.log"
-    for _ in range(2):
-        assert run_worker(settings(coordinator, tmp_path, run="other", log_file=file)) == Exit.REFUSED
-    assert file.read_text().count("ERROR the coordinator rejected the request: not-found: there is no run other") == 2
-    assert run_worker(settings(coordinator, tmp_path, log_file=tmp_path)) == Exit.USAGE
-    assert caplog.records[-1].getMessage() == f"--log-file: {tmp_path}: is a directory"
-
-
 USERS_OWN = """
 import torch
 def fails():
@@ -251,7 +241,7 @@ def test_what_cannot_be_trained_here_is_one_sentence(
 
     def refusal(run: str = "text", state: Path = tmp_path / "state", **changes: Any) -> str:
         caplog.clear()
-        settings = worker_settings(coordinator, run, state, allow_factory=OWN_FUNCTIONS, **changes)
+        settings = worker_settings(coordinator, run, state, allow_code=OWN_FUNCTIONS, **changes)
         assert run_worker(settings) == Exit.REFUSED
         line = caplog.records[-1].getMessage()
         assert "Errno" not in line
@@ -267,9 +257,9 @@ def test_what_cannot_be_trained_here_is_one_sentence(
     for directory in (tmp_path / "file", tmp_path / "file/below"):
         line = refusal(state=directory)
         why = f"{tmp_path}/file is not a directory"
-        assert line == f"--state {directory} cannot hold this worker's state: {why}; choose another directory"
+        assert line == f"--state-dir {directory} cannot hold this worker's state: {why}; choose another directory"
     log = tmp_path / "missing/steps.jsonl"
-    assert refusal(log=log) == f"--log {log}: No such file or directory"
+    assert refusal(step_log=log) == f"OUTERSTEP_STEP_LOG={log}: No such file or directory"
 
 
 def of_tokens(text: Path, tokenizer: Path, *, rounds: int, vocabulary: int = 320) -> str:
@@ -321,7 +311,7 @@ def test_a_run_of_tokens(
         {"url": "example.org"},
         {"url": "ftp://x"},
         {"name": "Not A Name"},
-        {"threads": 0},
+        {"gpus": 0},
         {"token": ""},
         {"micro_batch": "some"},
         {"micro_batch": -1},

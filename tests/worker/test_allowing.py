@@ -52,10 +52,10 @@ def test_what_comes_with_outerstep_needs_nothing() -> None:
 
 def test_code_needs_its_very_name() -> None:
     given = spec(model='factory = "http.server:test"', inner='optimizer = "os:abort"')
-    assert refused(given) == [("--allow-factory", "http.server:test"), ("--allow-factory", "os:abort")]
-    assert refused(given, factories=("http.server:test",)) == [("--allow-factory", "os:abort")]
+    assert refused(given) == [("--allow-code", "http.server:test"), ("--allow-code", "os:abort")]
+    assert refused(given, factories=("http.server:test",)) == [("--allow-code", "os:abort")]
     assert refused(given, factories=("http.server", "http.server:tes", "http.server:test2", "os:abort")) == [
-        ("--allow-factory", "http.server:test")
+        ("--allow-code", "http.server:test")
     ]
     assert refused(given, factories=("http.server:test", "os:abort")) == []
     assert len(refused(given, "/")) == 2, "a place is no code"
@@ -174,7 +174,7 @@ def test_the_refusal_says_what_to_type() -> None:
     assert str(told.value) == (
         "the run r asks for what the owner of this machine has not allowed: model.factory = 'a:b' is code that would run "
         "here; data.source = '/a b' reads files of this machine. If you trust the author of its spec, add: "
-        "--allow-factory a:b --data-root '/a b'"
+        "--allow-code a:b --data-root '/a b'"
     )
 
 
@@ -200,7 +200,7 @@ def test_the_options_for_ones_own_spec_allow_all_of_it(text: Path, tmp_path: Pat
     given = spec(model='factory = "a:b"', data=f"source = '{tmp_path}/links'\ntokenizer = 'org/words'")
     words = options_for(given)
     assert shlex.join(words) == (
-        f"--allow-factory a:b --data-root hub:org/words --data-root {tmp_path}/links --data-root {text}"
+        f"--allow-code a:b --data-root hub:org/words --data-root {tmp_path}/links --data-root {text}"
     )
     pairs = list(zip(words[::2], words[1::2], strict=True))
     roots = [value for option, value in pairs if option == "--data-root"]
@@ -245,20 +245,20 @@ def test_a_worker_runs_no_code_and_reads_nothing_unless_its_owner_says_so(
         return run_worker(worker_settings(coordinator, "hostile", state, **changes), ask=ask)
 
     assert work(data_root=()) == Exit.REFUSED
-    assert caplog.records[-1].getMessage().endswith(f"add: --allow-factory {name}:make --data-root {text}")
+    assert caplog.records[-1].getMessage().endswith(f"add: --allow-code {name}:make --data-root {text}")
     assert work(data_root=(str(text),)) == Exit.REFUSED
     assert work(data_root=(), ask=lambda _: False) == Exit.REFUSED
-    assert work(data_root=(), allow_factory=(f"{name}:make",)) == Exit.REFUSED
+    assert work(data_root=(), allow_code=(f"{name}:make",)) == Exit.REFUSED
     assert not touched.exists()
     assert f"{name}" not in sys.modules
     assert not state.exists(), "nothing was begun"
-    assert work(data_root=(), data=str(text), allow_factory=(f"{name}:make",)) == Exit.DONE
+    assert work(data_root=(), data=str(text), allow_code=(f"{name}:make",)) == Exit.DONE
     assert touched.exists()
     with open_http(coordinator.url) as http:
         client = Client(http, "hostile", coordinator.token(Scope.VIEWER))
-        with pytest.raises(NotAllowed, match=f"add: --allow-factory {name}:make"):
+        with pytest.raises(NotAllowed, match=f"add: --allow-code {name}:make"):
             load_checkpoint(client)
-        with pytest.raises(NotAllowed, match=f"add: --allow-factory {name}:make"):
+        with pytest.raises(NotAllowed, match=f"add: --allow-code {name}:make"):
             export(client, tmp_path / "model")
         assert not (tmp_path / "model").exists()
         export(client, tmp_path / "model", factories=(f"{name}:make",))
@@ -272,8 +272,8 @@ def test_at_a_terminal_the_owner_is_asked(
     """Ctrl-C is a no. Once more where it came just before the terminal was waited for, when Python does not wake."""
     coordinator.create_run(tiny_spec("r", text, seed=1, rounds=1, min_workers=1))
     command = [sys.executable, "-m", "outerstep", "worker", coordinator.url, "--run", "r", "--name", "a"]
-    command += ["--device", "cpu", "--threads", "1", "--state", str(tmp_path / "state")]
-    environment = os.environ | {"OUTERSTEP_TOKEN": coordinator.token(Scope.WORKER)}
+    command += ["--device", "cpu", "--state-dir", str(tmp_path / "state")]
+    environment = os.environ | {"OUTERSTEP_TOKEN": coordinator.token(Scope.WORKER), "OMP_NUM_THREADS": "1"}
     process, ours = at_terminal.start(command, environment)
     said = b""
     try:

@@ -58,10 +58,6 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def box_settings(tmp_path: Path, **changes: Any) -> BoxSettings:
-    return BoxSettings(**{"name": "a", "state_dir": tmp_path / "state", "device": "cpu", **changes})
-
-
 def train(box: Box) -> list[float]:
     """Take the run's inner steps; the learning rate of each."""
     box.model.train()
@@ -75,10 +71,10 @@ def train(box: Box) -> list[float]:
     return rates
 
 
-def test_inner_steps_are_those_of_a_plain_training_loop(spec: RunSpec, tmp_path: Path) -> None:
+def test_inner_steps_are_those_of_a_plain_training_loop(spec: RunSpec) -> None:
     """Written out: the same batches, learning rates and clipping."""
-    box = set_up(spec, box_settings(tmp_path), CPU)
-    plain = set_up(spec, box_settings(tmp_path), CPU)
+    box = set_up(spec, BoxSettings(device="cpu"), CPU)
+    plain = set_up(spec, BoxSettings(device="cpu"), CPU)
     optimizer = torch.optim.AdamW(plain.model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for number in range(STEPS):
         optimizer.param_groups[0]["lr"] = learning_rate(spec, number, spec.inner.learning_rate)
@@ -94,24 +90,24 @@ def own_optimizer(model: nn.Module, inner: InnerSpec) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-def test_the_schedule_scales_the_learning_rate_of_an_optimizer_of_one_s_own(spec: RunSpec, tmp_path: Path) -> None:
+def test_the_schedule_scales_the_learning_rate_of_an_optimizer_of_one_s_own(spec: RunSpec) -> None:
     inner = spec.inner.model_copy(update={"optimizer": f"{__name__}:own_optimizer"})
-    box = set_up(spec.model_copy(update={"inner": inner}), box_settings(tmp_path), CPU)
+    box = set_up(spec.model_copy(update={"inner": inner}), BoxSettings(device="cpu"), CPU)
     assert train(box)[0] == 0.25, "half of its own peak, of two warmup steps the first"
 
 
-@pytest.mark.parametrize("changes", [{"precision": "fp16"}, {"precision": "bf16"}, {"parameters": "bf16"}])
-def test_every_precision_learns(spec: RunSpec, tmp_path: Path, changes: dict[str, Any]) -> None:
-    box = set_up(spec, box_settings(tmp_path, **changes), CPU)
+@pytest.mark.parametrize("changes", [{"precision": "fp16"}, {"precision": "bf16"}, {"param_dtype": "bf16"}])
+def test_every_precision_learns(spec: RunSpec, changes: dict[str, Any]) -> None:
+    box = set_up(spec, BoxSettings(device="cpu", **changes), CPU)
     assert box.evaluate is not None
     before = box.evaluate().loss
     train(box)
     assert box.evaluate().loss < before
 
 
-def test_a_held_out_loss_that_is_not_a_number_is_told(spec: RunSpec, tmp_path: Path) -> None:
+def test_a_held_out_loss_that_is_not_a_number_is_told(spec: RunSpec) -> None:
     """It was an unexpected fault, which says that starting again would help."""
-    box = set_up(spec, box_settings(tmp_path), CPU)
+    box = set_up(spec, BoxSettings(device="cpu"), CPU)
     assert box.evaluate is not None
     with torch.no_grad():
         next(box.model.parameters()).fill_(float("nan"))
@@ -119,17 +115,17 @@ def test_a_held_out_loss_that_is_not_a_number_is_told(spec: RunSpec, tmp_path: P
         box.evaluate()
 
 
-def gradient_of(spec: Any, tmp_path: Path, **changes: Any) -> tuple[Tensor, list[Tensor]]:
-    box = set_up(spec, box_settings(tmp_path, **changes), CPU)
+def gradient_of(spec: Any, **changes: Any) -> tuple[Tensor, list[Tensor]]:
+    box = set_up(spec, BoxSettings(device="cpu", **changes), CPU)
     box.model.train()
     loss = box.step.gradient(box.data.unit(0))
     return loss, [parameter.grad for parameter in box.model.parameters() if parameter.grad is not None]
 
 
 @pytest.mark.parametrize("changes", [{"micro_batch": 1}, {"activation_checkpointing": True}])
-def test_the_gradient_is_the_same(spec: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
-    loss, gradients = gradient_of(spec, tmp_path)
-    other_loss, others = gradient_of(spec, tmp_path, **changes)
+def test_the_gradient_is_the_same(spec: Any, changes: dict[str, Any]) -> None:
+    loss, gradients = gradient_of(spec)
+    other_loss, others = gradient_of(spec, **changes)
     torch.testing.assert_close(other_loss, loss)
     for one, other in zip(others, gradients, strict=True):
         torch.testing.assert_close(one, other)
@@ -139,28 +135,26 @@ def test_the_gradient_is_the_same(spec: Any, tmp_path: Path, changes: dict[str, 
     ("size", "changes", "told"),
     [
         (3, {}, "the run's batch of 2 sequences cannot be divided by 3 processes"),
-        (2, {"mode": "fsdp", "compile": True}, "--compile .* sharded"),
-        (2, {"mode": "fsdp", "precision": "fp16"}, "--precision fp16 .* sharded"),
-        (2, {"mode": "fsdp", "optimizer_state": "8bit"}, "sharded, .* --optimizer-state"),
+        (2, {"parallel": "fsdp", "compile": True}, "--compile .* sharded"),
+        (2, {"parallel": "fsdp", "precision": "fp16"}, "--precision fp16 .* sharded"),
+        (2, {"parallel": "fsdp", "optimizer_state": "8bit"}, "sharded, .* --optimizer-state"),
     ],
 )
-def test_what_several_processes_cannot_do_is_refused(
-    spec: Any, tmp_path: Path, size: int, changes: dict[str, Any], told: str
-) -> None:
+def test_what_several_processes_cannot_do_is_refused(spec: Any, size: int, changes: dict[str, Any], told: str) -> None:
     with pytest.raises(BoxError, match=told):
-        set_up(spec, box_settings(tmp_path, **changes), CPU, ranks=Ranks(1, size))
+        set_up(spec, BoxSettings(device="cpu", **changes), CPU, ranks=Ranks(1, size))
 
 
 def test_auto_on_a_cpu_bounds_the_logits_and_says_so(
-    spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    spec: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only where they cannot be made a part at a time: too much memory of a CPU swaps, or kills, and tells nobody."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(micro_batch, "LOGITS_BYTES", 4 * 256 * 16)  # one sequence
-    assert set_up(spec, box_settings(tmp_path), CPU).micro_batches.size == 2
+    assert set_up(spec, BoxSettings(device="cpu"), CPU).micro_batches.size == 2
     assert "micro-batch auto: all 2 sequences at once" in caplog.text
     monkeypatch.setattr(box_module, "find_head", lambda model: None)
-    assert set_up(spec, box_settings(tmp_path), CPU).micro_batches.size == 1
+    assert set_up(spec, BoxSettings(device="cpu"), CPU).micro_batches.size == 1
     assert "micro-batches of 1 of 2 sequences" in caplog.text
 
 
@@ -169,14 +163,14 @@ def test_less_than_a_sequence_held_out_is_no_evaluation_and_is_told(
 ) -> None:
     """A mean over no tokens ended the worker at the first evaluation, and again after every restart."""
     (tmp_path / "short.txt").write_text("all work and no play. " * 7)  # 14 of its 147 bytes are held out
-    box = set_up(spec.with_source(str(tmp_path / "short.txt")), box_settings(tmp_path), CPU)
+    box = set_up(spec.with_source(str(tmp_path / "short.txt")), BoxSettings(device="cpu"), CPU)
     assert box.evaluate is None
     assert "less than a sequence of 16 tokens: this worker measures no held-out loss" in caplog.text
 
 
-def test_the_flops_are_counted_where_there_is_a_peak(spec: Any, tmp_path: Path) -> None:
-    assert set_up(spec, box_settings(tmp_path), CPU).use.flops_per_token is None
-    use = set_up(spec, box_settings(tmp_path, peak_flops=1e12, activation_checkpointing=True), CPU).use
+def test_the_flops_are_counted_where_there_is_a_peak(spec: Any) -> None:
+    assert set_up(spec, BoxSettings(device="cpu"), CPU).use.flops_per_token is None
+    use = set_up(spec, BoxSettings(device="cpu", peak_flops=1e12, activation_checkpointing=True), CPU).use
     assert use.flops_per_token is not None
     assert use.peak_flops == 1e12
     assert 6 * 100_000 < use.flops_per_token < 12 * 139_584
@@ -244,16 +238,14 @@ def test_a_model_without_layers_cannot_be_checkpointed() -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("plain_head", [True, False])
-def test_a_compiled_model_is_the_same_model(
-    spec: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain_head: bool
-) -> None:
+def test_a_compiled_model_is_the_same_model(spec: Any, monkeypatch: pytest.MonkeyPatch, plain_head: bool) -> None:
     """It keeps its names, is evaluated as it was written, and its gradient is close to that of the uncompiled one.
     (Traced only: what a compiler makes of it takes minutes here.)"""
     compile_ = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function: compile_(function, backend="eager"))
     monkeypatch.setattr(box_module, "find_head", find_head if plain_head else lambda model: None)
-    plain = set_up(spec, box_settings(tmp_path), CPU)
-    box = set_up(spec, box_settings(tmp_path, compile=True), CPU)
+    plain = set_up(spec, BoxSettings(device="cpu"), CPU)
+    box = set_up(spec, BoxSettings(device="cpu", compile=True), CPU)
     assert tensor_specs(box.model) == tensor_specs(plain.model)
     assert box.evaluate is not None
     assert plain.evaluate is not None

@@ -137,7 +137,7 @@ def test_a_saved_state_resumes_exactly(which: int, held: Any, device: str, tmp_p
 def _loss(steps: int, seed: int = 0, optimizer: str = "adamw", **settings: Any) -> tuple[float, int]:
     """The held-out loss after training alone, and the bytes of parameters and moments per parameter."""
     spec = parse_spec(SPEC.format(steps=steps, seed=seed, optimizer=optimizer))
-    box = set_up(spec, BoxSettings(name="a", device="cpu", **settings), CPU)
+    box = set_up(spec, BoxSettings(device="cpu", **settings), CPU)
     torch.manual_seed(seed)
     for step in range(steps):
         box.schedule.set(step, 1.0)
@@ -155,7 +155,7 @@ def _loss(steps: int, seed: int = 0, optimizer: str = "adamw", **settings: Any) 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize(
     "settings",
-    [{"optimizer_state": "8bit"}, {"parameters": "bf16"}, {"parameters": "bf16", "optimizer_state": "8bit"}],
+    [{"optimizer_state": "8bit"}, {"param_dtype": "bf16"}, {"param_dtype": "bf16", "optimizer_state": "8bit"}],
     ids=["8-bit", "bf16", "both"],
 )
 def test_the_loss_is_that_of_fp32(optimizer: str, settings: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ def test_the_loss_is_that_of_fp32(optimizer: str, settings: dict[str, Any]) -> N
 
 @pytest.mark.parametrize(
     ("settings", "bytes_each"),
-    [({}, 12), ({"optimizer_state": "8bit"}, 6), ({"parameters": "bf16", "optimizer_state": "8bit"}, 4)],
+    [({}, 12), ({"optimizer_state": "8bit"}, 6), ({"param_dtype": "bf16", "optimizer_state": "8bit"}, 4)],
     ids=["default", "8-bit", "both"],
 )
 def test_the_bytes_that_are_held(settings: dict[str, Any], bytes_each: int) -> None:
@@ -177,7 +177,7 @@ def test_the_bytes_that_are_held(settings: dict[str, Any], bytes_each: int) -> N
 def test_an_optimizer_of_the_user_holds_its_moments_as_it_does() -> None:
     spec = parse_spec(SPEC.format(steps=1, seed=0, optimizer="adamw").replace('"adamw"', '"torch.optim:AdamW"'))
     with pytest.raises(BoxError, match=r"inner.optimizer is 'torch.optim:AdamW'.*--optimizer-state"):
-        set_up(spec, BoxSettings(name="a", device="cpu", optimizer_state="8bit"), CPU)
+        set_up(spec, BoxSettings(device="cpu", optimizer_state="8bit"), CPU)
 
 
 @pytest.mark.parametrize("saved", ["8bit", None], ids=["from 8 bits", "to 8 bits"])
@@ -213,7 +213,7 @@ def test_moments_of_torch_go_on_in_bf16_and_back(which: int) -> None:
 
 def test_bf16_parameters_of_the_user_s_optimizer_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     spec = parse_spec(SPEC.format(steps=1, seed=0, optimizer="adamw").replace('"adamw"', '"torch.optim:AdamW"'))
-    assert moments(spec, BoxSettings(name="a", parameters="bf16"), None) is None
+    assert moments(spec, BoxSettings(param_dtype="bf16"), None) is None
     assert "loses small updates" in caplog.text
     plain = parse_spec(SPEC.format(steps=1, seed=0, optimizer="adamw"))
-    assert moments(plain, BoxSettings(name="a", parameters="bf16"), "ddp") == "bf16"
+    assert moments(plain, BoxSettings(param_dtype="bf16"), "ddp") == "bf16"

@@ -17,8 +17,6 @@ from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.settings import script_settings
 
-ENVIRONMENT = {"OUTERSTEP_URL": "https://coordinator.example.org/", "OUTERSTEP_TOKEN": " secret\n"}
-
 SCRIPT = """
 import torch
 from outerstep import DiLoCo
@@ -34,12 +32,26 @@ assert diloco.stopped
 """
 
 
-def test_what_is_left_out_is_the_environment_s() -> None:
-    who = script_settings("toy", None, None, None, ENVIRONMENT)
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTERSTEP_URL", "https://coordinator.example.org/")
+    monkeypatch.setenv("OUTERSTEP_TOKEN", " secret\n")
+
+
+@pytest.mark.usefixtures("environment")
+def test_what_is_left_out_is_the_environment_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    who = script_settings(run="toy", name=None)
     assert (who.url, who.token) == ("https://coordinator.example.org", "secret")
     assert who.directory == Path.home() / ".local/state/outerstep/toy" / who.name
-    given = script_settings("toy", "http://other", "own", "box-1", ENVIRONMENT)
+    given = script_settings(run="toy", url="http://other", token="own", name="box-1")
     assert (given.url, given.token, given.name) == ("http://other", "own", "box-1")
+    monkeypatch.setenv("OUTERSTEP_REPORT", "nothing")
+    monkeypatch.setenv("OUTERSTEP_NAME", "volunteer")
+    who = script_settings(run="toy")
+    assert (who.report, who.name) == ("nothing", "volunteer")
+    monkeypatch.setenv("OUTERSTEP_MAXUP", "8mbit")
+    with pytest.raises(ValueError, match="OUTERSTEP_MAXUP, which is no setting: did you mean OUTERSTEP_MAX_UP"):
+        script_settings(run="toy")
 
 
 def test_the_line_is_held_to_what_is_given(tmp_path: Path) -> None:
@@ -52,24 +64,28 @@ def test_the_line_is_held_to_what_is_given(tmp_path: Path) -> None:
         assert line.down.limit.delay_s(1_000_000_000) == line.down.limit.delay_s(1) == 0
         with pytest.raises(ValueError, match=re.escape("max_down = '8': '8' is not a rate in bits per second")):
             run.connect(model, torch.optim.SGD(model.parameters()), max_down="8")
-    who = script_settings("toy", None, None, None, ENVIRONMENT, max_up="8mbit", max_down=None)
+    who = script_settings(run="toy", url="http://c", token="t", max_up="8mbit", max_down=None)
     assert who.rates(2) == (4e6, None)  # of each of two processes
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"url": ""}, "url is missing: give url=…, or set OUTERSTEP_URL in the environment"),
-        ({"token": ""}, "token is missing: give token=…, or set OUTERSTEP_TOKEN in the environment"),
         ({"url": "coordinator.example.org"}, "url = 'coordinator.example.org': 'coordinator.example.org' is not an address"),
         ({"name": "Box 1"}, "name = 'Box 1': a name has at most 63"),
         ({"run": "My Run"}, "run = 'My Run': a name has at most 63"),
     ],
 )  # fmt: skip
-def test_what_is_missing_or_wrong_is_said(given: dict[str, str], told: str) -> None:
-    arguments: dict[str, str | None] = {"url": None, "token": None, "name": None, **given}
+@pytest.mark.usefixtures("environment")
+def test_what_is_wrong_is_said(given: dict[str, str], told: str) -> None:
     with pytest.raises(ValueError, match=re.escape(told)):
-        script_settings(given.get("run", "toy"), arguments["url"], arguments["token"], arguments["name"], ENVIRONMENT)
+        script_settings(**{"run": "toy", **given})
+
+
+def test_what_is_missing_is_said() -> None:
+    missing = "url is missing: give url=…, or set OUTERSTEP_URL in the environment; token is missing"
+    with pytest.raises(ValueError, match=missing):
+        script_settings(run="toy")
 
 
 @contextmanager

@@ -165,7 +165,7 @@ def test_the_command_holds_a_conversation(exported: Path) -> None:
         (["--export", "{}", "--round", "3"], 2, "leave it out with --export"),
         (["--export", "{}/none"], 3, "was not written by `outerstep run export`"),
         (["--export", "{}", "--device", "abacus"], 2, "--device"),
-        (["--export", "{}", "--max-parameters", "none"], 2, "--max-parameters"),
+        (["--export", "{}", "--allow-code", "none"], 2, "--allow-code"),
     ],
 )
 def test_conversations_that_cannot_begin(exported: Path, arguments: list[str], code: int, said: str) -> None:

@@ -85,7 +85,7 @@ def test_workers_in_4_bits_and_in_fp32_share_a_run_whose_export_is_in_full_preci
     ended = at_once(
         {
             "quantised": lambda: work(coordinator, tmp_path, "quantised"),
-            "full": lambda: work(coordinator, tmp_path, "full", base="full"),
+            "full": lambda: work(coordinator, tmp_path, "full", lora_base="full"),
         }
     )
     assert ended == {"quantised": Exit.DONE, "full": Exit.DONE}
@@ -203,7 +203,7 @@ def test_what_does_not_go_with_4_bits_is_refused_by_name(tmp_path: Path) -> None
         precision_on(CPU, "fp16", base="nf4")
     assert precision_on(CPU, base="nf4") == "bf16"
     whole = parse_spec('name = "r"\nmodel.preset = "tiny"\n[sync]\nrounds = 1\n')
-    with pytest.raises(BoxError, match=r"--base nf4 is for the frozen model of adapters, and the run r has no"):
+    with pytest.raises(BoxError, match=r"--lora-base nf4 is for the frozen model of adapters, and the run r has no"):
         base_of(whole, "nf4")
     assert base_of(whole, None) == "full"
     assert [base_of(spec(tmp_path), wanted) for wanted in (None, "full")] == ["nf4", "full"]

@@ -21,9 +21,10 @@ def losses(running: InThread, directory: Path, name: str, *options: str) -> list
     log, state = directory / f"{name}.jsonl", directory / name
     command = [sys.executable, "-m", "outerstep", "worker", running.url, "--run", name, "--device", "cpu", *options]
     command += ["--data-root", str(directory)]
+    variables = {"OUTERSTEP_TOKEN": running.token(Scope.WORKER), "OUTERSTEP_STEP_LOG": str(log), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--name", "a", "--state", str(state), "--log", str(log)],
-        env=os.environ | {"OUTERSTEP_TOKEN": running.token(Scope.WORKER), "OMP_NUM_THREADS": "1"},
+        [*command, "--name", "a", "--state-dir", str(state)],
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         check=False,
@@ -39,8 +40,8 @@ def test_replicas_and_shards_train_as_one_process_does(tmp_path: Path) -> None:
     text = write_chapters(tmp_path / "text", chapters=4, repeats=20)
     ways = {
         "one": [],
-        "ddp": ["--gpus", "2", "--mode", "ddp", "--micro-batch", "1"],
-        "fsdp": ["--gpus", "2", "--mode", "fsdp", "--micro-batch", "1", "--activation-checkpointing"],
+        "ddp": ["--gpus", "2", "--parallel", "ddp", "--micro-batch", "1"],
+        "fsdp": ["--gpus", "2", "--parallel", "fsdp", "--micro-batch", "1", "--activation-checkpointing"],
     }
     with coordinator_thread(tmp_path / "coordinator") as running:
         found = {}

@@ -30,10 +30,10 @@ MEASURED = {
     134_105_856: {
         "": 2.55,
         "--optimizer-state 8bit": 1.82,
-        "--parameters bf16": 1.44,
-        "--parameters bf16 --optimizer-state 8bit": 1.21,
+        "--param-dtype bf16": 1.44,
+        "--param-dtype bf16 --optimizer-state 8bit": 1.21,
     },
-    348_000_000: {"": 6.33, "--parameters bf16 --optimizer-state 8bit": 2.67},
+    348_000_000: {"": 6.33, "--param-dtype bf16 --optimizer-state 8bit": 2.67},
 }
 
 
@@ -53,10 +53,10 @@ def test_the_first_setting_that_fits_is_named() -> None:
     answers = [
         ("24gb", "64gb", ""),
         ("18gb", "64gb", "--optimizer-state 8bit"),
-        ("13gb", "64gb", "--parameters bf16"),
-        ("10gb", "64gb", "--parameters bf16 --optimizer-state 8bit"),
-        ("4gb", "64gb", "--parameters bf16 --optimizer-state 8bit --offload"),
-        ("24gb", "16gb", "--parameters bf16 --optimizer-state 8bit --offload"),  # the outer state does not fit
+        ("13gb", "64gb", "--param-dtype bf16"),
+        ("10gb", "64gb", "--param-dtype bf16 --optimizer-state 8bit"),
+        ("4gb", "64gb", "--param-dtype bf16 --optimizer-state 8bit --offload"),
+        ("24gb", "16gb", "--param-dtype bf16 --optimizer-state 8bit --offload"),  # the outer state does not fit
         ("2gb", "64gb", None),
     ]
     for memory, host, options in answers:
@@ -95,7 +95,7 @@ def free(monkeypatch: pytest.MonkeyPatch, memory: float | None, host: float | No
 
 
 def options_of(settings: BoxSettings) -> tuple[Any, ...]:
-    return settings.parameters, settings.optimizer_state, settings.offload, settings.activation_checkpointing
+    return settings.param_dtype, settings.optimizer_state, settings.offload, settings.activation_checkpointing
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "sizes_of", lambda *_: Sizes(1_200_000_000))
     free(monkeypatch, 24e9, 64e9)
     cases: list[tuple[dict[str, Any], tuple[Any, ...]]] = [
-        ({"parameters": "bf16"}, ("bf16", None, False, True)),
+        ({"param_dtype": "bf16"}, ("bf16", None, False, True)),
         ({"optimizer_state": "8bit"}, ("fp32", "8bit", False, True)),
         ({"offload": True}, ("bf16", "8bit", True, True)),
         ({"activation_checkpointing": True}, ("fp32", None, False, True)),
@@ -137,9 +137,9 @@ def test_what_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert options_of(fitted(spec(), BoxSettings(fit="auto", **given), CUDA)) == expected
     free(monkeypatch, 13e9, 64e9)
     with pytest.raises(BoxError, match="nothing fits for 1.2 G .* 13 GB are free on cuda, 64 GB in host memory"):
-        fitted(spec(), BoxSettings(fit="auto", parameters="fp32"), CUDA)
+        fitted(spec(), BoxSettings(fit="auto", param_dtype="fp32"), CUDA)
     with pytest.raises(BoxError, match="nothing fits .* the least would need 19.2 GB"):
-        fitted(spec(inner='optimizer = "mine:adam"'), BoxSettings(fit="auto", parameters="fp32"), CUDA)
+        fitted(spec(inner='optimizer = "mine:adam"'), BoxSettings(fit="auto", param_dtype="fp32"), CUDA)
 
 
 def test_a_restart_keeps_the_choice_that_its_snapshot_was_made_with(
@@ -164,7 +164,7 @@ def test_a_restart_keeps_the_choice_that_its_snapshot_was_made_with(
         with caplog.at_level(logging.INFO):
             assert chosen() == ("bf16", None, False, True)
         assert "as when this worker was started first" in caplog.messages[-1]
-    assert chosen(parameters="bf16") == ("bf16", None, False, True)
+    assert chosen(param_dtype="bf16") == ("bf16", None, False, True)
     free(monkeypatch, 18e9, 64e9)
     assert chosen(optimizer_state="8bit") == ("fp32", "8bit", False, True), "what is given counts"
     (tmp_path / CHOICE).write_text("{}")
@@ -194,11 +194,11 @@ def test_a_frozen_model_that_is_too_large_is_held_in_4_bits(monkeypatch: pytest.
     for memory, base, parameters in ((48e9, "full", "fp32"), (24e9, "full", "bf16"), (12e9, "nf4", "fp32")):
         free(monkeypatch, memory, 64e9)
         found = fitted(run, BoxSettings(fit="auto"), CUDA)
-        assert (found.base, found.parameters, found.offload) == (base, parameters, False)
+        assert (found.lora_base, found.param_dtype, found.offload) == (base, parameters, False)
     free(monkeypatch, 48e9, 64e9)
     asked = spec('pretrained = "/models/llama", lora = { rank = 8, base = "nf4" }')
-    assert fitted(asked, BoxSettings(fit="auto"), CUDA).base == "nf4", "as the run's spec says"
-    assert fitted(asked, BoxSettings(fit="auto", base="full"), CUDA).base == "full"
+    assert fitted(asked, BoxSettings(fit="auto"), CUDA).lora_base == "nf4", "as the run's spec says"
+    assert fitted(asked, BoxSettings(fit="auto", lora_base="full"), CUDA).lora_base == "full"
     free(monkeypatch, 12e9, 64e9)
     monkeypatch.setattr(fit, "_has_bitsandbytes", lambda: False)
     with pytest.raises(BoxError, match="nothing fits for 20 M parameters to train and 8 G frozen"):
@@ -207,7 +207,7 @@ def test_a_frozen_model_that_is_too_large_is_held_in_4_bits(monkeypatch: pytest.
 
 def test_options_that_exclude_each_other_are_not_reported_as_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 64e9, None)
-    for given in ({"offload": True}, {"parameters": "bf16", "precision": "fp32"}):
+    for given in ({"offload": True}, {"param_dtype": "bf16", "precision": "fp32"}):
         with pytest.raises(BoxError, match="cannot choose on cpu: no combination") as raised:
             fitted(spec(), BoxSettings.model_validate({"fit": "auto", **given}), CPU)
         assert "fits" not in str(raised.value)
@@ -256,7 +256,7 @@ def test_what_must_fit(
 def test_frozen_parameters_have_no_gradients() -> None:
     need = need_of(Sizes(10**6, 10**9), Settings("fp32", "fp32"), on_gpu=True)
     assert need.device == 4 * (10**9 + 10**6) + 12 * 10**6
-    need = need_of(Sizes(10**6, 10**9, 6 * 10**8), Settings("fp32", "fp32", base="nf4"), on_gpu=True)
+    need = need_of(Sizes(10**6, 10**9, 6 * 10**8), Settings("fp32", "fp32", lora_base="nf4"), on_gpu=True)
     assert need.parameters == 4 * 10**6 + 6 * 10**8, "in 4 bits, but for the embeddings"
 
 

@@ -159,7 +159,7 @@ def test_a_saved_state_resumes_exactly_on_a_box_that_offloads_and_on_one_that_do
         ("cpu", {}, "", 1, "--offload moves .* from a GPU to host memory, and this worker trains on cpu: leave it out"),
         ("cuda", {"precision": "fp16"}, "", 1, "--offload does not work with --precision fp16"),
         ("cuda", {"compile": True}, "", 1, "--offload does not work with --compile"),
-        ("cuda", {}, "", 2, "--offload is for a single GPU: .* --mode fsdp"),
+        ("cuda", {}, "", 2, "--offload is for one GPU: .* --parallel fsdp"),
         ("cuda", {}, 'optimizer = "mine:adam"', 1, "code that holds its moments as it does: leave out --offload"),
     ],
 )

@@ -234,7 +234,7 @@ def test_an_index_that_is_none_is_told_at_once(server: FileServer, opened: Opene
 
 def test_a_cache_that_is_too_small_is_told_before_anything_is_fetched(server: FileServer, opened: Opened) -> None:
     with file_server(server) as url:
-        with pytest.raises(DataError, match="up to 16 shards of this set, 3.2e-05 GB.* --data-cache-gb"):
+        with pytest.raises(DataError, match="up to 16 shards of this set, 3.2e-05 GB.* OUTERSTEP_DATA_CACHE_GB"):
             opened(url, shards=15)
         assert asked(server) == set()
 

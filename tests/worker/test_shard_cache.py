@@ -339,5 +339,5 @@ def test_on_a_full_disk_old_shards_make_room_and_then_it_waits(
 
 def test_a_directory_that_cannot_be_written_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="--data-cache"):
+    with pytest.raises(DataError, match="set OUTERSTEP_DATA_CACHE to another directory"):
         ShardCache(tmp_path / "file" / "cache", SIZE, retry())

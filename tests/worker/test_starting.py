@@ -17,7 +17,7 @@ from worker.starting import choose_device, start, why_device
         (20e9, "auto", "ddp", "16.0 GB of the 20.0 GB"),
         (15e9, "auto", "fsdp", "16.0 GB of the 15.0 GB"),
         (None, "auto", "ddp", "without a GPU"),
-        (20e9, "fsdp", "fsdp", "--mode fsdp"),
+        (20e9, "fsdp", "fsdp", "--parallel fsdp"),
     ],
 )
 def test_the_mode(budget: float | None, wanted: Any, mode: str, why: str) -> None:
@@ -49,7 +49,7 @@ def test_the_micro_batch(given: Any, size: int, why: str) -> None:
 
 
 def test_the_device() -> None:
-    assert start(BoxSettings(device="cpu", threads=1)) == (torch.device("cpu"), "device cpu: --device cpu")
+    assert start(BoxSettings(device="cpu")) == (torch.device("cpu"), "device cpu: --device cpu")
     assert why_device("auto", torch.device("cpu")) == (
         "device cpu: --device auto chooses the fastest available, as torch sees neither CUDA nor MPS here"
     )

@@ -239,7 +239,7 @@ def test_the_device_s_own_precision() -> None:
     assert precision_on(cuda, "tf32") == "tf32"
     with pytest.raises(ValueError, match="--precision tf32 .*the device is cpu"):
         precision_on(CPU, "tf32")
-    with pytest.raises(ValueError, match="--parameters bf16 needs --precision bf16, not fp16"):
+    with pytest.raises(ValueError, match="--param-dtype bf16 needs --precision bf16, not fp16"):
         precision_on(CPU, "fp16", "bf16")
 
 

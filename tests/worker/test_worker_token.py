@@ -160,7 +160,7 @@ def test_where_a_token_cannot_be_kept_none_is_exchanged(coordinator: InThread, t
         client = Client(http, "r", coordinator.token(Scope.JOIN))
         for directory, said in (
             (None, "give a state_dir, or a worker token"),
-            (tmp_path / "file" / "state", "give another --state"),
+            (tmp_path / "file" / "state", "give another --state-dir"),
             (tmp_path / "damaged", "is damaged"),
         ):
             with pytest.raises(BoxError, match=said):

@@ -101,14 +101,14 @@ def host_facts(device: torch.device) -> dict[str, HostValue]:
     }
 
 
-def shared_facts(facts: dict[str, HostValue], tell: HostDetail) -> dict[str, HostValue]:
+def shared_facts(facts: dict[str, HostValue], report: HostDetail) -> dict[str, HostValue]:
     """Return the facts that are sent."""
-    return {name: value for name, value in facts.items() if tell == "all" or (tell == "some" and name in SOME)}
+    return {name: value for name, value in facts.items() if report == "all" or (report == "some" and name in SOME)}
 
 
-def shared_metrics(metrics: Metrics, tell: HostDetail) -> Metrics:
+def shared_metrics(metrics: Metrics, report: HostDetail) -> Metrics:
     """Return the metrics that are sent: those that reveal the device only with "all"."""
-    return metrics if tell == "all" else metrics.model_copy(update={"mfu": None, "peak_memory_bytes": None})
+    return metrics if report == "all" else metrics.model_copy(update={"mfu": None, "peak_memory_bytes": None})
 
 
 def host_free_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:

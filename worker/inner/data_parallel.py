@@ -28,7 +28,7 @@ def choose_mode(elements: int, budget_bytes: float | None, wanted: Literal["auto
     budget_bytes  GPU memory that a replica may use (`replica_budget`); None without a GPU
     """
     if wanted != "auto":
-        return wanted, f"mode {wanted}: --mode {wanted}"
+        return wanted, f"mode {wanted}: --parallel {wanted}"
     if budget_bytes is None:
         return "ddp", "mode ddp: without a GPU, each process has a replica"
     need = elements * _REPLICA_BYTES
@@ -50,8 +50,8 @@ def shard(model: nn.Module) -> None:
     layers = layers_of(model)
     if not layers:
         raise BoxError(
-            f"--mode fsdp: {type(model).__name__} has no torch.nn.ModuleList or Sequential of layers to shard. "
-            "Use --mode ddp."
+            f"--parallel fsdp: {type(model).__name__} has no torch.nn.ModuleList or Sequential of layers to shard. "
+            "Use --parallel ddp."
         )
     for layer in layers:
         fully_shard(layer)

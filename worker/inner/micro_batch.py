@@ -56,7 +56,7 @@ class MicroBatches:
             ) from error
         if tried == 1:
             trains = torch.is_grad_enabled()
-            remedy = "--activation-checkpointing, --precision bf16 or --parameters bf16" if trains else "--device cpu"
+            remedy = "--activation-checkpointing, --precision bf16 or --param-dtype bf16" if trains else "--device cpu"
             raise BoxError(f"not even one sequence fits into memory: {cause}. Try {remedy}.") from error
         self.size = (tried + 1) // 2
         log.warning("micro-batches of %d sequences do not fit into memory; using %d from now on", tried, self.size)

@@ -26,7 +26,7 @@ _AUTOCAST: dict[Precision, torch.dtype | None] = {
 def precision_on(
     device: torch.device,
     wanted: Precision | None = None,
-    parameters: Literal["fp32", "bf16"] = "fp32",
+    param_dtype: Literal["fp32", "bf16"] = "fp32",
     base: Base = "full",
 ) -> Precision:
     """Return `wanted`, or the default: bf16 on CUDA, with bf16 parameters and with a frozen model in 4 bits, otherwise
@@ -34,7 +34,9 @@ def precision_on(
 
     Raises ValueError if the device does not support it or it conflicts with how parameters are held.
     """
-    needs = "--parameters bf16" if parameters == "bf16" else "a frozen model in 4 bits (nf4)" if base == "nf4" else None
+    needs = (
+        "--param-dtype bf16" if param_dtype == "bf16" else "a frozen model in 4 bits (nf4)" if base == "nf4" else None
+    )
     if needs and wanted not in (None, "bf16") and not (wanted == "float8" and base == "full"):
         raise ValueError(f"{needs} needs --precision bf16, not {wanted}")
     if wanted == "float8" and not has_float8(device):

@@ -68,7 +68,7 @@ def load_bare_parameters(
         if layout.total_elements > max_parameters:
             raise ModelError(
                 f"the run {client.run} has {layout.total_elements:,} parameters, and at most {max_parameters:,} are "
-                f"allowed here; if that is right, add: --max-parameters {layout.total_elements}"
+                f"allowed here; if that is right, set OUTERSTEP_MAX_PARAMETERS={layout.total_elements}"
             )
         return _bare(layout)
 

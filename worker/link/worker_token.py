@@ -60,7 +60,7 @@ def _worker_token(client: Client, worker: str, directory: Path | str) -> str:
             files.save_worker_token(replace(own, exchanged=True))
     except OSError as error:
         raise BoxError(
-            f"{directory} cannot keep this worker's token: {error_text(error)}; give another --state"
+            f"{directory} cannot keep this worker's token: {error_text(error)}; give another --state-dir"
         ) from error
     log.info(
         "exchanged the join token for this worker's own token, %s, kept in %s", info.id, Path(directory, WORKER_TOKEN)

@@ -336,8 +336,8 @@ def _check_size(config: PreTrainedConfig, label: str, most: int, attention: str)
         also = f" and buffers of {buffers:,} elements" if buffers > parameters else ""
         raise ModelError(
             f"{label} has {parameters:,} parameters{also}, {4 * (parameters + buffers) / 1e9:,.1f} GB in fp32; the "
-            f"owner of this machine allows {most:,}. If you trust the author of the spec and have enough memory, add: "
-            f"--max-parameters {parameters + buffers}"
+            f"owner of this machine allows {most:,}. If you trust the author of the spec and have enough memory, set "
+            f"OUTERSTEP_MAX_PARAMETERS={parameters + buffers}"
         )
     return model
 

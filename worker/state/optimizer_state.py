@@ -101,7 +101,7 @@ def load_local_state(optimizer: Optimizer, state: dict[str, Any]) -> None:
         if saved != own and "8bit" in (saved, own):
             raise ValueError(
                 f"the snapshot's moments are held in {saved}, and this worker holds them in {own}; start it with "
-                f"--optimizer-state {saved}, or with another --state"
+                f"--optimizer-state {saved}, or with another --state-dir"
             )
     parameters = _parameters(optimizer)
     by_index = {

@@ -91,7 +91,7 @@ class StateDir:
             raise StateDirBusy(
                 f"another process uses {self.path}. If it is an earlier process of this worker, end it (`fuser "
                 f"{self.path / LOCK}` shows its number) and start again, and the worker continues from its snapshot. A "
-                "second worker needs another name (--name) or directory (--state; in a script, state_dir)"
+                "second worker needs another name (--name) or directory (--state-dir; in a script, state_dir)"
             )
         _HELD.add(self.path.resolve())
         return self

@@ -7,21 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
-from outerstep.cli.errors import UsageError, check_not_hidden, import_extra, validated
-from outerstep.cli.options import (
-    AllowFactoryOption,
-    Connection,
-    DataRootOption,
-    MaxParametersOption,
-    owner_at_terminal,
-    with_connection,
-)
+from outerstep.cli.errors import UsageError, import_extra, validated
+from outerstep.cli.options import Connection, owner_at_terminal, with_connection
 from outerstep.cli.printing import say, say_part
 from outerstep.cli.run.runs import RunArgument, read_spec
-from outerstep.cli.worker import FLAGS
+from outerstep.cli.worker import FLAGS, with_permissions
 from outerstep.common.connections import error_text
 from outerstep.common.files import check_new
 from protocol.errors import OuterstepError
+from worker.settings import BoxSettings
 
 AverageOption = Annotated[
     int,
@@ -37,6 +31,7 @@ AverageOption = Annotated[
 
 
 @with_connection
+@with_permissions
 def export(
     run: RunArgument,
     out: Annotated[Path, typer.Option(help="A new or empty directory to write.", show_default=False)],
@@ -47,13 +42,11 @@ def export(
         ),
     ] = None,
     average: AverageOption = 1,
-    allow_factory: AllowFactoryOption = None,
-    data_root: DataRootOption = None,
-    max_parameters: MaxParametersOption = None,
+    *,
+    given: dict[str, Any],
     merge: Annotated[
         bool, typer.Option("--merge", help="With model.lora: write the whole model instead of only the adapters.")
     ] = False,
-    *,
     connection: Connection,
 ) -> None:
     """Write a run's model as a Hugging Face directory, which `AutoModelForCausalLM.from_pretrained` loads.
@@ -62,15 +55,14 @@ def export(
     that they were trained on. The run's tokenizer is included; a run on bytes has none: its token ids are the bytes of
     UTF-8 text. A model from your own function is written as model.safetensors next to the spec; so are the trained
     parameters of a run whose scripts bring the model. Somebody else may have written the spec: such a function, which
-    runs here, must be allowed by --allow-factory, and the places of the tokenizer and of model.pretrained, which are
+    runs here, must be allowed by --allow-code, and the places of the tokenizer and of model.pretrained, which are
     read here, by --data-root. At a terminal you are asked.
 
     \b
     Example:
       outerstep run export my-run --out ./model
     """
-    code = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
-    box = box_settings("outerstep run export", **code)
+    box = box_settings(**given)
     token = connection.token()
     try:
         check_new(out)
@@ -78,7 +70,6 @@ def export(
         raise UsageError(f"--out: {error}") from error
     except OSError as error:
         raise UsageError(f"--out: {error_text(error)}") from error
-    check_not_hidden("worker")
     with connection.open() as client:
         client.run(run)  # fails at once without a coordinator, while the export below would retry for ever
         models = import_extra("outerstep.models", extra="worker", command="outerstep run export")
@@ -101,6 +92,7 @@ def export(
 
 
 @with_connection
+@with_permissions
 def chat(
     run: Annotated[str | None, typer.Argument(metavar="RUN", help="The run's name, unless --export is given.")] = None,
     export: Annotated[
@@ -120,10 +112,8 @@ def chat(
         ),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, mps …")] = "auto",
-    allow_factory: AllowFactoryOption = None,
-    data_root: DataRootOption = None,
-    max_parameters: MaxParametersOption = None,
     *,
+    given: dict[str, Any],
     connection: Connection,
 ) -> None:
     """Talk to a run's model, or to an export.
@@ -140,10 +130,8 @@ def chat(
         raise UsageError("give the name of a run, or --export with a directory")
     if export is not None and state is not None:
         raise UsageError("--round is a checkpoint of a run: leave it out with --export")
-    check_not_hidden("worker")
     chats = import_extra("outerstep.chat", extra="worker", command="outerstep run chat")
-    code = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
-    box = box_settings("outerstep run chat", **code)
+    box = box_settings(**given)
     permitted = allowed_by("outerstep run chat", box), box.max_parameters, owner_at_terminal()
     try:
         if run is None:
@@ -183,11 +171,9 @@ def _converse(chat: Any) -> None:
             say("")
 
 
-def box_settings(command: str, **given: Any) -> Any:
-    """Return `worker.settings.BoxSettings` with the options that were given. Raises UsageError for a wrong one."""
-    settings = import_extra("worker.settings", extra="worker", command=command)
-    said = {name: None if value == [] else value for name, value in given.items()}
-    return validated(settings.BoxSettings, said, FLAGS)
+def box_settings(**given: Any) -> BoxSettings:
+    """Return the box's settings with the options that were given. Raises UsageError for a wrong one."""
+    return validated(BoxSettings, given, FLAGS)
 
 
 def allowed_by(command: str, box: Any) -> Any:
@@ -195,6 +181,7 @@ def allowed_by(command: str, box: Any) -> Any:
     return import_extra("worker.allowing", extra="worker", command=command).allowed_by(box)
 
 
+@with_permissions
 def pin(
     spec: Annotated[Path, typer.Argument(metavar="SPEC.toml", help="The run spec; - reads it from stdin.")],
     data: Annotated[
@@ -207,9 +194,8 @@ def pin(
             "--without-state", help="Do not pin state 0, so that workers may build it with other versions of torch."
         ),
     ] = False,
-    allow_factory: AllowFactoryOption = None,
-    data_root: DataRootOption = None,
-    max_parameters: MaxParametersOption = None,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Print the section [pins] of a run spec: digests that its workers must match, computed on this machine.
 
@@ -223,8 +209,7 @@ def pin(
       outerstep run create run.toml --token-file ./data/admin.token
     """
     _, parsed = read_spec(spec)
-    allowed = {"allow_factory": allow_factory, "data_root": data_root, "max_parameters": max_parameters}
-    box = box_settings("outerstep run pin", data=data, **allowed)
+    box = box_settings(data=data, **given)
     models = import_extra("outerstep.models", extra="worker", command="outerstep run pin")
     found = models.pins_of(parsed, box, state=not without_state)
     say("")

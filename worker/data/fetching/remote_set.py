@@ -98,5 +98,5 @@ def _check_room(index: Index, settings: CacheSettings) -> None:
         what = f"one work unit needs up to {len(most)} shards" if unit >= held_out else "an evaluation needs a shard"
         raise DataError(
             f"the data cache {settings.directory} is limited to {settings.limit_bytes / 1e9:.3g} GB, but {what} of "
-            f"this set, {needed / 1e9:.3g} GB; raise the limit with --data-cache-gb"
+            f"this set, {needed / 1e9:.3g} GB; raise the limit with OUTERSTEP_DATA_CACHE_GB"
         )

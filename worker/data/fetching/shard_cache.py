@@ -166,7 +166,8 @@ class ShardCache:
         if self._delete(used + shard.size - self.limit_bytes, shard, keep) > 0:
             raise Transient(
                 f"the data cache {self._directory} of {self.limit_bytes / 1e9:.3g} GB has no room for another "
-                f"{shard.size / 1e9:.3g} GB while other shards are being fetched; raise the limit with --data-cache-gb"
+                f"{shard.size / 1e9:.3g} GB while other shards are being fetched; raise the limit with "
+                "OUTERSTEP_DATA_CACHE_GB"
             )
 
     def _delete(self, wanted_bytes: int, shard: RemoteShard, keep: Collection[str]) -> int:
@@ -198,7 +199,8 @@ class ShardCache:
 
     def _unusable(self, error: OSError) -> DataError:
         return DataError(
-            f"the data cache {self._directory} cannot be written: {error_text(error)}; choose another --data-cache"
+            f"the data cache {self._directory} cannot be written: {error_text(error)}; set "
+            "OUTERSTEP_DATA_CACHE to another directory"
         )
 
 
