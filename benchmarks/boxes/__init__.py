@@ -3,7 +3,7 @@
     python -m benchmarks.boxes floor [--boxes 1,1 1,1/2 …] [--seeds 1] [--delay 0.5]
     python -m benchmarks.boxes real  [--boxes …] [--line NAME …] [--sync NAME …] [--seeds 1]
     python -m benchmarks.boxes trouble [NAME …] [--sync NAME …]
-    each: [--quick] [--results FILE] [--json]; floor and real: [--model tiny|1.5M]
+    each: [--quick] [--results FILE] [--json]; floor and real: [--model tiny|1.5M] [--rounds 60] [--momentum 0.6]
 
 A box is written as its speed: 1 for the fastest, 1/2 for one that takes half as many inner steps per second. *Alone* is
 a plain training loop on the fastest box, with the same model, data, inner optimizer and schedule, but no outer

@@ -202,6 +202,8 @@ def main() -> None:
             kind.add_argument("--boxes", nargs="+", default=BOXES, help=f"default: {' '.join(BOXES)}")
             kind.add_argument("--seeds", type=int, default=1)
             kind.add_argument("--model", choices=MODELS, default="tiny")
+            kind.add_argument("--rounds", type=int, default=Size.rounds, help="alone; default: %(default)s")
+            kind.add_argument("--momentum", type=float, help="of the outer optimizer")
         if name == "floor":
             kind.add_argument("--delay", type=float, default=0.0, help="the share of a round that a sync takes: 0.5")
         if name == "real":
@@ -224,7 +226,8 @@ def main() -> None:
     if given.what == "real" and not given.quick:
         size = replace(size, step_s=given.step_s)
     if given.what != "trouble":
-        size = replace(size, model=given.model)
+        rounds = size.rounds if given.quick else given.rounds
+        size = replace(size, model=given.model, rounds=rounds, momentum=given.momentum)
     table, rows = tables[given.what](given, size, Results(given.results))
     Console(width=132).print(table)
     if given.json:

@@ -46,6 +46,7 @@ class Size:
     step_s: float = 0.4
     evaluation_tokens: int = 65_536
     model: str = "tiny"
+    momentum: float | None = None  # of the outer optimizer; None: the default
 
     tokens_per_step = 8 * 64  # SPEC's batch
 
@@ -81,6 +82,8 @@ rounds = {rounds}
 inner_steps = {inner_steps}
 fragment_elements = 50_000
 {sync}
+[outer]
+{outer}
 [members]
 {members}
 [evaluation]
@@ -101,6 +104,7 @@ def spec_of(
         rounds=rounds,
         inner_steps=size.inner_steps,
         sync=SYNCS[sync],
+        outer="" if size.momentum is None else f"momentum = {size.momentum}",
         members=members,
         evaluation_tokens=size.evaluation_tokens,
     )
