@@ -48,7 +48,7 @@ def request_id(scope: Scope) -> str:
 
 def add_response_header(request: Request, name: str, value: str) -> None:
     """Add a header to the response to this request, even if the response is a problem."""
-    request.scope["state"].setdefault(_HEADERS, {})[name] = value
+    request.scope.setdefault("state", {}).setdefault(_HEADERS, {})[name] = value
 
 
 class PrepareRequest:

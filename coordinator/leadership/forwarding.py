@@ -185,7 +185,9 @@ class LeadOrForward:
         nothing, if it cannot be read here."""
         try:
             async with self._opening:
-                blobs = self._blobs = self._blobs or await run_in_threadpool(self._open_blobs)
+                if self._blobs is None:
+                    self._blobs = await run_in_threadpool(self._open_blobs)
+                blobs = self._blobs
             missing = partial(Problem, "not-found", "the store does not have it")
             response = await run_in_threadpool(blob_response, Request(scope), blobs, stored, missing)
         except (OuterstepError, OSError) as error:
