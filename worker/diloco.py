@@ -234,12 +234,11 @@ class DiLoCo:
         limit transfers, such as "8mbit", for all processes together; None: no limit.
 
         Defaults are those of `outerstep worker`: `url`, `token`, `name`, `state_dir`, `report`, `max_up` and `max_down`
-        come from the environment variables OUTERSTEP_URL, OUTERSTEP_TOKEN and so on. Without them, `name` is this
-        machine's, and `state_dir` is ~/.local/state/outerstep/RUN/NAME. OUTERSTEP_CA names a file of additional
-        certificates to trust. Within `with`, SIGTERM and Ctrl-C set `stopped`: units() ends, and leaving hands in the
-        work done. If the script has set up no logging, what the worker does and waits for is logged to stderr. Raises
-        ValueError for missing or wrong arguments, and NoCoordinator if there is no coordinator at the address, or none
-        that is trusted.
+        come from the environment variables OUTERSTEP_URL and so on. Without them, `name` is this machine's, and
+        `state_dir` is ~/.local/state/outerstep/RUN/NAME. OUTERSTEP_CA names a file of additional certificates to trust.
+        Within `with`, SIGTERM and Ctrl-C set `stopped`: units() ends, and leaving hands in the work done. If the script
+        has set up no logging, what the worker does and waits for is logged to stderr. Raises ValueError for missing or
+        wrong arguments, and NoCoordinator if there is no coordinator at the address, or none that is trusted.
         """
         ranks: Ranks = options.get("ranks") or Ranks.here()
         level = logging.INFO if ranks.is_first else logging.WARNING

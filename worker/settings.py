@@ -226,7 +226,8 @@ class MemberSettings(_Settings):
     @field_validator("ca")
     @classmethod
     def _has_certificates(cls, ca: Path | None) -> Path | None:
-        ssl_context(ca)
+        if ca is not None:
+            ssl_context(ca)
         return ca
 
     @model_validator(mode="after")
