@@ -1,13 +1,13 @@
 # make demo    train a small model with 4 workers and a coordinator, all on this machine
 # make demo-scale  the same with PostgreSQL, a bucket, two coordinators and two aggregators. The leader and an aggregator are
 #              killed midway, and the final model must be that of `make demo`, bit for bit
-# make test    the tests of every part, on all CPUs, in minutes: while you work
+# make test    the quick tests of every part, on all CPUs, in minutes: while you work
 # make check   what must hold before a change is merged, and what `.ci/run` runs in a clean clone: format, lint, types,
-#              `make test`, whole systems (marked `system`: kills at every second crash point, several processes) and 100 seeds of
-#              the simulation. `make --jobs=2 check` runs two of its parts side by side. The parts are `systems`, `kills`,
-#              `simulated`, `test`, `types` and `lint`
+#              `make test`, the tests that compute for longer (marked `slow`), whole systems (marked `system`: kills at every
+#              second crash point, several processes) and 100 seeds of the simulation. `make --jobs=2 check` runs two of its
+#              parts side by side. The parts are `systems`, `kills`, `slow`, `simulated`, `test`, `types` and `lint`
 # make nightly    `make check` and what takes longer (marked `nightly`): images, installations, the tutorial, the demo, planted
-#              bugs, 1000 more seeds, a soak, benchmarks in short, and `make test` with blobs in memory, with
+#              bugs, 1000 more seeds, a soak, benchmarks in short, and `make test slow` with blobs in memory, with
 #                 PostgreSQL, through a standby, and with an aggregator
 # make simulate    SEEDS=100000 simulated runs under faults, on all CPUs, with the invariants checked after every step
 # make soak    a coordinator and 6 workers under kills, slow lines and flipped bits, for MINUTES=15; as root, or without slow lines
@@ -30,7 +30,7 @@ BIN := $(VENV)/bin
 # compiles what it imports.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo demo-scale test check systems kills simulated nightly lint types simulate soak gpu screenshots docs dist clean
+.PHONY: demo demo-scale test check slow systems kills simulated nightly lint types simulate soak gpu screenshots docs dist clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -45,9 +45,12 @@ PROCESSES := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 PYTEST := $(BIN)/python -m pytest --numprocesses=$(PROCESSES) --dist=loadfile --no-loadscope-reorder --durations=15
 
 test: $(VENV)/installed-dev
-	$(PYTEST) -m "not system and not nightly"
+	$(PYTEST) -m "not slow and not system and not nightly"
 
-check: systems kills simulated test types lint
+check: systems kills slow simulated test types lint
+
+slow: $(VENV)/installed-dev
+	$(PYTEST) -m "slow and not system and not nightly"
 
 # Whole systems start several processes each, and some measure memory or hold ports: one after the other.
 SYSTEMS := $(BIN)/python -m pytest -m "system and not nightly" --durations=15

@@ -123,6 +123,7 @@ def test_lengths_are_tried_until_the_loss_lies_between_two(first: float) -> None
     assert search(1.0, 0.5, lambda length: math.inf) is None
 
 
+@pytest.mark.slow
 def test_a_box_does_the_inner_steps_for_which_a_round_has_time() -> None:
     """In 4 rounds of 5 steps, a box of speed 1/3 does 6."""
     loss, steps = together(spec_of(QUICK, 4, 0), [1.0, 1 / 3])
@@ -163,6 +164,7 @@ def test_stacked_replicas_have_the_losses_and_gradients_of_the_model() -> None:
     assert torch.equal(replicas.flat(stacked), vectors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("h", [None, 2], ids=["synchronous", "DiLoCo"])
 def test_the_frontier_s_loop_trains_as_workers_do(h: int | None) -> None:
     """By the worker's inner step, and torch's Nesterov momentum as the outer step (arXiv 2311.08105, algorithm 1)."""

@@ -5,6 +5,10 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parent
 DOCS = TESTS.parent / "docs"
 SECTIONS = {"security": "Attacks", "reliability": "Promised"}

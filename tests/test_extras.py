@@ -16,6 +16,8 @@ from packaging.utils import canonicalize_name
 from tests.support.distributions import BASE, EXTRAS, ROOT, closure
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 # Wrapping the finders rather than refusing imports: what is hidden is absent for importlib.util.find_spec as well.
 RUN_WITHOUT = """
 import sys

@@ -6,6 +6,8 @@ import pytest
 
 from docs import write_diagrams
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["commands", "life", "metrics", "recipes", "rounds", "settings"])
 def test_a_page_is_current(name: str) -> None:

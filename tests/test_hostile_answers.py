@@ -109,6 +109,7 @@ def workers_delta(url: str) -> None:
 ASKING: list[Callable[[str], None]] = [operators, listing, watching, workers, workers_spec, workers_delta]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:answer-bombs")
 @pytest.mark.parametrize("kind", ["gzip", "announced", "endless"])
 @pytest.mark.parametrize("ask", ASKING)
@@ -122,6 +123,7 @@ def test_a_success_beyond_all_bounds_is_refused_in_bounded_memory(ask: Callable[
         assert ("gzip" in said) if kind == "gzip" else ("bytes are expected" in said)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:answer-bombs")
 @pytest.mark.parametrize("kind", ["gzip", "announced", "endless"])
 @pytest.mark.parametrize("ask", [operators, workers_delta])

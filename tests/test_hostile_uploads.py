@@ -192,6 +192,7 @@ def test_addresses_that_do_not_exist_take_nothing(target: Target) -> None:
     assert target.traces() == before
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_whatever_is_mutated_the_answer_is_a_problem_and_nothing_is_left(target: Target, data: st.DataObject) -> None:
@@ -213,6 +214,7 @@ def test_whatever_is_mutated_the_answer_is_a_problem_and_nothing_is_left(target:
     assert target.traces() == before
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:payload-bombs")
 def test_a_thousand_hostile_bodies_do_not_make_the_coordinator_grow(target: Target) -> None:
     bodies = [make(target) for make, _ in HOSTILE.values()]

@@ -69,6 +69,7 @@ def test_every_alert_has_a_promtool_test() -> None:
     assert set(tried) == set(ALERTS)
 
 
+@pytest.mark.slow
 @installed
 @pytest.mark.parametrize(
     "arguments",

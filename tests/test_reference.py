@@ -22,6 +22,8 @@ from tests.support.text import write_text
 from tests.support.workers import ForkedWorker
 from tests.worker.runs import work
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 3
 NAMES = [f"w{index}" for index in range(WORKERS)]
 

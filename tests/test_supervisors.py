@@ -150,6 +150,7 @@ def test_of_several_coordinators_one_stays_through_an_upgrade_or_a_drain() -> No
     assert list(variables).index("POD_IP") < list(variables).index("OUTERSTEP_COORDINATOR_ADVERTISE_URL")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manifest", ["coordinator, StatefulSet", "coordinators, Deployment"])
 def test_the_coordinator_is_asked_where_it_answers(manifest: str) -> None:
     only = container(manifest)
@@ -168,6 +169,7 @@ def test_the_coordinator_is_asked_where_it_answers(manifest: str) -> None:
     assert all(argument.split("=")[0] in help_text for argument in worker["args"])
 
 
+@pytest.mark.slow
 def test_skypilot_starts_again_by_exit_code() -> None:
     task = yaml.safe_load(SKYPILOT.read_text())
     again = set(task["resources"]["job_recovery"]["recover_on_exit_codes"])

@@ -76,6 +76,7 @@ def raw(running: InThread, request: bytes) -> HTTPResponse:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_kind_of_answer_says_the_version(running: InThread) -> None:
     running.create_run(spec_toml())
     with running.client() as http:

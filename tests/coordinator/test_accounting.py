@@ -29,6 +29,7 @@ def account(up: int = 0, down: int = 0, **seconds: float) -> dict[str, Any]:
     return {"upload_bytes": up, "download_bytes": down, "seconds": seconds, "dropped_steps": 0}
 
 
+@pytest.mark.slow
 def test_reports_are_kept_per_round_and_worker_and_added_up(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=3, min_workers=2)
     play_round([a, b], 0)
@@ -150,6 +151,7 @@ def test_a_report_that_cannot_be_is_refused(shared: InThread, run: str, wrong: d
     assert info(shared, run)["account"] == account()
 
 
+@pytest.mark.slow
 def test_reports_go_with_the_history_and_the_sums_stay(shared: InThread, run: str) -> None:
     spec = {"checkpoints": "every_rounds = 1\nkeep = 1\n[retention]\nrounds = 1"}
     (member,) = crew(shared, run, ["w"], rounds=5, **spec)

@@ -161,6 +161,7 @@ def task_of(
     return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @pytest.mark.parametrize("length", [1.0, 4.0], ids=["all count", "one is shortened"])
 def test_one_pass_over_the_contributions_gives_the_bytes_of_two(codec: str, length: float) -> None:
@@ -198,6 +199,7 @@ def vectors_of(seed: int) -> list[np.ndarray]:
     return [(common + random.standard_normal(N)).astype(np.float32) for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_what_a_delta_leaves_out_is_in_the_ones_after_it() -> None:
     """Deltas of 2 bits add up to the means, but for the last residual; without feedback they are far from it."""
     residual: bytes | None = None

@@ -16,6 +16,8 @@ from harness.stores import MemoryBlobs
 from protocol.spec.sections import OuterSpec
 from tests.coordinator.crew import crew, play_round
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass
 class Line:

@@ -83,6 +83,7 @@ def expire(connection: Connection) -> None:
     connection.execute(text("UPDATE tasks SET expires_at = 0"))
 
 
+@pytest.mark.slow
 def test_a_task_is_one_aggregators_until_its_lease_expires(connection: Connection) -> None:
     (number,) = queue.add(connection, [(step(), None)])
     claim = queue.take(connection, "x")
@@ -332,6 +333,7 @@ def refuse(*_: Any) -> None:
     raise AssertionError("the leader did it itself")
 
 
+@pytest.mark.slow
 def test_aggregators_do_all_work_on_bytes_with_the_same_result(
     site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -385,6 +387,7 @@ def work(aggregator: Aggregator, until: Callable[[], bool]) -> None:
     wait_until(lambda: until() or (aggregator.step() and until()))
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:zombie-aggregator")
 def test_two_that_do_the_same_task_write_the_same_bytes(site: Site, expected: tuple[str, list[Any]]) -> None:
     second = Recorded(site.blobs)
@@ -438,6 +441,7 @@ def test_a_task_without_progress_is_left_to_another_aggregator(url: URL, tmp_pat
     engine.dispose()
 
 
+@pytest.mark.slow
 def test_without_an_aggregator_the_leader_takes_its_tasks_back(site: Site, expected: tuple[str, list[Any]]) -> None:
     with site.by_hand(reports=False), site.connected() as connection:
         members = contribute(site.running)
@@ -504,6 +508,7 @@ LIES: dict[Callable[[Any, Aggregated], Aggregated], str] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:wrong-aggregator")
 def test_a_wrong_result_is_refused_and_the_leader_does_it(
     site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -523,6 +528,7 @@ def test_a_wrong_result_is_refused_and_the_leader_does_it(
     assert site.delegation.outcomes["refused"] == len(LIES)
 
 
+@pytest.mark.slow
 def test_a_wrong_state_is_refused_and_the_leader_does_it(
     site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -573,6 +579,7 @@ def test_what_an_aggregator_cannot_do_the_leader_does(
         assert set(site.delegation.outcomes) == {"failed"}
 
 
+@pytest.mark.slow
 def test_a_lost_contribution_is_collected_again(site: Site, expected: tuple[str, list[Any]]) -> None:
     with site.by_hand() as x:
         members = contribute(site.running)
@@ -591,6 +598,7 @@ def test_a_lost_contribution_is_collected_again(site: Site, expected: tuple[str,
     assert outcome(site.running) == expected
 
 
+@pytest.mark.slow
 def test_an_aggregator_that_has_the_state_replaces_a_damaged_checkpoint(
     site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

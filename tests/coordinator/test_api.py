@@ -94,6 +94,7 @@ def test_a_malformed_message_is_refused_with_the_key_and_what_is_wrong(
     assert said in problem(reply, "invalid-message")["detail"]
 
 
+@pytest.mark.slow
 def test_every_json_request_but_metrics_refuses_unknown_keys(admin: httpx.Client, member: Member) -> None:
     names = {"run": "r", "worker": member.name}
     takes_json = [
@@ -193,6 +194,7 @@ def test_every_answer_carries_a_request_id_the_clients_own_where_it_is_decent(ad
             assert re.fullmatch("[0-9a-f]{32}", made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "path", "limit"),
     [
@@ -252,6 +254,7 @@ def test_whoever_shows_no_token_is_refused_before_a_byte_of_the_body(
     assert document["type"] == PROBLEM_PREFIX + "unauthorized"
 
 
+@pytest.mark.slow
 def test_every_address_limits_what_it_reads(shared: InThread) -> None:
     """With a good token, and a body that is announced to be huge: no address reads a byte of it."""
     authorization = f"Authorization: Bearer {shared.admin_token}"
@@ -293,6 +296,7 @@ def test_a_worker_whose_lease_has_ended_learns_of_it_on_the_same_connection(shar
 # --- paging -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_listings_go_page_by_page_through_everything_once(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["a", "b", "c"], rounds=5, min_workers=3, checkpoints="every_rounds = 1\nkeep = 9")
     for round_ in range(5):

@@ -34,6 +34,7 @@ def caught_up(member: Member) -> Member:
     return member
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:restored-database", "security:old-backup")
 def test_the_run_goes_on_from_the_round_that_the_database_knows(tmp_path: Path) -> None:
     lives = Lives(tmp_path / "data")

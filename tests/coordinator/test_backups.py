@@ -36,6 +36,7 @@ def settled(running: InThread, round_: int) -> None:
     running.await_state("r", round_)
 
 
+@pytest.mark.slow
 def test_a_backup_has_what_the_rows_of_one_moment_need_and_the_run_is_as_it_was(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         a, b = crew(running, "r", ["a", "b"], rounds=4, checkpoints="every_rounds = 2\nkeep = 2")
@@ -65,6 +66,7 @@ def test_a_backup_has_what_the_rows_of_one_moment_need_and_the_run_is_as_it_was(
     assert not (tmp_path / "new" / "admin.token").exists()
 
 
+@pytest.mark.slow
 def test_the_next_backup_copies_only_what_is_new(tmp_path: Path) -> None:
     root, copied = tmp_path / "backups", list[str]()
     with coordinator_thread(tmp_path / "data") as running:
@@ -85,6 +87,7 @@ def test_the_next_backup_copies_only_what_is_new(tmp_path: Path) -> None:
     assert damages(DirectoryBackups(root)) == {1: "", 2: "", 3: ""}
 
 
+@pytest.mark.slow
 def test_a_disk_without_links_gets_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = tmp_path / "backups"
     with coordinator_thread(tmp_path / "data") as running:
@@ -102,6 +105,7 @@ def test_a_disk_without_links_gets_copies(tmp_path: Path, monkeypatch: pytest.Mo
     assert damages(DirectoryBackups(root)) == {1: "", 2: ""}
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:consistent-backup")
 def test_what_retention_deletes_in_the_middle_is_not_needed_by_a_newer_copy(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
@@ -130,6 +134,7 @@ def test_what_retention_deletes_in_the_middle_is_not_needed_by_a_newer_copy(tmp_
     assert round_in(tmp_path / "new" / "outerstep.db", "r") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:consistent-backup")
 def test_backups_one_after_the_other_while_a_crew_trains_are_all_whole(tmp_path: Path) -> None:
     rounds = 12
@@ -159,6 +164,7 @@ def test_backups_one_after_the_other_while_a_crew_trains_are_all_whole(tmp_path:
         check_restored(tmp_path / f"new-{number}", tmp_path / "backups", number)
 
 
+@pytest.mark.slow
 def test_a_backup_that_never_catches_up_ends_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "ATTEMPTS", 2)
     with coordinator_thread(tmp_path / "data") as running:
@@ -196,6 +202,7 @@ def test_what_the_coordinator_has_lost_itself_is_told_and_ends_no_backup(tmp_pat
 # --- which are kept ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_newest_stay_with_what_they_need_and_nothing_else(tmp_path: Path) -> None:
     root = tmp_path / "backups"
     with coordinator_thread(tmp_path / "data") as running:
@@ -267,6 +274,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [Path.unlink, cut])
 def test_a_blob_that_the_last_backup_has_not_whole_is_copied_anew(
     two: Path, tmp_path: Path, damage: Callable[[Path], None]
@@ -293,6 +301,7 @@ def alter(root: Path, number: int, change: Callable[[sa.Connection], object]) ->
     (file.parent / "manifest.json").write_bytes(encode(manifest))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["..", "../../x", "/etc", ".x", "r/../x"])
 def test_no_database_leads_out_of_the_data_directory(two: Path, tmp_path: Path, name: str) -> None:
     alter(two, 2, lambda connection: connection.execute(sa.text("UPDATE runs SET name = :name"), {"name": name}))
@@ -300,6 +309,7 @@ def test_no_database_leads_out_of_the_data_directory(two: Path, tmp_path: Path, 
         restore(DirectoryBackups(two), 2, Target(tmp_path / "new"))
 
 
+@pytest.mark.slow
 def test_a_backup_of_an_earlier_version_is_restored(two: Path, tmp_path: Path) -> None:
     alter(two, 2, lambda connection: command.downgrade(config(connection), "0004"))
     restore(DirectoryBackups(two), 2, Target(tmp_path / "new"))
@@ -341,6 +351,7 @@ def test_a_directory_of_other_files_is_left_alone(two: Path, tmp_path: Path) -> 
         back_up(tmp_path / "data", tmp_path / "not-mounted" / "deeper")
 
 
+@pytest.mark.slow
 def test_two_backups_at_once_in_one_directory_are_refused(two: Path, tmp_path: Path) -> None:
     with DirectoryBackups(two).locked(), pytest.raises(OuterstepError, match="another backup is being made"):
         back_up(tmp_path / "data", two)

@@ -45,6 +45,7 @@ def blobs(request: pytest.FixtureRequest, data: DataDirectory) -> Blobs:
     return DirectoryBlobs(data) if request.param == "directory" else MemoryBlobs()
 
 
+@pytest.mark.slow
 def test_what_was_put_is_there_until_it_is_deleted(blobs: Blobs) -> None:
     assert blobs.stat(NAME) is None
     assert blobs.put(NAME, b"some bytes")

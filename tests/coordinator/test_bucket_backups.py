@@ -38,6 +38,8 @@ pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[
 
 from outerstep.common.objects import Objects
 
+pytestmark = pytest.mark.slow
+
 SHORT, LONG = "every_rounds = 1\nkeep = 1", "every_rounds = 1\nkeep = 20"
 _numbers = itertools.count()
 

@@ -48,12 +48,14 @@ def findings(url: str, ahead_s: float = 0.0) -> list[BucketFinding]:
     return list(check_bucket(Objects(url), lambda: time.time() + ahead_s))
 
 
+@pytest.mark.slow
 def test_a_fit_bucket_passes_every_check_and_keeps_nothing_of_them(store: SeaweedFS) -> None:
     found = findings(store.url("fit"))
     assert [(each.name, each.fault) for each in found] == [(name, None) for name in CHECKS]
     assert list(Objects(store.url("fit")).within("check")) == []
 
 
+@pytest.mark.slow
 def test_a_store_that_replaces_objects_is_refused(s3: S3Server, url: str, tmp_path: Path) -> None:
     s3.deaf = True
     *_, last = findings(url)
@@ -106,6 +108,7 @@ def test_a_wrong_clock_is_named(url: str, ahead_s: float, word: str) -> None:
 # --- whose bucket it is -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_bucket_belongs_to_one_data_directory(url: str, tmp_path: Path) -> None:
     """The start of a coordinator deletes the blobs that its database does not name."""
     for _ in range(2):  # at the first start and at later ones

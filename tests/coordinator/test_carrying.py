@@ -10,6 +10,7 @@ from tests.coordinator.crew import crew, enlist, play_round, problem, recovered
 from tests.coordinator.test_weights import UNITS, ask, late_member, send
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:false-carried-rounds")
 def test_a_round_that_it_has_contributed_to_cannot_be_carried(shared: InThread, run: str) -> None:
     """Two rounds named as carried once doubled the norm that was allowed, and bent the test of directions."""

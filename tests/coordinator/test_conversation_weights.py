@@ -34,6 +34,7 @@ def talkers(shared: InThread, run: str, sets: dict[str, DataSummary], data: str 
     return members
 
 
+@pytest.mark.slow
 def test_work_weighs_what_is_trained_on(shared: InThread, run: str) -> None:
     members = talkers(shared, run, {"a": summary(7), "b": summary(7)}, rounds=3)
     play_round(members, 0)

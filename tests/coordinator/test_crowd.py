@@ -38,6 +38,7 @@ def test_a_heartbeat_waits_neither_for_the_run_nor_for_the_database(shared: InTh
         assert member.http.put(member.path("/lease"), json={}).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_heartbeat_does_not_wait_for_threads_that_wait_for_the_run(shared: InThread, run: str) -> None:
     """Every request took the coordinator out of the application's state by way of a thread, of which there are forty."""
     (member,) = crew(shared, run, ["a"])
@@ -63,6 +64,7 @@ def set_running(running: InThread, run: str) -> Any:
         return admin.patch(f"/v1/runs/{run}", json={"state": "running"}).raise_for_status().json()
 
 
+@pytest.mark.slow
 def test_who_reads_holds_up_nobody_who_trains(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four readers of a run's rounds had its lock for most of the time, and might have had every thread."""
     (member,) = crew(shared, run, ["a"])
@@ -176,6 +178,7 @@ def test_of_a_crowd_that_is_woken_a_few_are_let_go_at_a_time_and_who_came_first_
     assert asyncio.run(passes()) == [RELEASED_AT_ONCE * each for each in range(1, 6)]
 
 
+@pytest.mark.slow
 def test_the_server_may_open_as_many_files_as_the_system_allows(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     coordinator = CoordinatorProcess(tmp_path / "data")

@@ -80,6 +80,7 @@ def test_what_is_refused(url: str, why: str, tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.slow
 def test_a_run_lives_in_a_database_elsewhere_over_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.setenv(VARIABLE, f"sqlite:///{tmp_path}/elsewhere/run.db")

@@ -87,6 +87,7 @@ def test_a_box_whose_gpu_hangs_holds_no_round_although_its_heartbeats_go_on(
     assert event["message"].startswith("b sends heartbeats, and has taken no inner step for 61 s")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_h")
 @pytest.mark.parametrize(("sync", "advised"), [("", True), ('wait = "never"', False)])
 def test_whose_work_is_lost_each_time_is_named_with_what_to_do(

@@ -64,6 +64,7 @@ def verdicts(running: InThread, run: str, round_: int, fragment: int = 0) -> dic
     return {worker: (each.factor, each.reason) for worker, each in found.fragments[fragment].verdicts.items()}
 
 
+@pytest.mark.slow
 def test_a_contribution_uploaded_directly_is_in_the_same_delta(direct: InThread) -> None:
     """Of two runs with the same contributions, one sends them directly, the other through the coordinator."""
     deltas = []
@@ -84,6 +85,7 @@ def test_a_contribution_uploaded_directly_is_in_the_same_delta(direct: InThread)
     assert deltas[0] == deltas[1]
 
 
+@pytest.mark.slow
 def test_downloads_are_redirected_on_request(direct: InThread) -> None:
     (member,) = crew(direct, "r", ["w"], checkpoints="every_rounds = 1")
     member.take_part(0)
@@ -113,6 +115,7 @@ def test_what_was_not_uploaded_is_not_committed(direct: InThread) -> None:
     assert member.commit(0, 0, announcement).status_code == 201
 
 
+@pytest.mark.slow
 def test_only_the_announced_bytes_are_committed(direct: InThread) -> None:
     """Two announcements with the same BLAKE3 digest, as of somebody who lies, have one name in the store."""
     (member,) = crew(direct, "r", ["w"])
@@ -163,6 +166,7 @@ def test_the_uploaded_header_is_the_announced_one(direct: InThread) -> None:
     problem(reply, "invalid-payload")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "slug"),
     [
@@ -199,6 +203,7 @@ def test_the_header_is_checked_before_anything_is_signed(direct: InThread) -> No
         problem(member.grant(5 if slug == "round-not-open" else 0, 0, member.announcement(payload)), slug)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:direct-lies")
 def test_a_payload_that_is_not_valid_is_left_out(direct: InThread) -> None:
     """Its values are looked at after the commit; from then on its worker has to send them through the coordinator."""
@@ -229,6 +234,7 @@ def test_a_payload_that_is_not_valid_is_left_out(direct: InThread) -> None:
     problem(bad.commit(1, 0, announcement), "not-uploaded")
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:direct-lies")
 def test_another_digest_than_announced_is_no_lost_contribution(direct: InThread) -> None:
     """It would be collected again, and again, and the round would never end."""
@@ -246,6 +252,7 @@ def test_another_digest_than_announced_is_no_lost_contribution(direct: InThread)
     assert "BLAKE3" in judged["c"][1]
 
 
+@pytest.mark.slow
 def test_without_a_valid_contribution_the_fragment_is_collected_again(direct: InThread) -> None:
     (member,) = crew(direct, "r", ["w"])
     assignment = member.assignment(0)
@@ -258,6 +265,7 @@ def test_without_a_valid_contribution_the_fragment_is_collected_again(direct: In
     member.step(0)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:store-faults")
 def test_a_lost_blob_is_collected_again(direct: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that loses an object does what a disk does that loses a file. Nothing was read before."""
@@ -308,6 +316,7 @@ def test_a_worker_is_granted_a_few_rounds_of_uploads(direct: InThread, monkeypat
     problem(member.grant(0, 0, member.announcement(sent[2])), "too-many-requests")
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:store-faults")
 def test_the_coordinator_restarts_between_upload_and_commit(store: SeaweedFS, tmp_path: Path) -> None:
     url = store.url(f"direct-{next(_numbers)}")

@@ -13,6 +13,8 @@ from harness.coordinator import InThread
 from protocol.messages import DataSummary
 from tests.coordinator.crew import crew, events, info, play_round
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def small_data(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ def play(members: list[Member], round_: int, like: dict[str, Member]) -> None:
         member.step(round_)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:copied-contribution")
 def test_workers_with_equal_work_are_told_of_once(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["a", "b", "c", "d"], rounds=3)
@@ -68,6 +69,7 @@ def test_a_loss_that_nobody_told_is_unknown(shared: InThread, run: str) -> None:
     assert told["message"].startswith("round 0: a, b have sent the same contribution (norm ")
 
 
+@pytest.mark.slow
 def test_another_dropout_seed_or_precision_hides_no_equal_work(shared: InThread, run: str) -> None:
     members = a, b, *_ = crew(shared, run, ["a", "b", "c", "d", "e"], rounds=4)
     for round_ in range(4):
@@ -85,6 +87,7 @@ def test_another_dropout_seed_or_precision_hides_no_equal_work(shared: InThread,
     assert told["data"]["workers"] == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_no_honest_pair_is_taken_for_one() -> None:
     """Of many steps directions are less noisy, and so closer to each other than to those of few steps."""
     for cosine in (0.1, 0.4, 0.9, 0.99):

@@ -1,7 +1,11 @@
 """What a run says of how long it will still take."""
 
+import pytest
+
 from harness.coordinator import InThread
 from tests.coordinator.crew import crew, info, play_round
+
+pytestmark = pytest.mark.slow
 
 
 def read_rounds(shared: InThread, run: str) -> list[dict]:

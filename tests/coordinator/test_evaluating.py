@@ -11,6 +11,8 @@ from harness.member import Member, spec_toml
 from protocol.messages import Scope
 from tests.coordinator.crew import events, forget_events, info, play_round, problem, recovered
 
+pytestmark = pytest.mark.slow
+
 KEPT = "every_rounds = 1\nkeep = 20"
 
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from coordinator.run.live_run import LiveRun
 from harness.coordinator import InThread, SettableClock, coordinator_thread
@@ -57,6 +58,7 @@ def committed_together(live: LiveRun, count: int) -> Iterator[None]:
         held.result()
 
 
+@pytest.mark.slow
 def test_a_contribution_that_arrives_several_times_at_once_is_accepted_once_and_kept(
     shared: InThread, run: str
 ) -> None:

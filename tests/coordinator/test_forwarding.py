@@ -118,6 +118,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:forwarding-elsewhere")
 def test_whatever_the_target_a_standby_connects_to_nobody_but_the_leader(pair: Pair) -> None:
     """Both answer alike, with an answer of ours; `*@HOST:PORT/x` was requested from HOST:PORT, without a token."""
@@ -326,6 +327,7 @@ def beside(
         yield stranger, leader, standby
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:blob-of-a-stranger")
 def test_a_standby_sends_no_blob_that_a_stranger_names(beside: tuple[type[Stranger], InThread, InThread]) -> None:
     """It sent `owner`, or a backup with the whole database."""
@@ -362,6 +364,7 @@ def test_a_request_arrives_as_it_was_sent(beside: tuple[type[Stranger], InThread
 # --- the secret -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:stolen-secret")
 def test_the_secret_can_be_rotated_while_coordinators_run(tmp_path: Path, postgres: PostgreSQL) -> None:
     """The same coordinator leads in a new term, so that nothing is measured with two secrets."""

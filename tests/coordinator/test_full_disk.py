@@ -118,6 +118,7 @@ def test_whichever_write_finds_the_disk_full_the_run_ends_as_if_it_had_not(
     assert transport.refusals > 20, "the test did not test"
 
 
+@pytest.mark.slow
 @pytest.mark.in_sqlite
 def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

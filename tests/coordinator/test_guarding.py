@@ -24,6 +24,8 @@ from tests.coordinator.test_restart import Lives
 from tests.coordinator.test_rolling_back import joined_again
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 KEPT = "every_rounds = 1\nkeep = 20"
 
 

@@ -60,6 +60,7 @@ def test_threads_share_two_heaps() -> None:
     assert heaps["kept"] <= 2 < heaps["apart"]
 
 
+@pytest.mark.slow
 def test_blocks_of_the_size_of_fragments_are_used_again() -> None:
     faults = {how: int(told(FAULTS, how)) for how in ("kept", "given back")}
     assert faults["kept"] < 10 < faults["given back"]

@@ -19,6 +19,7 @@ def join(running: InThread, run: str, host: str, name: str = "w2") -> httpx.Resp
         return http.put(f"/v1/runs/{run}/workers/{name}", content=body, headers={"content-type": "application/json"})
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:hostile-host-facts")
 @pytest.mark.parametrize(
     ("host", "said"),

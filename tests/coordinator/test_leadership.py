@@ -432,6 +432,7 @@ def test_the_time_of_day_is_the_databases(url: str, engine: Engine) -> None:
 # --- a leader and a standby -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_standby_forwards_everything_and_takes_over(tmp_path: Path, url: str) -> None:
     with two(tmp_path, url) as (leader, standby):
         assert leader.client().get("/readyz").json()["status"] == "ready"
@@ -454,6 +455,7 @@ def test_a_standby_forwards_everything_and_takes_over(tmp_path: Path, url: str) 
         assert finished["message"] == "the run is finished after 3 rounds"
 
 
+@pytest.mark.slow
 def test_a_standby_sends_deltas_and_checkpoints_itself(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,6 +521,7 @@ def test_a_client_cannot_pose_as_a_standby(tmp_path: Path, url: str) -> None:
         assert "203.0.113.9" not in seen
 
 
+@pytest.mark.slow
 def test_a_commit_whose_reply_is_lost_is_known_after_the_next_takeover(tmp_path: Path, url: str) -> None:
     """It may have happened, so memory is built again from the rows: by the same coordinator, in a new term."""
     blobs, address = stores.MemoryBlobs(), make_url(url)
@@ -571,6 +574,7 @@ def test_a_standby_that_cannot_reach_the_leader_is_not_ready(tmp_path: Path, url
         leader.client().get("/v1/runs").raise_for_status()
 
 
+@pytest.mark.slow
 def test_a_second_coordinator_at_the_same_address_is_refused(tmp_path: Path, url: str) -> None:
     """As on two machines by default, where each listens on 127.0.0.1: a standby would forward to itself."""
     blobs = stores.MemoryBlobs()

@@ -172,6 +172,7 @@ def sent(member: Member, assignment: Assignment, fragment: int, values: F32) -> 
     return decoded
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:ascent")
 def test_the_round_is_done_again_without_whoever_harmed_it(shared: InThread, run: str):
     a, b, c, m = members = begin(shared, run)
@@ -214,6 +215,7 @@ def test_the_round_is_done_again_without_whoever_harmed_it(shared: InThread, run
     assert all(each["state"] == "consumed" for each in listed if each["start"] < 20), "m's units are trained again"
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:ascent")
 def test_an_evaluator_gets_what_makes_the_state_without_a_worker(shared: InThread, run: str):
     a, b, _, _ = members = begin(shared, run)
@@ -233,6 +235,7 @@ def test_an_evaluator_gets_what_makes_the_state_without_a_worker(shared: InThrea
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:lying-evaluator")
 def test_one_evaluator_alone_leaves_nobody_out(shared: InThread, run: str):
     _, b, c, m = members = begin(shared, run)
@@ -252,6 +255,7 @@ def test_one_evaluator_alone_leaves_nobody_out(shared: InThread, run: str):
     )
 
 
+@pytest.mark.slow
 def test_a_worker_without_which_there_are_too_few_takes_part_and_does_not_count(shared: InThread, run: str):
     members = begin(shared, run, min_workers=4)
     find_harmful(members)
@@ -265,6 +269,7 @@ def test_a_worker_without_which_there_are_too_few_takes_part_and_does_not_count(
     assert not events(shared, run, "screened")
 
 
+@pytest.mark.slow
 def test_the_last_round_is_done_again_too(shared: InThread, run: str):
     members = crew_of_tokens(shared, run, "abcm", min_workers=3, rounds=1)
     for member in members:
@@ -296,6 +301,7 @@ def test_the_last_round_is_done_again_too(shared: InThread, run: str):
         assert state.round == target
 
 
+@pytest.mark.slow
 def test_a_start_keeps_the_checkpoint_before_a_round_that_may_be_done_again(tmp_path: Path):
     """The tokens were not known yet, and it was deleted. Workers that were sent back to it loaded the one after it, so
     they were sent back again, for ever."""
@@ -341,6 +347,7 @@ def test_nobody_is_left_out_of_a_private_run(shared: InThread, run: str):
 # --- crashes ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:rollback")
 @pytest.mark.parametrize("point", ["order", "deltas", "rows", "checkpoint", "blobs"])
 def test_killed_at_any_point_the_next_start_does_it_or_has_done_it(
@@ -387,6 +394,7 @@ def test_killed_at_any_point_the_next_start_does_it_or_has_done_it(
         assert info(running, "r")["divergences"] == 0
 
 
+@pytest.mark.slow
 def test_a_round_whose_contributions_are_lost_stands_and_the_worker_is_excluded(tmp_path: Path):
     lives = Lives(tmp_path / "data")
     with lives.life() as running:

@@ -39,6 +39,7 @@ def test_an_expired_lease_stays_live_until_it_is_ended_so_that_its_end_is_handle
     members.leave("w")  # again: nothing happens
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 100)), st.floats(0, 300))
 def test_expired_are_exactly_the_silent_ones_in_worker_id_order(seen_at: dict[str, float], now: float) -> None:
     members = Members(lease_s=50)

@@ -146,6 +146,7 @@ FRAGMENT = "INSERT INTO fragments (run_id, round, fragment, state, reason, delta
 CONTRIBUTION = "INSERT INTO contributions VALUES ({}, 0, 0, 'w', x'00', NULL, 1, 1, 1, 1.0, 1.0, 0.0, NULL)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statements", "constraint"),
     [

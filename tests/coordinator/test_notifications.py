@@ -189,6 +189,7 @@ def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
 # --- services ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_service_gets_a_message_by_apprise(sink: Sink) -> None:
     with notifying(sink.service, f"{sink.url}/hook", secret=SECRET) as notifier:
         notifier.note_alert("run-stalled", "no round", "resolved", "r", 3)
@@ -200,6 +201,7 @@ def test_a_service_gets_a_message_by_apprise(sink: Sink) -> None:
     assert body["type"] == "success"
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:hostile-webhook")
 def test_what_apprise_says_has_no_part_of_the_url(sink: Sink) -> None:
     sink.answers += [(500, {}, b""), (302, {"Location": f"{sink.url}/elsewhere"}, b"")]
@@ -248,6 +250,7 @@ def test_settings_take_secrets_from_files_and_show_none(tmp_path: Path) -> None:
             Settings(notify_secret=wrong)
 
 
+@pytest.mark.slow
 def test_the_command_sends_a_test(sink: Sink, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTERSTEP_COORDINATOR_NOTIFY_SECRET", SECRET)
     (tmp_path / "urls").write_text(f"{sink.url}/hook-of-9999\n{sink.service}\n")
@@ -269,6 +272,7 @@ def test_the_command_sends_a_test(sink: Sink, monkeypatch: pytest.MonkeyPatch, t
 # --- nothing waits ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_flood_is_a_few_messages(sink: Sink) -> None:
     clock = SettableClock()
     with notifying(f"{sink.url}/hook", clock=clock) as notifier:
@@ -340,6 +344,7 @@ def watched(tmp_path: Path, sink: Sink, clock: SettableClock, **settings: Any) -
         yield Watched(running, sink, clock)
 
 
+@pytest.mark.slow
 def test_a_stalled_run_is_notified_once_and_once_more_when_it_goes_on(tmp_path: Path, sink: Sink) -> None:
     clock = SettableClock()
     patient = "lease_s = 86400"
@@ -366,6 +371,7 @@ def test_a_stalled_run_is_notified_once_and_once_more_when_it_goes_on(tmp_path: 
             assert ("run-stalled", "resolved") in found.look()
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_and_the_end_of_a_run(tmp_path: Path, sink: Sink) -> None:
     clock, free = SettableClock(), [50]
     with watched(tmp_path, sink, clock) as found:

@@ -40,6 +40,7 @@ def test_a_message_is_what_pydantic_makes_of_it() -> None:
     assert parse(asked.model_dump_json().encode(), JOIN, JOIN_VALUES) == asked
 
 
+@pytest.mark.slow
 def test_the_largest_messages_are_taken() -> None:
     largest = join_of(*(b'{"name":"model.layers.%d.weight","shape":[1,2,3,4]}' % n for n in range(MAX_TENSORS)))
     assert len(largest) < 16 << 20
@@ -64,6 +65,7 @@ def test_a_million_values_are_refused_before_they_are_parsed(body: bytes, monkey
         parse(body, JOIN, JOIN_VALUES)
 
 
+@pytest.mark.slow
 def test_a_list_ends_at_its_first_fault() -> None:
     assert len(faults(join_of(TENSOR, *[b"{}"] * 10_000))) == 2  # its name and its shape are missing
     assert len(faults(join_of(*[b"1"] * 10_000))) == 1

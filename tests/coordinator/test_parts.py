@@ -154,6 +154,7 @@ def test_the_last_part_is_checked_like_the_whole(shared: InThread, run: str) -> 
     assert shared.coordinator.partial_uploads.waiting == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("headers", "slug"),
     [
@@ -251,6 +252,7 @@ def begin(parts: Parts, running: InThread, held: ExitStack, announced: int) -> s
     return line
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:trickling-parts")
 def test_parts_that_trickle_hold_up_nobody(
     shared: InThread, run: str, clock: SettableClock, memory: MemoryBudget

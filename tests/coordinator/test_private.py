@@ -58,6 +58,7 @@ def left_behind(running: InThread, run: str) -> Member:
     return b
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:units-once")
 def test_every_worker_is_dealt_units_of_its_own_set(shared: InThread, run: str) -> None:
     members = private_crew(shared, run, {"a": 12, "b": 7}, rounds=3, min_workers=2)
@@ -209,6 +210,7 @@ def test_the_held_out_loss_is_the_mean_of_what_the_workers_measure(shared: InThr
     assert info(shared, run)["held_out_loss"] == 1.5
 
 
+@pytest.mark.slow
 def test_the_mean_outlives_what_it_was_made_of(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run, rounds=4, data="private = true", checkpoints="every_rounds = 1\nkeep = 1\n[retention]\nrounds = 1"))  # fmt: skip
     members = [bring(shared, run, name, 12) for name in "ab"]

@@ -8,6 +8,8 @@ from harness.member import Member, spec_toml
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
 
+pytestmark = pytest.mark.slow
+
 GRACE = "grace_min_s = 10\ngrace_max_s = 10"
 LONG = 1000.0  # times what is usual: left out
 

@@ -50,6 +50,7 @@ def blobs(running: InThread, run: str) -> list[str]:
     return [name for name, _ in listed if "/state/" not in name]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_run_and_its_name_is_free(shared: InThread, run: str) -> None:
     leave(finished(shared, f"{run}-other"))
     leave(finished(shared, run))
@@ -88,6 +89,7 @@ def test_a_run_that_another_is_to_start_from_is_not_removed(shared: InThread, ru
     remove(shared, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["before the rows", "before the blobs", "before the mark"])
 def test_a_crash_leaves_the_whole_run_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     with coordinator_thread(tmp_path / "data") as running:

@@ -15,6 +15,8 @@ from tests.coordinator.crew import crew, events, info, play_round
 from tests.coordinator.test_rolling_back import KEPT, joined_again, roll_back
 from tests.support.backing_up import back_up, restored
 
+pytestmark = pytest.mark.slow
+
 SYNC = 'upload_codec = "fp32"\ndownload_codec = "2bit"'
 ROUNDS = 5
 

@@ -95,6 +95,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
         return [a.delta(0, p).content for p in (0, 1)]
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_disk_is_recorded_and_the_aggregation_tried_again_until_it_succeeds(
     tmp_path: Path, undisturbed: list[bytes]
 ) -> None:
@@ -116,6 +117,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [
@@ -206,6 +208,7 @@ def test_a_run_keeps_the_defaults_of_the_version_that_created_it(lives: Lives) -
         assert info(running, "r")["spec"] == older
 
 
+@pytest.mark.slow
 def test_all_runs_tokens_and_history_are_there_again(lives: Lives) -> None:
     with lives.life() as running:
         (member,) = crew(running, "r", ["w"], rounds=2)

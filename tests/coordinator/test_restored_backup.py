@@ -22,6 +22,7 @@ from tests.support.waiting import wait_until
 pytestmark = pytest.mark.in_directory
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:restore-elsewhere")
 def test_the_crew_goes_on_from_the_backup_and_ends_with_one_model(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
@@ -58,6 +59,7 @@ def test_the_crew_goes_on_from_the_backup_and_ends_with_one_model(tmp_path: Path
         assert len(events(running, "r", "restored-from-backup")) == 1, "the next start is an ordinary one"
 
 
+@pytest.mark.slow
 def test_what_was_acknowledged_in_the_open_round_is_in_its_delta(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)

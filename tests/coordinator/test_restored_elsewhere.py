@@ -86,6 +86,7 @@ def go_on(running: InThread, round_: int) -> None:
         leave(member)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:restored-elsewhere")
 def test_into_a_bucket_and_back_and_the_run_goes_on_in_each(tmp_path: Path, url: str, data: Path) -> None:
     with coordinator_thread(data) as running:
@@ -107,6 +108,7 @@ def test_into_a_bucket_and_back_and_the_run_goes_on_in_each(tmp_path: Path, url:
         go_on(running, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:restored-elsewhere")
 def test_into_postgresql_and_back(tmp_path: Path, url: str, database: str, data: Path) -> None:
     target = Target(tmp_path / "b", url, make_url(database))
@@ -121,6 +123,7 @@ def test_into_postgresql_and_back(tmp_path: Path, url: str, database: str, data:
         go_on(running, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:restored-elsewhere")
 def test_a_backup_in_a_bucket_leaves_its_files_there(tmp_path: Path, url: str, database: str) -> None:
     with coordinator_thread(tmp_path / "a", blobs=url) as running:
@@ -143,6 +146,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:restored-elsewhere")
 @pytest.mark.parametrize(("from_bucket", "owner", "step", "when"), STEPS)
 def test_a_restore_that_is_killed_can_be_repeated(
@@ -179,6 +183,7 @@ def test_a_restore_that_is_killed_can_be_repeated(
         go_on(running, 2)
 
 
+@pytest.mark.slow
 def test_a_repeated_restore_undoes_nothing_that_was_done_since(
     tmp_path: Path, url: str, database: str, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +207,7 @@ def test_a_repeated_restore_undoes_nothing_that_was_done_since(
         assert info(running, "r")["round"] == 3
 
 
+@pytest.mark.slow
 def test_what_is_refused(tmp_path: Path, url: str, database: str, data: Path) -> None:
     backups = backed_up(data, tmp_path / "backups")
     with coordinator_thread(tmp_path / "other", blobs=url, database=database) as running:

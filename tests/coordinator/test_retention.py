@@ -18,6 +18,8 @@ from protocol.wire import Payload
 from tests.coordinator.crew import crew, info, play_round
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 KINDS_IN_ORDER: tuple[Kind, ...] = ("checkpoints", "deltas", "contributions")
 
 # every_rounds, keep -> after 5 of 7 rounds and at the end: rounds of the checkpoints, deltas and contributions kept.

@@ -18,6 +18,8 @@ from tests.coordinator.test_backup import caught_up
 from tests.coordinator.test_restart import Lives
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 KEPT = "every_rounds = 1\nkeep = 20"
 
 

@@ -195,6 +195,7 @@ def test_a_round_never_closes_below_min_workers_and_sums_in_worker_id_order(situ
         assert len(decision.contributors) >= situation["policy"].min_workers
 
 
+@pytest.mark.slow
 @given(situations())
 def test_a_round_closes_at_once_when_nobody_is_waited_for(situation: dict) -> None:
     assume(situation["expected"] <= situation["contributed"])
@@ -230,6 +231,7 @@ def test_a_further_contribution_never_puts_the_deadline_off(situation: dict, mor
         assert after.until == before.until
 
 
+@pytest.mark.slow
 @given(situations())
 def test_the_reason_is_one_sentence_that_names_who_is_waited_for(situation: dict) -> None:
     decision = decide(**situation)

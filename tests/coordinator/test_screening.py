@@ -94,6 +94,7 @@ def test_sketches_have_the_inner_products_of_the_vectors() -> None:
     assert 0 < error < 4 / math.sqrt(SKETCHED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pieces", [[1], [SKETCHED - 1, SKETCHED + 1], [100, N - 100], range(0, N, 7777)])
 @pytest.mark.parametrize("generation", [*(kernels.generations() if COMPILED else []), "numpy"])
 def test_neither_the_pieces_in_which_it_comes_nor_the_cpu_matter(
@@ -296,6 +297,7 @@ def test_a_round_of_zeros_is_one_of_equals() -> None:
 # --- directions -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:flipped-gradient")
 @pytest.mark.parametrize("times", [1.0, 1.9, 3.0])
 @pytest.mark.parametrize("cosine", [0.05, 0.3, 0.9])
@@ -366,6 +368,7 @@ def with_a_noisy_row(count: int, cosine: float, rng: np.random.Generator) -> lis
     return vectors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [4, 8])
 def test_where_honest_agreements_differ_nobody_is_left_out_for_that(workers: int) -> None:
     """Late in training, one of eight honest workers was left out in every tenth round of a fragment with an embedding."""
@@ -493,6 +496,7 @@ def test_of_two_that_oppose_each_other_both_stay() -> None:
     assert factors(judged([one, -one])) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [3, 4, 20])
 def test_noise_that_drowns_all_directions_leaves_nobody_out(workers: int) -> None:
     """Cosines are chance alone."""

@@ -52,6 +52,7 @@ def state_of(running: InThread, run: str) -> str:
     return str(info(running, run)["state_digest"])
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:damaged-files")
 @pytest.mark.usefixtures("no_room")
 def test_a_contribution_that_the_disk_lost_is_asked_for_again_and_nothing_else_changes(
@@ -131,6 +132,7 @@ def test_a_dead_workers_contribution_that_the_disk_lost_is_done_without_and_its_
     assert info(shared, run, "/workers/a")["contributions"] == 0
 
 
+@pytest.mark.slow
 def test_spoilt_deltas_are_made_again_after_a_start(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         a, b = crew(running, "r", ["a", "b"], rounds=3)
@@ -262,6 +264,7 @@ def test_a_run_that_has_lost_its_only_checkpoint_and_its_state_says_so(shared: I
         problem(client.get(f"/v1/runs/{run}/checkpoints/latest"), "file-lost")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["deleted", "cut", "corrupt"])
 def test_a_state_file_that_is_no_longer_what_was_written_is_derived_again_without_a_restart(
     shared: InThread, run: str, how: str
@@ -300,6 +303,7 @@ def test_a_deleted_delta_is_made_again_for_its_reader(shared: InThread, run: str
     assert read(live.blobs, name) == before
 
 
+@pytest.mark.slow
 def test_the_state_is_derived_from_the_newest_sound_checkpoint_after_a_start(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         a, b = crew(running, "r", ["a", "b"], rounds=5, checkpoints="every_rounds = 2")

@@ -15,6 +15,8 @@ from tests.coordinator.crew import crew, enlist, events, info, play_round, probl
 from tests.coordinator.test_restart import Lives
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 SITUATIONS = ["before seeding", "seeding", "between rounds", "open round", "half contributed", "finished"]
 REQUESTS = ["paused", "draining", "running", "stopped"]
 

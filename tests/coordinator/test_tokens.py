@@ -129,6 +129,7 @@ def ask(scene: Scene, method: str, path: str, kind: Kind) -> httpx.Response:
     return scene.http.request(method, path.format(**names), json=body, headers=headers)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:unauthorized-request")
 def test_every_route_has_a_rule_and_every_rule_a_route() -> None:
     served = {(method, nameless(path)) for method, path in routes()}
@@ -139,6 +140,7 @@ def test_every_route_has_a_rule_and_every_rule_a_route() -> None:
     assert len(routes()) == len(served) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:documented-access", "security:unauthorized-request")
 @pytest.mark.parametrize(("method", "path"), routes(), ids=lambda value: str(value))
 def test_every_route_answers_every_token_as_documented(scene: Scene, method: str, path: str) -> None:
@@ -156,6 +158,7 @@ def test_every_route_answers_every_token_as_documented(scene: Scene, method: str
             assert cached in ("private, no-store", "private, max-age=31536000, immutable"), (kind, cached)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), routes(), ids=lambda value: str(value))
 def test_openapi_tells_of_401_and_403_just_where_they_come(method: str, path: str) -> None:
     operation = schema()["paths"][path][method.lower()]

@@ -85,6 +85,7 @@ def test_room_is_expected_only_where_some_has_just_come_back_and_never_more_than
     assert not memory.frees_up(60)
 
 
+@pytest.mark.slow
 def test_a_round_is_the_same_whether_there_is_room_for_all_some_or_none_of_its_contributions(
     shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

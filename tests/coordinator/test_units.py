@@ -77,6 +77,7 @@ operations = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations)
 def test_every_unit_is_in_exactly_one_state_whatever_happens(database: Database, operations: list) -> None:

@@ -12,6 +12,8 @@ from protocol.wire import DeltaHeader, Payload
 from tests.coordinator.crew import GRACE_OF_A_SECOND, info, recovered
 from tests.coordinator.test_restart import Lives
 
+pytestmark = pytest.mark.slow
+
 SYBILS = ["m1", "m2", "m3", "m4"]
 HONEST = ["h1", "h2"]
 

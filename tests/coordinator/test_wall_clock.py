@@ -13,6 +13,8 @@ from tests.coordinator.crew import crew, info, measure_everything, play_round
 from tests.support.http_server import Handler, serving
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 DAY_S = 86_400.0
 NOW = 1_700_000_000.0
 

@@ -66,6 +66,7 @@ def send(member: Member, assignment: Assignment, weight: int, **changes: object)
     return member.contribute(assignment, 0, values, tokens=weight * member.spec.unit_tokens, **changes)
 
 
+@pytest.mark.slow
 def test_carried_work_does_not_count(shared: InThread, run: str, clock: SettableClock) -> None:
     """Two rounds of work were once taken with the weight of two: the mean was the straggler's."""
     c, late = late_member(shared, run, clock, 2)

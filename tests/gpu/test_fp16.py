@@ -16,6 +16,8 @@ from worker.inner.micro_batch import MicroBatches
 from worker.inner.step import InnerStep
 from worker.link.client import open_http
 
+pytestmark = pytest.mark.slow
+
 # Too large at first, and it doubles after three steps: so that steps are skipped in every round.
 SCALE, GROWS_AFTER, LOSS_TIMES = 2.0**122, 3, 64
 

@@ -14,6 +14,8 @@ from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
 
+pytestmark = pytest.mark.slow
+
 SPEC = """
 name = "text"
 [model]

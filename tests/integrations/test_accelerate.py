@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 
+pytestmark = pytest.mark.slow
+
 BATCH, ROUNDS = 4, 3
 STEPS = ROUNDS * toy.STEPS
 ROWS = BATCH * STEPS

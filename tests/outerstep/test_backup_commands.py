@@ -81,6 +81,7 @@ def test_a_damaged_backup_is_shown_and_ends_with_3(tmp_path: Path, served: Serve
     assert err.startswith("backup 2 is damaged, trying an older one: ")
 
 
+@pytest.mark.slow
 def test_those_beside_the_blobs_of_a_bucket(tmp_path: Path, store: SeaweedFS):
     url = store.url("backup-commands")
     with coordinator_thread(tmp_path / "data", blobs=url) as running:

@@ -66,6 +66,7 @@ def test_every_command_that_shows_something_shows_it_as_json_too(command: tuple[
     assert "--json" not in help_text
 
 
+@pytest.mark.slow
 def test_a_shell_completes_commands():
     words = {"_OUTERSTEP_COMPLETE": "complete_bash", "COMP_WORDS": "outerstep run ch", "COMP_CWORD": "2"}
     command = [sys.executable, "-m", "outerstep"]
@@ -135,6 +136,7 @@ def test_bad_usage_is_one_clear_message_and_exit_code_2(arguments: list[str], sa
     assert said in out + err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "variables", "said"),
     [
@@ -261,6 +263,7 @@ def test_what_nobody_expected_keeps_its_traceback():
     assert isinstance(CliRunner().invoke(group, ["broken"]).exception, ZeroDivisionError)
 
 
+@pytest.mark.slow
 def test_an_output_that_cannot_be_written_is_one_line():
     """It was a traceback: the output on a full disk, for example."""
     with open("/dev/full", "w") as full:

@@ -72,6 +72,7 @@ def refused(served: Served, *arguments: str) -> tuple[int, str]:
     return code, err
 
 
+@pytest.mark.slow
 def test_checkpoints_differ_by_what_each_of_them_is_evaluated_at(served: Served) -> None:
     found = compared(served, RUN, f"{RUN}@0")
     last, first = found["models"]
@@ -107,6 +108,7 @@ def test_directories_need_no_coordinator(served: Served, exported: Path, tmp_pat
     assert (code, "none of these names its held-out text" in said) == (3, True), said
 
 
+@pytest.mark.slow
 def test_a_table_and_a_plot(served: Served, exported: Path, tmp_path: Path) -> None:
     plot = tmp_path / "difference.svg"
     names = [RUN, f"{RUN}@0", str(exported)]
@@ -123,6 +125,7 @@ def test_a_table_and_a_plot(served: Served, exported: Path, tmp_path: Path) -> N
     assert (code, "--plot: /nowhere/difference.svg: no such file or directory" in said) == (2, True), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -156,6 +159,7 @@ def shape() -> dict[str, Any]:
 # --- the mean of the last states -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_mean_of_the_last_states_is_that_of_their_exports(
     served: Served, exported: Path, running: InThread, tmp_path: Path
 ) -> None:
@@ -199,6 +203,7 @@ def test_states_whose_deltas_are_not_kept_are_told() -> None:
 # --- the baseline -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_baseline_does_the_work_of_all_in_each_step(served: Served, running: InThread, tmp_path: Path) -> None:
     """So it is what several workers are compared with, at equal tokens."""
     text = Path(running.client().get(f"/v1/runs/{RUN}").json()["spec"]["data"]["source"])
@@ -269,6 +274,7 @@ def drawn(seed: int, documents: int = 200, apart: float = 0.02) -> tuple[Losses,
     return Losses((difficulty + generator.normal(apart, 0.1, documents)) * targets, targets), base
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_true_difference_nineteen_times_in_twenty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "DRAWN", 300)
     found = [difference(*drawn(seed)) for seed in range(200)]

@@ -45,6 +45,8 @@ from worker.settings import BoxSettings
 from worker.state.parameters import tensor_specs
 from worker.state.state_dir import SNAPSHOT, StateDir
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 CHECKS = ["versions", "device", "coordinator", "TLS", "clock", "token", "run", "state", "allowed", "settings"]
 CHECKS += ["memory", "disk", "model", "data", "step", "line"]

@@ -31,6 +31,7 @@ def test_a_large_set_has_large_batches_and_long_rounds() -> None:
     assert choose(20_000, 4).rounds == 20
 
 
+@pytest.mark.slow
 @given(st.integers(1, 10**7), st.integers(1, 100), st.floats(0.1, 50.0))
 def test_epochs_are_those_wanted_as_far_as_rounds_are_whole(sequences: int, workers: int, epochs: float) -> None:
     found = choose(sequences, workers, epochs)
@@ -67,6 +68,7 @@ def chat_spec(tmp_path: Path, rest: str = "") -> str:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", ["", "[sync]\nzstd = false\n[inner]\nlearning_rate = 0.001\n", "[inner]  # mine\n"])
 def test_a_spec_is_completed(tmp_path: Path, rest: str) -> None:
     found = completed(chat_spec(tmp_path, rest), workers=4)
@@ -101,6 +103,7 @@ def test_text_has_no_rounds_by_itself(tmp_path: Path) -> None:
     assert parse_spec(found[0]).sync.rounds == found[1].rounds
 
 
+@pytest.mark.slow
 def test_run_create_explains_what_it_chose(served: Served, tmp_path: Path) -> None:
     spec = tmp_path / "run.toml"
     spec.write_text(chat_spec(tmp_path))

@@ -75,6 +75,7 @@ def exported(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> Path
     return directory
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_loss_that_the_worker_has_measured(trained: Trained) -> None:
     last, first = trained.evaluate(RUN), trained.evaluate(f"{RUN}@0", "--device", "cpu")
     assert last["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-6)
@@ -231,6 +232,7 @@ def test_text_by_another_tokenizer_is_not_evaluated_on(
     assert (code, "is trained on ids from 'bytes'" in said) == (3, True), said
 
 
+@pytest.mark.slow
 def test_a_set_behind_an_address_is_kept_where_a_worker_would_keep_it(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +281,7 @@ def test_an_export_that_lacks_a_tensor_is_told(trained: Trained, exported: Path,
     assert (code, "its weights lack 1 tensors of the model, model.norm.weight for one" in said) == (3, True), said
 
 
+@pytest.mark.slow
 def test_adapters_are_evaluated_with_the_model_that_they_belong_to(trained: Trained, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="needs: pip install 'outerstep[peft]'")
     save_trained(tmp_path / "base")

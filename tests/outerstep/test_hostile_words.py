@@ -77,6 +77,7 @@ class Hostile(Handler):
         self.wfile.write(body)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:terminal-escapes")
 @pytest.mark.parametrize(
     ("command", "code"),

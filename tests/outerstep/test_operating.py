@@ -121,6 +121,7 @@ def test_an_export_of_a_checkpoint_that_the_disk_has_lost_ends_and_says_so(serve
     assert (code, err.startswith("outerstep: file-lost: "), "from a backup" in err) == (3, True, True)
 
 
+@pytest.mark.slow
 def test_pause_resume_and_stop(served: Served):
     create(served, "steered")
     # a run without workers is drained at once
@@ -134,6 +135,7 @@ def test_pause_resume_and_stop(served: Served):
     assert (code, err.startswith("outerstep: run-ended: ")) == (3, True)
 
 
+@pytest.mark.slow
 def test_workers_are_evicted_banned_and_readmitted_and_the_units_are_shown(served: Served):
     create(served, "crewed")
     with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"}) as http:
@@ -159,6 +161,7 @@ def test_what_is_not_there_is_refused(served: Served):
     assert served.outerstep("token", "revoke", "nothing")[0] == 3
 
 
+@pytest.mark.slow
 def test_a_token_is_made_used_listed_and_revoked(served: Served):
     code, secret, said = served.outerstep("token", "create", "--scope", "viewer", "--note", "Ann's [box]")
     assert code == 0
@@ -178,6 +181,7 @@ def test_a_token_is_made_used_listed_and_revoked(served: Served):
     assert (code, err.startswith("outerstep: unauthorized: ")) == (3, True)
 
 
+@pytest.mark.slow
 def test_a_token_says_what_it_is_for(served: Served):
     create(served, "for-one")
     options = ["--scope", "join", "--run", "for-one", "--uses", "3", "--expires", "12h", "--format", "json"]
@@ -266,6 +270,7 @@ def test_settings_of_the_coordinator_are_checked_and_named(
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.slow
 def test_a_certificate_that_cannot_be_served_with_is_told_before_anything_is_made(served: Served, tmp_path: Path):
     """Nothing of the data directory is made, and no passphrase is asked for; it was `[SSL] PEM lib (_ssl.c:3926)`."""
     one, other = make_certificate(tmp_path / "one"), make_certificate(tmp_path / "other")
@@ -329,6 +334,7 @@ def test_a_data_directory_that_is_a_file_and_a_host_that_is_not_ours(tmp_path: P
     assert (code, "its name is not known here" in err, "Errno" in err) == (2, True, False), err
 
 
+@pytest.mark.slow
 def test_an_ended_run_is_removed_after_a_question(served: Served):
     create(served, "old")
     code, _, err = served.outerstep("run", "rm", "old", "--yes")
@@ -408,6 +414,7 @@ def test_watching_survives_a_restart_of_the_coordinator(tmp_path: Path):
         assert watching.wait(PATIENCE_S) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_the_background")
 def test_interrupting_the_watching_is_quiet_and_leaves_the_run_alone(served: Served):
     create(served, "left-alone")

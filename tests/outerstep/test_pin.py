@@ -13,6 +13,8 @@ from tests.support.text import write_text
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
 
+pytestmark = pytest.mark.slow
+
 
 def test_workers_bring_what_was_pinned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     text, other = write_text(tmp_path / "text", seed=2), write_text(tmp_path / "other", seed=3)

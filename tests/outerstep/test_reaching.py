@@ -121,6 +121,7 @@ def test_a_server_that_is_no_coordinator(page: type[Page], said_by_worker: Calla
             assert not FOR_PROGRAMMERS.search(line)
 
 
+@pytest.mark.slow
 def test_the_wrong_scheme(served: Served, secured: Served, said_by_worker: Callable[[str], tuple[int, str]]) -> None:
     plain, tls = served.url, secured.url
     for said in (said_by_command, said_by_worker):
@@ -142,6 +143,7 @@ def test_a_certificate_that_nobody_has_signed(
         assert not FOR_PROGRAMMERS.search(line)
 
 
+@pytest.mark.slow
 def test_a_certificate_that_is_given_is_trusted(
     secured: Served, certificate: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +255,7 @@ def without_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_no_proxy")
 def test_a_dead_proxy_is_named_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator was said to refuse the connection."""
@@ -315,6 +318,7 @@ def test_what_tcp_does_after_a_silence_is_read_from_the_kernel(
     assert connections.congestion_text(control).startswith(said)
 
 
+@pytest.mark.slow
 def test_what_tcp_does_after_a_silence_is_logged_once(
     caplog: pytest.LogCaptureFixture, secured: Served, certificate: Certificate
 ) -> None:

@@ -113,6 +113,7 @@ def test_whoever_goes_on_has_neither_gap_nor_repetition(first: int) -> None:
     assert summary(follow(History(), first)) == WHOLE[first:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", range(1, 40))
 def test_an_outage_at_any_request_costs_nothing(at: int) -> None:
     told: list[str] = []
@@ -174,6 +175,7 @@ def test_a_file_of_lines_has_all_of_it(tmp_path: Path) -> None:
     assert lines[1]["data"] == {"worker": "a"}
 
 
+@pytest.mark.slow
 def test_a_file_that_was_cut_anywhere_becomes_what_it_would_have_been(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
     track(JsonLines(whole, NAME, RUN))
@@ -313,6 +315,7 @@ def finished(tmp_path: Path):
         yield Served(running.url, running.data_dir, child=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_run_is_tracked_to_its_end_and_once(
     finished: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +332,7 @@ def test_a_run_is_tracked_to_its_end_and_once(
     assert (tmp_path / "demo.jsonl").read_text() == content
 
 
+@pytest.mark.slow
 def test_what_is_not_installed_or_not_there_is_told(
     finished: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +348,7 @@ def test_what_is_not_installed_or_not_there_is_told(
     assert (code, "run: pip install 'outerstep[wandb]'" in err) == (2, True), err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [

@@ -17,6 +17,8 @@ from tests.outerstep.test_operating import create, read_until
 from tests.support.terminal import Terminal
 from tests.support.waiting import PATIENCE_S
 
+pytestmark = pytest.mark.slow
+
 PATIENT = "lease_s = 600\ngrace_min_s = 600\ngrace_max_s = 600"  # so that no deadline passes while this is looked at
 OUTERSTEP = [sys.executable, "-m", "outerstep"]
 

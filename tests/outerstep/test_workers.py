@@ -4,9 +4,12 @@ import json
 import re
 
 import httpx
+import pytest
 
 from harness.member import Member, spec_toml
 from tests.outerstep.conftest import Served
+
+pytestmark = pytest.mark.slow
 
 HOST = {"device": "cuda:0: Some GPU", "threads": 8}
 

@@ -13,6 +13,8 @@ from protocol.codecs import CODECS
 from protocol.errors import WireError
 from protocol.wire import MAX_FINITE
 
+pytestmark = pytest.mark.slow
+
 F32 = npt.NDArray[np.float32]
 NAMES = sorted(CODECS)
 MOST = {"int8": 127, "int4": 7}

@@ -79,6 +79,7 @@ def test_a_big_tensor_is_cut_and_small_ones_are_packed() -> None:
     assert layout.elements == [4, 4, 5]
 
 
+@pytest.mark.slow
 @given(total=st.integers(1, 1 << 31), fragment_elements=st.integers(1 << 16, 1 << 28))
 def test_a_large_last_fragment_is_halved_until_it_is_small(total: int, fragment_elements: int) -> None:
     count = -(-total // fragment_elements)

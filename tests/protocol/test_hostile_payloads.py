@@ -98,12 +98,14 @@ def test_any_bytes(data: bytes) -> None:
     read_or_wire_error(raw_payload(data, []))
 
 
+@pytest.mark.slow
 @given(st.recursive(st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary(),
                     lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(sorted(header_fields())), inner)))  # fmt: skip
 def test_any_msgpack(document: Any) -> None:
     read_or_wire_error(raw_payload(document, frames()))
 
 
+@pytest.mark.slow
 @given(key=st.sampled_from(sorted(header_fields())),
        value=st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text() | st.binary() | st.lists(st.integers(-1, 300)))  # fmt: skip
 @settings(max_examples=300)
@@ -122,6 +124,7 @@ def test_one_byte_more() -> None:
         read(VALID + b"\0")
 
 
+@pytest.mark.slow
 @given(flips=st.lists(st.integers(0, 8 * len(VALID) - 1), min_size=1, max_size=4))
 @settings(max_examples=500)
 def test_flipped_bits(flips: list[int]) -> None:
@@ -246,6 +249,7 @@ BOMBS: dict[str, Callable[[], bytes]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:payload-bombs")
 @pytest.mark.parametrize("case", BOMBS)
 def test_a_hostile_header_takes_bounded_memory(case: str) -> None:

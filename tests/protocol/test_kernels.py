@@ -86,6 +86,7 @@ def test_they_are_compiled_where_there_is_a_compiler() -> None:
         assert (codec is not REFERENCE[name]) == (COMPILED and name in CODECS_IN_C)
 
 
+@pytest.mark.slow
 @ON_EVERY_CPU
 @pytest.mark.parametrize("name", CODECS_IN_C)
 @given(values=arrays(np.float32, LENGTHS, elements=FLOATS, fill=FINITE))
@@ -126,6 +127,7 @@ def test_one_bad_value_anywhere(name: str) -> None:
                 assert isinstance(encoded(name, values), str)
 
 
+@pytest.mark.slow
 @ON_EVERY_CPU
 @pytest.mark.parametrize("name", CODECS_IN_C)
 @given(data=st.data())
@@ -146,6 +148,7 @@ def test_decode_and_accumulate(name: str, data: st.DataObject) -> None:
     assert ours.tobytes() == theirs.tobytes()
 
 
+@pytest.mark.slow
 @ON_EVERY_CPU
 @pytest.mark.parametrize("name", CODECS_IN_C)
 @given(data=st.data(), rate=st.floats(0, 2), beta=st.floats(0, 1))

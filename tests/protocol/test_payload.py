@@ -55,6 +55,7 @@ def build(values: np.ndarray, codec: str, *, zstd: bool, chunk_elements: int) ->
     return pack_header(header) + b"".join(frames)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", sorted(CODECS))
 @pytest.mark.parametrize("zstd", [False, True])
 @given(n=st.integers(1, 700), chunk_elements=st.sampled_from([1, 7, 256, 300, 4096]), seed=st.integers(0, 99))
@@ -114,6 +115,7 @@ def test_a_file_that_shrank_since_it_was_opened() -> None:
         payload.check()
 
 
+@pytest.mark.slow
 def test_a_header_that_is_too_large_is_not_written() -> None:
     units = [[2**62 + 2 * i, 2**62 + 2 * i + 1] for i in range(60_000)]
     header = ContributionHeader(

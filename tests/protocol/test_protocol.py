@@ -13,6 +13,7 @@ from protocol import PROTOCOL_VERSION
 RELEASED: dict[str, Any] = json.loads(write_protocol.FILE.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_what_the_sides_say_has_a_number_of_its_own() -> None:
     last, changes = RELEASED["protocol"], breaks(RELEASED, write_protocol.spoken())
     assert not changes or last < PROTOCOL_VERSION, (

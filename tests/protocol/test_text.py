@@ -39,6 +39,7 @@ def test_lines_stay_lines() -> None:
     assert printable_lines("a\x1b\n\nb\r") == "a\\x1b\n\nb\\r"
 
 
+@pytest.mark.slow
 @given(st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8))
 def test_json_means_the_same_and_can_be_printed(value: object) -> None:
     shown = printable_json(json.dumps(value, indent=2, ensure_ascii=False))

@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 FIXED = range(50)
-QUICK = FIXED[:6]  # what `make test` takes the time for
 # When they were chosen, a round was done again in the first four, and others were accused in the last three.
 DONE_AGAIN = (66, 147, 178, 75, 104, 180)
 PER_COMMIT = 50

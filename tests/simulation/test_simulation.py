@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulation.many import REPLAY, Summary, many
-from tests.simulation.seeds import DONE_AGAIN, FIXED, QUICK, head, of_commit
+from tests.simulation.seeds import DONE_AGAIN, FIXED, head, of_commit
 from tests.simulation.simulation import Report, simulate
 
 
@@ -25,12 +25,6 @@ def summed(reports: Iterable[Report]) -> Summary:
             failures.append(f"{report.failure}\n    replay it: {REPLAY.format(seed=report.seed)}")
     assert not failures, "\n" + "\n".join(failures)
     return summary
-
-
-@pytest.mark.timeout(900)
-def test_the_invariants_hold_under_the_first_seeds() -> None:
-    """In this process: to start others takes longer than these do."""
-    assert summed(map(simulate, QUICK)).rounds > 0
 
 
 @pytest.mark.system

@@ -9,6 +9,8 @@ from protocol.messages import RoundDetail, Stage
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 
+pytestmark = pytest.mark.slow
+
 
 def round_detail(run: Toy, number: int) -> RoundDetail:
     with run.coordinator.client() as http:

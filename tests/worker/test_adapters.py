@@ -84,6 +84,7 @@ def lora(directory: Path) -> str:
     return f'pretrained = "{directory}", lora.rank = 2, lora.target_modules = ["q_proj", "v_proj"]'
 
 
+@pytest.mark.slow
 def test_a_run_trains_adapters_and_exports_them(coordinator: InThread, tmp_path: Path) -> None:
     trained = save_trained(tmp_path / "trained")
     before = {name: tensor.float() for name, tensor in trained.state_dict().items()}
@@ -121,6 +122,7 @@ def test_a_run_trains_adapters_and_exports_them(coordinator: InThread, tmp_path:
     assert generated[0].shape == (1, 11)
 
 
+@pytest.mark.slow
 def test_adapters_go_on_from_those_of_another_run(coordinator: InThread, tmp_path: Path) -> None:
     save_trained(tmp_path / "trained")
     create(coordinator, tmp_path, "first", lora(tmp_path / "trained"))
@@ -131,6 +133,7 @@ def test_adapters_go_on_from_those_of_another_run(coordinator: InThread, tmp_pat
     assert all(torch.equal(tensor, end[name]) for name, tensor in start.items())
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The directory has the same name on both machines, and weights of another training in it."""
     save_trained(tmp_path / "trained")
@@ -151,6 +154,7 @@ def test_a_whole_model_has_nothing_to_merge(coordinator: InThread, tmp_path: Pat
         export(Client(http, "whole", coordinator.token(Scope.VIEWER)), tmp_path / "out", merge=True)
 
 
+@pytest.mark.slow
 def test_adapters_do_not_go_on_from_those_on_another_base(
     coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -171,6 +175,7 @@ def test_without_peft_that_is_said_before_a_weight_is_fetched(monkeypatch: pytes
         build_model(spec(tmp_path / "not fetched yet"), CPU)
 
 
+@pytest.mark.slow
 def test_peft_loads_the_adapters_of_a_script(
     coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,6 +32,8 @@ from worker.models.building import build_model
 from worker.settings import WorkerSettings
 from worker.state.parameters import tensor_specs
 
+pytestmark = pytest.mark.slow
+
 RUN = """
 name = "text"
 [model]

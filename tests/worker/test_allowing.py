@@ -223,6 +223,7 @@ def coordinator(tmp_path: Path) -> Any:
         yield running
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:foreign-factory")
 def test_a_worker_runs_no_code_and_reads_nothing_unless_its_owner_says_so(
     coordinator: InThread,

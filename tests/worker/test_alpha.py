@@ -13,6 +13,8 @@ from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.rounds.schedule import schedule
 
+pytestmark = pytest.mark.slow
+
 ROUNDS, STEPS, FRAGMENTS = 4, 6, 3
 START = torch.linspace(-1, 1, FRAGMENTS * 256)
 # The mean of the parameters after each step, by round, of a worker that nobody disturbs: 5 % of the way to 3 each.

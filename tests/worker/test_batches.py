@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 
+pytestmark = pytest.mark.slow
+
 BATCH, ROUNDS = 4, 3
 ROWS = BATCH * toy.STEPS * ROUNDS
 

@@ -96,6 +96,7 @@ def test_the_schedule_scales_the_learning_rate_of_an_optimizer_of_one_s_own(spec
     assert train(box)[0] == 0.25, "half of its own peak, of two warmup steps the first"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"precision": "fp16"}, {"precision": "bf16"}, {"param_dtype": "bf16"}])
 def test_every_precision_learns(spec: RunSpec, changes: dict[str, Any]) -> None:
     box = set_up(spec, BoxSettings(device="cpu", **changes), CPU)

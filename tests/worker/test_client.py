@@ -100,6 +100,7 @@ def test_transient_faults_are_tried_again() -> None:
     assert seen[-1].headers["Authorization"] == "Bearer m"
 
 
+@pytest.mark.slow
 def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
     """Three hours without a coordinator: waits stay below the cap, the log stays short, and the call succeeds in the end."""
     clock: Clock

@@ -56,6 +56,7 @@ def assert_same_on(device: torch.device, codec: str, values: np.ndarray) -> None
     assert ours.tobytes() == decoded.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 @given(values=arrays(np.float32, st.integers(1, 1100), elements=any_float, fill=finite))
 @settings(max_examples=60, deadline=None)
@@ -103,6 +104,7 @@ def payload_of(codec: Any, n: int, frames: list[Buffer]) -> wire.Payload:
     return wire.Payload.from_bytes(b"".join([wire.pack_header(header), *frames]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("zstd", [False, True])
 def test_several_chunks(codec: str, zstd: bool) -> None:

@@ -165,6 +165,7 @@ def test_the_loss_is_that_of_fp32(optimizer: str, settings: dict[str, Any]) -> N
         assert abs(found - expected) <= 0.005
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "bytes_each"),
     [({}, 12), ({"optimizer_state": "8bit"}, 6), ({"param_dtype": "bf16", "optimizer_state": "8bit"}, 4)],

@@ -54,6 +54,7 @@ def test_what_is_left_out_is_the_environment_s(monkeypatch: pytest.MonkeyPatch) 
         script_settings(run="toy")
 
 
+@pytest.mark.slow
 def test_the_line_is_held_to_what_is_given(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path) as coordinator:
         run, model = Toy(coordinator, toy.spec(), tmp_path), toy.make_model()

@@ -73,6 +73,7 @@ def losses_one_by_one(model: nn.Module, batch: Tensor) -> list[Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model_type", "attention"),
     [("llama", "eager"), ("llama", "sdpa"), ("qwen3", "sdpa"), ("gemma2", "eager"), ("phi3", "sdpa")],
@@ -189,6 +190,7 @@ def test_a_model_that_mixes_conversations_is_rejected() -> None:
         check_packing(Plain())
 
 
+@pytest.mark.slow
 def test_a_box_trains_on_conversations(source: Path) -> None:
     run = spec(source, source.parent, "holdout = 0.2", length=160, batch=4)
     box = set_up(run, BoxSettings(), CPU)

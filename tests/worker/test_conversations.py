@@ -268,6 +268,7 @@ def test_the_date_changes_only_the_sets_of_templates_that_show_it(tmp_path: Path
     assert one.identity() == other.identity()
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:template-bomb")
 @pytest.mark.parametrize(
     ("bomb", "message"),

@@ -19,6 +19,8 @@ from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
 from worker.state.fragments import Fragments
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:

@@ -15,6 +15,8 @@ from outerstep import DiLoCoOptimizer
 from tests.worker import toy
 from tests.worker.toy import Toy, at_once, coordinator_thread
 
+pytestmark = pytest.mark.slow
+
 BATCH, ROUNDS = 4, 3
 TOTAL = ROUNDS * toy.STEPS
 OUTER = partial(SGD, lr=1.0, momentum=0.9, nesterov=True)  # as toy.spec has it

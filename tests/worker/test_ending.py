@@ -12,6 +12,8 @@ from worker.diloco import DiLoCo
 from worker.link.client import Client
 from worker.link.membership import Heartbeat
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_stopped_run_ends_its_workers(tmp_path: Path) -> None:
     """The heartbeat brings the news in the middle of a round."""

@@ -14,6 +14,8 @@ from tests.worker import toy
 from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
 from worker.diloco import DiLoCo
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 5
 WITH_ERROR_FEEDBACK = [name for name, codec in CODECS.items() if codec.error_feedback]
 

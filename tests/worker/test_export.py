@@ -32,6 +32,8 @@ from worker.export import export
 from worker.link.client import Client, open_http
 from worker.models.building import build_model
 
+pytestmark = pytest.mark.slow
+
 WORDS = "all work and no play"
 
 

@@ -5,11 +5,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.link.client import Client
+
+pytestmark = pytest.mark.slow
 
 
 class Hurried(Client):

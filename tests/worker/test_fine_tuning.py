@@ -51,6 +51,7 @@ def create(coordinator: InThread, tmp_path: Path, model: str = "") -> Path:
     return tokenizer
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_on_conversations(coordinator: InThread, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="needs: pip install 'outerstep[peft]'")
     tokenizer = create(coordinator, tmp_path, "lora.rank = 4")
@@ -80,6 +81,7 @@ def test_adapters_are_trained_on_conversations(coordinator: InThread, tmp_path: 
     assert (tokenizer / "tokenizer.json").read_bytes() == (tmp_path / "merged" / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_script_unpacks_conversations(coordinator: InThread, tmp_path: Path) -> None:
     """Its loop sees what `outerstep worker` trains on, and the coordinator weighs it in the same way."""
     from transformers import AutoModelForCausalLM

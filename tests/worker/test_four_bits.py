@@ -77,6 +77,7 @@ def test_adapters_can_be_in_bf16_as_well(tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(model, TOKENS), before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_workers_in_4_bits_and_in_fp32_share_a_run_whose_export_is_in_full_precision(
     coordinator: InThread, tmp_path: Path
 ) -> None:
@@ -108,6 +109,7 @@ def test_workers_in_4_bits_and_in_fp32_share_a_run_whose_export_is_in_full_preci
             assert not change.any()
 
 
+@pytest.mark.slow
 def test_other_weights_are_refused_in_4_bits_too(
     coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

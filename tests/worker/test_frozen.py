@@ -67,6 +67,7 @@ def test_integers_are_taken_as_they_are() -> None:
     assert summary.digest == blake3(b"table\x001,2\0" + values).hexdigest()
 
 
+@pytest.mark.slow
 def test_workers_with_other_frozen_parameters_are_refused(tmp_path: Path) -> None:
     """They trained on before, each towards another model, and the mean of that was nobody's."""
 

@@ -23,6 +23,8 @@ from worker.data.tokens.preparing import prepare, recipe_of
 from worker.data.tokens.rendering import Renderer, renderer
 from worker.data.tokens.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [f"the worker {number} sends the delta\nand waits {'for nobody ' * (number % 7)}" for number in range(200)]
 ROWS = [{"text": text, "url": "https://example.org"} for text in TEXTS]
 CHAT = [{"messages": conversation(number, number % 3 + 1)} for number in range(120)]

@@ -20,6 +20,8 @@ from tests.worker.runs import create, shown, state, work
 from worker.export import export
 from worker.link.client import Client, open_http
 
+pytestmark = pytest.mark.slow
+
 TINY = 'preset = "tiny"'
 
 

@@ -230,6 +230,7 @@ def trained(
 SKIPPED = {"the first optimizer's": (0,), "the last one's": (1,)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skipped", SKIPPED)
 def test_two_optimizers_are_one_inner_step(tmp_path: Path, skipped: str) -> None:
     """The last one's step ends it. A GradScaler skips each of them for itself: the unit is spent, and the inner step counts
@@ -249,6 +250,7 @@ def test_two_optimizers_are_one_inner_step(tmp_path: Path, skipped: str) -> None
     assert [at for at, _ in seen] == [0, 1, 2, 3, 4, 5, *((6, 7) if counted else (5, 6)), 8, 9, 10, 11]
 
 
+@pytest.mark.slow
 def test_the_wrong_order_is_told_in_the_first_inner_step(tmp_path: Path) -> None:
     """The sync would come between the two, and the second would step on the next round's parameters."""
 
@@ -286,6 +288,7 @@ def work(run: Toy, state_dir: Path, dies_at: int | None = None, held: Held | Non
     return [each.detach() for each in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sync"),
     [
@@ -303,6 +306,7 @@ def test_a_resume_is_exact(tmp_path: Path, name: str, sync: str) -> None:
     assert undisturbed == resumed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "sync"), [("adamw", ""), ("muon", SPREAD)], ids=["classic", "spread"])
 def test_a_resume_with_little_memory_is_exact(tmp_path: Path, name: str, sync: str) -> None:
     """Parameters in bf16 that are rounded stochastically, and moments in 8 bits."""
@@ -328,6 +332,7 @@ def digests_of(tmp_path: Path, name: str, sync: str, held: Held | None = None) -
     return digests
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_other_optimizers_is_told(tmp_path: Path) -> None:
     """A script that was changed between two starts."""
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
@@ -351,6 +356,7 @@ FREE = f"{__name__}:schedule_free"
 FREE_SPEC = f'optimizer = "{FREE}"\nlearning_rate = 0.02\nschedule = "constant"\nwarmup_steps = 0'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["", SPREAD], ids=["classic", "spread"])
 def test_the_point_of_a_schedule_free_optimizer_goes_where_the_parameters_go(tmp_path: Path, sync: str) -> None:
     """Between two inner steps nothing but a sync moves them, and it moves both by the same; an evaluation, which puts
@@ -392,6 +398,7 @@ def test_the_point_of_a_schedule_free_optimizer_goes_where_the_parameters_go(tmp
     assert float(told[0].abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["", SPREAD], ids=["classic", "spread"])
 def test_a_schedule_free_optimizer_resumes_where_it_was_but_for_rounding(tmp_path: Path, sync: str) -> None:
     torch.set_num_threads(1)

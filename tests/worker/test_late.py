@@ -19,6 +19,8 @@ from worker.link.client import Client
 from worker.rounds.exchange import Exchange, Outcome
 from worker.state.work import Contribution
 
+pytestmark = pytest.mark.slow
+
 FRAGMENTS = 3
 AT_ONCE = "grace_factor = 0\ngrace_min_s = 0"
 

@@ -42,6 +42,7 @@ class StopsWhileUploading(Client):
         super().contribute(member_token, header, frames, **options)
 
 
+@pytest.mark.slow
 def test_uploads_under_way_are_finished_and_no_delta_is_waited_for(tmp_path: Path) -> None:
     """The delta needs the other worker, which does not contribute before this one has left."""
     gone = threading.Event()

@@ -43,6 +43,7 @@ def test_a_line_that_carries_nothing_is_handed_little() -> None:
     assert 0 < handed < 1 << 20
 
 
+@pytest.mark.slow
 def test_the_proxies_of_the_environment_are_used_and_handed_little_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -105,6 +106,7 @@ def test_bbr_fills_a_far_line_by_itself() -> None:
     assert (line.up.parallel.now, line.down.parallel.now) == (1, 4)
 
 
+@pytest.mark.slow
 def test_transfers_and_small_requests_have_connections_of_their_own(tmp_path: Path) -> None:
     """A transfer that begins where only small requests were begins with a small window."""
     ports: dict[str, set[int]] = {"up": set(), "down": set(), "other": set()}
@@ -194,6 +196,7 @@ class Dawdles(Client):
         super().contribute(member_token, header, frames, on_line=note)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["", "overlap = 2"])
 def test_fragments_get_the_line_in_their_order(tmp_path: Path, sync: str) -> None:
     order: list[int] = []

@@ -197,6 +197,7 @@ def test_to_cuda_it_is_copied_beside_the_training_and_kept_until_the_training_ha
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_batch_arrives_whole_however_far_the_device_is_behind(device: str) -> None:
     """On a GPU the host runs ahead: batches are freed here while kernels that read them are still to come."""

@@ -221,6 +221,7 @@ def test_the_working_directory_comes_last(tmp_path: Path, monkeypatch: pytest.Mo
         build_model(spec('[model]\nfactory = "coordinator:make"'), CPU)
 
 
+@pytest.mark.slow
 def test_sampling_is_repeatable() -> None:
     model = build_model(spec(TINY), CPU).eval()
     written = [sample(model, b"def ", 80, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]

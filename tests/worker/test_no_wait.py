@@ -26,6 +26,8 @@ from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
 from worker.rounds.in_flight import InFlight
 
+pytestmark = pytest.mark.slow
+
 H = 6
 
 

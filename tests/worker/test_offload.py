@@ -95,6 +95,7 @@ def assert_equal(one: Trained, other: Trained) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 @pytest.mark.parametrize("held", ["fp32", "8bit"])
 @pytest.mark.parametrize("clip", ["1e-2", '"none"'])
@@ -136,6 +137,7 @@ def test_a_batch_that_starts_again_counts_once(monkeypatch: pytest.MonkeyPatch) 
     assert calls == 2 + 2 * ROWS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("held", ["fp32", "bf16", "8bit"])
 def test_a_saved_state_resumes_exactly_on_a_box_that_offloads_and_on_one_that_does_not(held: Held) -> None:
     run = spec('optimizer = "adamw"\nlearning_rate = 0.01')

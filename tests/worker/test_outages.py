@@ -30,6 +30,8 @@ from worker.link.client import Client, open_http
 from worker.rounds.exchange import Exchange
 from worker.state import state_dir
 
+pytestmark = pytest.mark.slow
+
 
 def test_uploads_that_break_off_in_the_middle_are_sent_again() -> None:
     """Over a real socket: the other end hangs up after a part of the body, twice, and then takes it."""

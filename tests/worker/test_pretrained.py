@@ -123,6 +123,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path, spoil: Spoil) -> 
         loaded(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

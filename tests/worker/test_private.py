@@ -22,6 +22,8 @@ from tests.support.workers import worker_settings
 from worker.agent import run_worker
 from worker.data.open_training_set import TextData
 
+pytestmark = pytest.mark.slow
+
 
 def test_two_workers_with_different_text_make_one_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     numbers: dict[int, list[int]] = {}  # by the length of the set: those that were asked for

@@ -16,6 +16,8 @@ from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.link.client import Client
 
+pytestmark = pytest.mark.slow
+
 FRAGMENTS = 3
 
 

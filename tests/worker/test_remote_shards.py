@@ -190,6 +190,7 @@ def first_shard(data: TrainingSet) -> str:
     return f"train-{data.order.shards(0)[0]}.bin"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -335,6 +336,7 @@ def test_without_obstore_the_line_to_type_is_said(tmp_path: Path, monkeypatch: p
 # --- a run --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_ends_in_the_same_parameters_wherever_its_set_is(tmp_path: Path) -> None:
     index: Index = write_token_set(tmp_path / "set", shards=SHARDS, tokens=TOKENS, vocabulary=256)
     server = FileServer({f"/set/{path.name}": path.read_bytes() for path in (tmp_path / "set").iterdir()})

@@ -51,6 +51,7 @@ def test_the_machines_name_is_not_told_by_the_workers() -> None:
     assert worker(report="nothing", name="volunteer").name == "volunteer"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report", ["all", "some", "nothing"])
 def test_what_a_coordinator_knows(report: HostDetail, tmp_path: Path) -> None:
     text = write_chapters(tmp_path / "text")

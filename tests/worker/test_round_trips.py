@@ -13,6 +13,8 @@ from tests.worker.toy import Toy, coordinator_thread
 from worker.link import client as link_client
 from worker.link.client import Client
 
+pytestmark = pytest.mark.slow
+
 FRAGMENTS, ROUNDS = 3, 3
 TRANSFERS = 2 * FRAGMENTS  # of a round: contributions, and questions for their deltas
 

@@ -16,6 +16,8 @@ from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.script.optimizers import RunSchedules
 
+pytestmark = pytest.mark.slow
+
 TOTAL = 12
 MAKE: dict[str, Callable[[Optimizer], schedulers.LRScheduler]] = {
     "a function": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step)),

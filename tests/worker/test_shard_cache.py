@@ -246,6 +246,7 @@ def test_workers_that_want_the_same_shard_fetch_it_once(tmp_path: Path) -> None:
     assert asked == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:remote-token-set")
 def test_many_workers_in_a_small_directory_all_read_what_is_right(tmp_path: Path) -> None:
     """Each deletes what others have just fetched, or fetch."""
@@ -283,6 +284,7 @@ def served(url: str) -> RemoteShard:
     return RemoteShard(digests(1)[0], SIZE, files.url("1.bin"), lambda: files.read("1.bin", 0, SIZE))
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:killed-fetch")
 def test_who_is_killed_in_the_middle_leaves_nothing_wrong(tmp_path: Path) -> None:
     server = FileServer({"/1.bin": content(1)})

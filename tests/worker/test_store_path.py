@@ -24,6 +24,8 @@ from tests.worker import toy
 from tests.worker.toy import Toy, coordinator_thread
 from worker.line.store import AVOIDED_S, FAULTS, StorePath, check_store_headers, check_store_url
 
+pytestmark = pytest.mark.slow
+
 _numbers = itertools.count()
 
 

@@ -21,6 +21,8 @@ from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
 from worker.rounds.schedule import schedule
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 FRAGMENTS = 3
 ROUNDS = 4

@@ -20,6 +20,8 @@ from worker.data.tokens.marks import BEGINS, IDS, TRAINED
 from worker.data.tokens.rendering import BadConversation
 from worker.data.tokens.tokenizer import load_tokenizer
 
+pytestmark = pytest.mark.slow
+
 DIRECTORY = Path(trl.__file__).parent / "chat_templates"
 SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(DIRECTORY.glob("*.jinja"))}
 NAMES = [name for name in SOURCES if not name.endswith("_training")]

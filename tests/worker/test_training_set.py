@@ -43,6 +43,7 @@ def train(coordinator: InThread, spec: RunSpec, root: Path) -> Exit:
     return Exit.DONE
 
 
+@pytest.mark.slow
 def test_it_shares_a_run_with_outerstep_worker(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         create(coordinator, tmp_path, "words", 'preset = "tiny"', min_workers=2)
@@ -68,6 +69,7 @@ def test_other_data_and_other_places_are_refused(tmp_path: Path) -> None:
             diloco.training_set(data_root=[str(tmp_path)])
 
 
+@pytest.mark.slow
 def test_a_script_with_other_data_cannot_join(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         create(coordinator, tmp_path, "words", 'preset = "tiny"')

@@ -20,6 +20,8 @@ from worker.ranks import Ranks
 from worker.rounds.training import InnerSteps
 from worker.script.loader import UnitSampler
 
+pytestmark = pytest.mark.slow
+
 BATCH, ROUNDS = 4, 3
 ROWS = BATCH * toy.STEPS * ROUNDS  # what one worker trains on
 

@@ -14,6 +14,8 @@ from tests.worker.toy import Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 
 

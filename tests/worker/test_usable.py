@@ -17,6 +17,8 @@ from worker.diloco import DiLoCo
 from worker.errors import ModelError, StateDirBusy, Stopped
 from worker.script.optimizers import usable_optimizers
 
+pytestmark = pytest.mark.slow
+
 
 class Wrapper(Optimizer):
     """As accelerate's: an Optimizer by name, without the hooks of one, around that which steps."""

@@ -36,6 +36,7 @@ def used(running: InThread) -> int:
         return sum(token["used"] for token in admin.get("/v1/tokens").json()["items"])
 
 
+@pytest.mark.slow
 def test_a_worker_exchanges_a_join_token_by_itself_and_once(
     coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,8 @@ from worker.errors import ModelError
 from worker.state.parameters import trainable_parameters
 from worker.state.writes import ForeignWrites
 
+pytestmark = pytest.mark.slow
+
 Joined = tuple[DiLoCo, nn.Module, Optimizer]
 State = dict[str, Tensor]
 
