@@ -9,12 +9,13 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
+from outerstep.common.environment import EnvironmentSettings
 from protocol.text import decoded
 
 
-class Settings(BaseSettings):
+class Settings(EnvironmentSettings):
     """The coordinator's settings. The settings of a run are in its run spec."""
 
     model_config = SettingsConfigDict(env_prefix="OUTERSTEP_COORDINATOR_", extra="forbid")
@@ -206,7 +207,7 @@ class Settings(BaseSettings):
         return text
 
 
-class AggregatorSettings(BaseSettings):
+class AggregatorSettings(EnvironmentSettings):
     """An aggregator's settings."""
 
     model_config = SettingsConfigDict(env_prefix="OUTERSTEP_AGGREGATOR_", extra="forbid")

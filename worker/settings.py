@@ -4,18 +4,18 @@ Each is declared once. The command line makes its options from these fields (out
 has a variable for each, OUTERSTEP_STATE_DIR for `state_dir`, and docs/settings.md lists them.
 """
 
-import difflib
-import os
 import platform
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import NoDecode, SettingsConfigDict
 
-from outerstep.common.connections import CONGESTION_VARIABLE, ssl_context
+from outerstep.common.connections import ssl_context
+from outerstep.common.environment import EnvironmentSettings
 from outerstep.common.quantities import parse_count, parse_rate
 from protocol.messages import HostDetail
 from protocol.spec.model import MAX_PARAMETERS, Base
@@ -46,15 +46,12 @@ def default_name() -> str:
     return name if re.match(NAME_PATTERN, name) else "worker"
 
 
-class _Settings(BaseSettings):
+class _Settings(EnvironmentSettings):
     model_config = SettingsConfigDict(env_prefix=PREFIX, env_ignore_empty=True, extra="forbid", frozen=True)
 
-    @model_validator(mode="after")
-    def _no_misspelt_variable(self) -> Self:
-        for variable in os.environ:
-            if (meant := similar_variable(variable)) is not None:
-                raise ValueError(f"the environment has {variable}, which is no setting: did you mean {meant}?")
-        return self
+    @classmethod
+    def names(cls) -> Collection[str]:
+        return WorkerSettings.model_fields
 
 
 class BoxSettings(_Settings):
@@ -251,18 +248,6 @@ class MemberSettings(_Settings):
 
 class WorkerSettings(BoxSettings, MemberSettings):
     """The settings of one worker of one run."""
-
-
-_SIMILAR = 0.82  # of difflib: a letter or two apart
-
-
-def similar_variable(variable: str) -> str | None:
-    """Return the variable of a setting that `variable` is probably a misspelling of; None if there is none. Others may
-    begin with OUTERSTEP_ as well, such as those of a coordinator, and those that Kubernetes sets for its services."""
-    name, names = variable.removeprefix(PREFIX).lower(), list(WorkerSettings.model_fields)
-    if name in names or not variable.startswith(PREFIX) or variable == CONGESTION_VARIABLE:
-        return None
-    return next((PREFIX + each.upper() for each in difflib.get_close_matches(name, names, 1, _SIMILAR)), None)
 
 
 def script_settings(**given: Any) -> MemberSettings:

@@ -11,7 +11,7 @@ from pydantic import SecretStr, ValidationError
 
 from coordinator.server import make_server
 from coordinator.service import Coordinator
-from coordinator.settings import Settings
+from coordinator.settings import AggregatorSettings, Settings
 from harness.coordinator import CoordinatorProcess
 from outerstep.rest import connect
 from protocol.errors import OuterstepError
@@ -32,6 +32,19 @@ def test_the_environment_sets_what_no_argument_does(monkeypatch: pytest.MonkeyPa
     found = Settings(port=81)
     assert (found.data_dir, found.port, found.admin_token) == (Path("/data"), 81, SecretStr(TOKEN))
     assert (found.backup_every_s, found.log_format) == (600.0, "json")
+
+
+def test_a_variable_that_is_nearly_a_setting_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would have no effect. What Kubernetes sets for a service of this name is none of ours."""
+    for name in ("SERVICE_HOST", "PORT_8470_TCP", "PORT_8470_TCP_PORT"):
+        monkeypatch.setenv(PREFIX + name, "tcp://10.0.0.1:8470")
+    Settings()
+    monkeypatch.setenv(PREFIX + "BACKUP_EVERY", "60")
+    with pytest.raises(ValidationError, match=f"{PREFIX}BACKUP_EVERY, .* did you mean {PREFIX}BACKUP_EVERY_S"):
+        Settings()
+    monkeypatch.setenv("OUTERSTEP_AGGREGATOR_BLOB", "s3://bucket")
+    with pytest.raises(ValidationError, match="did you mean OUTERSTEP_AGGREGATOR_BLOBS"):
+        AggregatorSettings(database="postgresql+psycopg://db")
 
 
 def test_backups_go_to_a_directory_or_to_the_bucket_of_the_blobs(monkeypatch: pytest.MonkeyPatch) -> None:

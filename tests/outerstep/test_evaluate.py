@@ -105,10 +105,14 @@ def test_what_is_exported_is_the_point_that_the_outer_optimizer_has_reached(trai
         assert fragments.gather(p).numpy().tobytes() == (theta + ahead).tobytes()
 
 
-def test_other_text_is_evaluated_on_only_if_it_is_asked_for(trained: Trained, tmp_path: Path) -> None:
+def test_other_text_is_evaluated_on_only_if_it_is_asked_for(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What lies at the run's data.source on this machine may be something else: its loss would be taken for the run's."""
     other = write_chapters(tmp_path / "other", words="the quick brown fox jumps over the lazy dog")
     assert trained.evaluate(RUN, "--on", str(other))["loss"] > trained.run["held_out_loss"] + 0.01
+    monkeypatch.setenv("OUTERSTEP_DATA", str(other))  # of a worker of another run
+    assert trained.evaluate(RUN)["loss"] == pytest.approx(trained.run["held_out_loss"], abs=1e-6)
     chapter = trained.text / "0.txt"
     before = chapter.read_text()
     chapter.write_text(before + "!")

@@ -171,9 +171,11 @@ def _converse(chat: Any) -> None:
             say("")
 
 
-def box_settings(**given: Any) -> BoxSettings:
-    """Return the box's settings with the options that were given. Raises UsageError for a wrong one."""
-    return validated(BoxSettings, given, FLAGS)
+def box_settings(data: str | None = None, **given: Any) -> BoxSettings:
+    """Return the box's settings with the options that were given. `data`: the text that the command was given, if any.
+    OUTERSTEP_DATA does not count: it is where a worker has the text of its run, which may be another one. Raises
+    UsageError for a wrong option."""
+    return validated(BoxSettings, given | {"data": data}, FLAGS).model_copy(update={"data": data})
 
 
 def allowed_by(command: str, box: Any) -> Any:
