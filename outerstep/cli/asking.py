@@ -1,14 +1,14 @@
 """Commands that ask the coordinator something and print what it answers."""
 
-import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps
+from inspect import Signature
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 from rich.console import RenderableType
 
-from outerstep.cli.options import Connection, with_connection
+from outerstep.cli.options import Connection, option, parameters, with_connection
 from outerstep.cli.printing import Format, FormatOption, console, print_json, say
 
 
@@ -28,13 +28,8 @@ def asks(ask: Callable[..., Answer]) -> Callable[..., None]:
         with connection.open() as client:
             print_answer(ask(client, **given), output)
 
-    kind = inspect.Parameter.KEYWORD_ONLY
-    signature = inspect.signature(ask, eval_str=True)
-    _, *own = (each.replace(kind=kind) for each in signature.parameters.values())
-    output = inspect.Parameter("output", kind, default=Format.TABLE, annotation=FormatOption)
-    connection = inspect.Parameter("connection", kind, annotation=Connection)
-    parameters = [*own, output, connection]
-    command.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
+    added = option("output", FormatOption, Format.TABLE), option("connection", Connection)
+    command.__signature__ = Signature([*parameters(ask, "client"), *added])  # type: ignore[attr-defined]
     return with_connection(command)
 
 

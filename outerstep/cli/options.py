@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -77,17 +78,26 @@ def with_connection(command: Callable[..., None]) -> Callable[..., None]:
     def with_options(*, url: str, token: str | None, token_file: Path | None, ca: Path | None, **given: Any) -> None:
         command(**given, connection=Connection(url, token, token_file, ca))
 
-    kind = inspect.Parameter.KEYWORD_ONLY
-    signature = inspect.signature(command, eval_str=True)
-    own = [each.replace(kind=kind) for name, each in signature.parameters.items() if name != "connection"]
     options = [
-        inspect.Parameter("url", kind, default=DEFAULT_URL, annotation=UrlOption),
-        inspect.Parameter("token", kind, default=None, annotation=TokenOption),
-        inspect.Parameter("token_file", kind, default=None, annotation=TokenFileOption),
-        inspect.Parameter("ca", kind, default=None, annotation=CaOption),
+        option("url", UrlOption, DEFAULT_URL),
+        option("token", TokenOption),
+        option("token_file", TokenFileOption),
+        option("ca", CaOption),
     ]
-    with_options.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    with_options.__signature__ = Signature(parameters(command, "connection", options))  # type: ignore[attr-defined]
     return with_options
+
+
+def option(name: str, annotation: Any, default: Any = None) -> Parameter:
+    """Return a parameter that typer makes an option of."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def parameters(command: Callable[..., Any], name: str, instead: Sequence[Parameter] = ()) -> list[Parameter]:
+    """Return the parameters of a command, with others `instead` of the one called `name`."""
+    found = inspect.signature(command, eval_str=True).parameters.values()
+    kept = ([each.replace(kind=Parameter.KEYWORD_ONLY)] if each.name != name else instead for each in found)
+    return [each for some in kept for each in some]
 
 
 def checked_url(url: str) -> str:
@@ -155,16 +165,8 @@ def with_settings(model: type[BaseModel], names: Sequence[str]) -> Callable[[Cal
             given = {name: values.pop(name) for name in names}
             command(**values, given={name: None if value == [] else value for name, value in given.items()})
 
-        kind, parameters = inspect.Parameter.KEYWORD_ONLY, []
-        signature = inspect.signature(command, eval_str=True)
-        for own, parameter in signature.parameters.items():
-            if own != "given":
-                parameters.append(parameter.replace(kind=kind))
-                continue
-            for name in names:
-                option = _option_of(name, model.model_fields[name])
-                parameters.append(inspect.Parameter(name, kind, default=None, annotation=option))
-        with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        options = [option(name, _option_of(name, model.model_fields[name])) for name in names]
+        with_options.__signature__ = Signature(parameters(command, "given", options))  # type: ignore[attr-defined]
         return with_options
 
     return decorate

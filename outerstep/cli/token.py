@@ -154,11 +154,7 @@ def _audit_table(entries: Iterable[AuditEntry]) -> Table:
 
 
 @with_connection
-def revoke(
-    token_id: IdArgument,
-    *,
-    connection: Connection,
-) -> None:
+def revoke(token_id: IdArgument, *, connection: Connection) -> None:
     """Revoke a token: requests with it are rejected from now on.
 
     The leases of workers that joined with it end at once, as do its waiting and streaming requests. The workers' names

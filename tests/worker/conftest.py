@@ -1,5 +1,7 @@
 """The models here are tiny: more threads than one only cost time."""
 
+from pathlib import Path
+
 import httpx
 import pytest
 import torch
@@ -13,6 +15,14 @@ from worker.link import client
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Text is prepared in a directory of the test, by one process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
+    return tmp_path / "cache"
 
 
 @pytest.fixture(autouse=True)

@@ -281,8 +281,6 @@ def test_a_run_of_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The worker tokenises its text before it joins; and then whoever has another tokenizer is refused by its name."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
     tokenizer = write_tokenizer(tmp_path / "tokenizer")
     caplog.set_level(logging.INFO)
     coordinator.create_run(of_tokens(text, tokenizer, rounds=2))

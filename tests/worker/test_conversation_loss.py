@@ -32,8 +32,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
     write_chat_tokenizer(tmp_path / "tokenizer")
     return write_conversations(tmp_path / "talk.jsonl")
 

@@ -40,12 +40,6 @@ TALK: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
-
-
 def chat_tokenizer(tmp_path: Path, template: str | None = CHATML) -> Tokenizer:
     return load_tokenizer(str(write_chat_tokenizer(tmp_path / "tokenizer", template)))
 

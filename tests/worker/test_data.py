@@ -32,12 +32,6 @@ rounds = 1
 """)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     """20 files of 50 bytes of their own, some of them deep."""

@@ -40,7 +40,6 @@ WORDS = "all work and no play"
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A coordinator with the finished run `words`, whose tokenizer is in the directory `tokenizer`."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     write_tokenizer(tmp_path / "tokenizer", WORDS)
     with coordinator_thread(tmp_path / "coordinator") as running:
         data = f'tokenizer = "{tmp_path / "tokenizer"}"'

@@ -32,12 +32,6 @@ def coordinator(tmp_path: Path):
         yield running
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
-
-
 def create(coordinator: InThread, tmp_path: Path, model: str = "") -> Path:
     """A run on conversations, and its tokenizer."""
     save_trained(tmp_path / "trained", vocab_size=300, max_position_embeddings=200)

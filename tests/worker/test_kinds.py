@@ -208,8 +208,6 @@ def test_changed_text_of_the_same_size_and_time_is_prepared_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """As `cp -p` and `rsync -t` leave it. The worker trained on the old text."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
     write_texts(tmp_path / "text")
     tokenizer, file = str(write_tokenizer(tmp_path / "tokenizer")), tmp_path / "text" / "3.txt"
     before, time = open_training_set(spec(tmp_path / "text", tokenizer)).summary, file.stat().st_mtime_ns

@@ -31,13 +31,6 @@ from worker.errors import DataError, Stopped
 HEADER = 256  # int32
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("worker.data.tokens.preparing.cores", lambda: 1)
-    return tmp_path / "cache"
-
-
 def spec(
     source: Path | str, tokenizer: str | None = None, *, length: int = 8, batch: int = 3, data: str = ""
 ) -> RunSpec:

@@ -1,7 +1,6 @@
 """The commands that change a run or its workers: `outerstep run pause|resume|drain|stop|rollback|rm|member`."""
 
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Annotated, Literal
 
 import typer
@@ -72,12 +71,7 @@ def rollback(
 
 
 @with_connection
-def remove(
-    run: RunArgument,
-    yes: YesOption = False,
-    *,
-    connection: Connection,
-) -> None:
+def remove(run: RunArgument, yes: YesOption = False, *, connection: Connection) -> None:
     """Remove an ended run for good: its checkpoints, its history and everything else on the coordinator.
 
     \b
@@ -103,20 +97,12 @@ def confirm(question: str) -> None:
     raise typer.Exit(Exit.REFUSED)
 
 
-class Action(StrEnum):
-    """What `outerstep run member` can do to a worker, and the state that this sets."""
-
-    EVICT = "evict"
-    BAN = "ban"
-    READMIT = "readmit"
-    RELEASE = "release"
-
-
-_STATES: dict[Action, Literal["evicted", "banned", "readmitted", "released"]] = {
-    Action.EVICT: "evicted",
-    Action.BAN: "banned",
-    Action.READMIT: "readmitted",
-    Action.RELEASE: "released",
+# What can be done to a worker, and the state that this sets.
+_STATES: dict[str, Literal["evicted", "banned", "readmitted", "released"]] = {
+    "evict": "evicted",
+    "ban": "banned",
+    "readmit": "readmitted",
+    "release": "released",
 }
 
 
@@ -125,7 +111,7 @@ def member(
     client: Client,
     run: RunArgument,
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="The worker's name.")],
-    action: Annotated[Action, typer.Argument(help="What to do.")],
+    action: Annotated[Literal["evict", "ban", "readmit", "release"], typer.Argument(help="What to do.")],
 ) -> Answer:
     """Evict a worker of a run, ban or readmit it, or release its name.
 

@@ -36,13 +36,7 @@ from protocol.messages import Event
 WATCH_PATIENCE_S = 2.0  # the workers' metrics change without an event
 EVENTS_PATIENCE_S = TRACK_PATIENCE_S = 30.0
 KIND_WIDTH = 20  # of the longest kinds
-_DISK_ERRORS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.EFBIG,
-    errno.EROFS,
-}  # name no file
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}  # name no file
 
 
 @with_connection
