@@ -174,7 +174,7 @@ class Progress:
         )
 
     def drop(self, steps: int) -> None:
-        """Note that so many inner steps are in no contribution."""
+        """Count inner steps whose work was dropped: no contribution contains it."""
         self._dropped_steps += steps
 
     def report(self, epoch: int) -> RoundReport:

@@ -95,8 +95,8 @@ def _read(path: Path) -> str:
 def conversation_encoder(
     tokenizer: Tokenizer, template: ChatTemplate | None, train_on: TrainOn
 ) -> Callable[[str, Counter[str]], Ids]:
-    """Return a function that encodes a conversation, as JSON (see `Rows.pieces`), to ids with marks. They may consist
-    of several parts, each of which begins with the mark BEGINS: see worker/data/tokens/answers.py. Its second argument
+    """Return a function that encodes a conversation, as JSON (see `Rows.pieces`), to ids with marks. The ids may be of
+    several parts; each part begins with the mark BEGINS (worker/data/tokens/answers.py). The function's second argument
     counts the answers that are not trained on, by reason.
 
     It raises BadConversation for a conversation that cannot be used, and DataError.
