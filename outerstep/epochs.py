@@ -7,8 +7,6 @@ conversations has so few units that the defaults would repeat it a hundred times
 - The run should have about ROUNDS rounds: docs/convergence.md shows what fewer cost. H is at least LEAST_INNER_STEPS,
   because a sync costs as much as a few steps.
 - A tenth of the steps is warmup.
-- In rounds of fewer than SHORT steps, the outer momentum is SHORT_MOMENTUM: the default adds up five rounds, in which
-  adapters at a usual learning rate have gone far beyond where they should be (docs/log.md).
 """
 
 import math
@@ -27,13 +25,11 @@ LEAST_STEPS = 100
 ROUNDS = 20
 LEAST_INNER_STEPS, MOST_INNER_STEPS = 5, 500
 WARMUP_SHARE, MOST_WARMUP = 0.1, 100
-SHORT, SHORT_MOMENTUM = 50, 0.5
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a set of `sequences` is gone through `epochs` times by `workers`. `inner_steps` is H.
-    `outer_momentum`: None: the spec's, or the default."""
+    """How a set of `sequences` is gone through `epochs` times by `workers`. `inner_steps` is H."""
 
     sequences: int
     workers: int
@@ -42,7 +38,6 @@ class Schedule:
     inner_steps: int
     rounds: int
     warmup_steps: int
-    outer_momentum: float | None
 
     @property
     def units_per_epoch(self) -> int:
@@ -63,18 +58,13 @@ class Schedule:
             f"{self.rounds:,} rounds of {self.inner_steps} inner steps on {self.workers} workers use "
             f"{steps * self.workers:,} units, {self.planned_epochs:.1f} epochs; each worker takes {steps:,} inner steps"
         )
-        if self.outer_momentum is not None:
-            yield f"the outer momentum is {self.outer_momentum}, since rounds are short"
 
     def keys(self) -> dict[str, dict[str, float]]:
         """Return the keys of a run spec, by section."""
-        found: dict[str, dict[str, float]] = {
+        return {
             "inner": {"batch_size": self.batch_size, "warmup_steps": self.warmup_steps},
             "sync": {"rounds": self.rounds, "inner_steps": self.inner_steps},
         }
-        if self.outer_momentum is not None:
-            found["outer"] = {"momentum": self.outer_momentum}
-        return found
 
 
 def choose(
@@ -84,10 +74,9 @@ def choose(
     *,
     batch_size: int | None = None,
     inner_steps: int | None = None,
-    outer_momentum: float | None = None,
 ) -> Schedule:
-    """Return the schedule for a training set. `batch_size`, `inner_steps` and `outer_momentum` are kept if they are
-    given. Raises ValueError if the set has fewer sequences than one batch."""
+    """Return the schedule for a training set. `batch_size` and `inner_steps` are kept if they are given.
+    Raises ValueError if the set has fewer sequences than one batch."""
     if sequences < (batch_size or 1):
         raise ValueError(f"the training set has {sequences} sequences, fewer than a batch of {batch_size or 1}")
     each = epochs * sequences / workers
@@ -96,8 +85,7 @@ def choose(
     h = inner_steps or min(max(round(steps / ROUNDS), min(LEAST_INNER_STEPS, steps)), MOST_INNER_STEPS)
     rounds = max(math.ceil(steps / h - 0.5), 1)
     warmup = min(int(rounds * h * WARMUP_SHARE), MOST_WARMUP)
-    momentum = SHORT_MOMENTUM if h < SHORT and outer_momentum is None else None
-    return Schedule(sequences, workers, epochs, batch, h, rounds, warmup, momentum)
+    return Schedule(sequences, workers, epochs, batch, h, rounds, warmup)
 
 
 def schedule_of(text: str, workers: int | None = None, epochs: float = EPOCHS) -> Schedule:
@@ -110,7 +98,7 @@ def schedule_of(text: str, workers: int | None = None, epochs: float = EPOCHS) -
     from worker.data.open_training_set import open_training_set
 
     document = tomllib.loads(text)
-    given = {name: _section(document, name) for name in ("inner", "sync", "outer")}
+    given = {name: _section(document, name) for name in ("inner", "sync")}
     batch_size, inner_steps = given["inner"].get("batch_size"), given["sync"].get("inner_steps")
     probe = text if "rounds" in given["sync"] else _with_keys(text, "sync", {"rounds": 1})
     spec = parse_spec(probe if batch_size is not None else _with_keys(probe, "inner", {"batch_size": 1}))
@@ -120,8 +108,7 @@ def schedule_of(text: str, workers: int | None = None, epochs: float = EPOCHS) -
     data.close()
     sequences = data.units_per_epoch * spec.inner.batch_size
     people = workers or spec.members.min_workers
-    momentum = given["outer"].get("momentum")
-    return choose(sequences, people, epochs, batch_size=batch_size, inner_steps=inner_steps, outer_momentum=momentum)
+    return choose(sequences, people, epochs, batch_size=batch_size, inner_steps=inner_steps)
 
 
 def completed(text: str, workers: int | None = None, epochs: float | None = None) -> tuple[str, Schedule] | None:

@@ -27,6 +27,7 @@ from protocol.spec.run import parse_spec
 from worker.models.building import build_model
 
 PAUSE_S = 0.05
+POLL_S = 1.0  # the run's own records have the times; each question costs the coordinator some milliseconds
 DISK_BYTES = 64 << 20
 LONGEST, LEAST_S = 4.0, 120.0
 PACE_VARIABLE, SEED_VARIABLE, MODEL_VARIABLE = "BOXES_PACE", "BOXES_SEED", "BOXES_MODEL"
@@ -121,7 +122,7 @@ class Scene:
         while (detail := self.workers.detail()).state in GOING_ON:
             if detail.round >= round_:
                 return True
-            time.sleep(PAUSE_S)
+            time.sleep(POLL_S)
         return False
 
 
@@ -192,7 +193,7 @@ def measure(
         while workers.detail().state in GOING_ON and time.monotonic() < ends_at:
             if processes[names[0]].poll():
                 workers.check()
-            time.sleep(PAUSE_S)
+            time.sleep(POLL_S)
         if workers.detail().state is RunState.FINISHED:
             processes[names[0]].wait()  # it evaluates the last state
         return _measured(workers, names)

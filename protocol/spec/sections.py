@@ -275,7 +275,7 @@ class OuterSpec(Section):
     """The outer optimizer: Nesterov SGD on the averaged pseudo-gradient."""
 
     learning_rate: Rate = Field(1.0, description="outer learning rate")
-    momentum: Fraction = Field(0.8, description="outer Nesterov momentum")
+    momentum: Fraction = Field(0.6, description="outer Nesterov momentum")
 
 
 class SyncSpec(Section):

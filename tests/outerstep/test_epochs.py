@@ -42,15 +42,6 @@ def test_epochs_are_those_wanted_as_far_as_rounds_are_whole(sequences: int, work
     assert abs(found.rounds * found.inner_steps - steps) <= found.inner_steps + 1
 
 
-def test_short_rounds_have_less_outer_momentum() -> None:
-    found = choose(95, 4)
-    assert found.keys()["outer"] == {"momentum": 0.5}
-    assert list(found.explained())[-1] == "the outer momentum is 0.5, since rounds are short"
-    for other in (choose(95, 4, outer_momentum=0.9), choose(1_000_000, 4), choose(95, 4, inner_steps=50)):
-        assert set(other.keys()) == {"inner", "sync"}
-        assert not any("momentum" in each for each in other.explained())
-
-
 # --- specs ----------------------------------------------------------------------------------------------------------
 
 
@@ -79,11 +70,7 @@ def test_a_spec_is_completed(tmp_path: Path, rest: str) -> None:
     assert (spec.sync.rounds, spec.sync.inner_steps) == (schedule.rounds, schedule.inner_steps)
     assert (spec.inner.batch_size, spec.inner.warmup_steps) == (schedule.batch_size, schedule.warmup_steps)
     assert tomllib.loads(text).items() >= {"name": "talk"}.items()
-    assert spec.outer.momentum == 0.5
     assert completed(text) is None, "sync.rounds is given now"
-    own = completed(chat_spec(tmp_path, f"{rest}\n[outer]\nmomentum = 0.9\n"), workers=4)
-    assert own is not None
-    assert parse_spec(own[0]).outer.momentum == 0.9
 
 
 def test_keys_that_are_given_are_not_changed(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def test_the_least_spec() -> None:
     spec = parse_spec(LEAST)
     assert (spec.name, spec.seed, spec.model.preset, spec.sync.rounds) == ("demo", 0, "tiny", 4)
     assert (spec.sync.inner_steps, spec.sync.upload_codec, spec.sync.download_codec) == (500, "int8", "int8")
-    assert (spec.outer.learning_rate, spec.outer.momentum) == (1.0, 0.8)
+    assert (spec.outer.learning_rate, spec.outer.momentum) == (1.0, 0.6)
     assert spec.unit_tokens == 8 * 256
     assert spec.total_inner_steps == 2000
 
@@ -153,7 +153,7 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "a run that starts from itself": (edited('"tiny"', '"tiny"\nrun = "demo"'), ["'demo' is this run itself"]),
     "two momenta": (
         edited("rounds = 4", 'rounds = 4\nupload_codec = "sparse"'),
-        ['sync.upload_codec = "sparse" needs outer.momentum = 0, not 0.8'],
+        ['sync.upload_codec = "sparse" needs outer.momentum = 0, not 0.6'],
     ),
     "a codec for uploads only": (
         edited("rounds = 4", 'rounds = 4\ndownload_codec = "ternary"'),

@@ -19,7 +19,7 @@ from protocol.spec.sections import DataSpec
 TRIAL_STEPS = 1000  # inner steps; shorter runs get no such notes
 FEW_ROUNDS = 50
 FEW_FOR_MOMENTUM, MUCH_MOMENTUM = 30, 0.9
-SHORT_ROUND, MOMENTUM_OF_SHORT = 10, 0.5
+SHORT_ROUND, MOMENTUM_OF_SHORT = 10, 0.6
 LEAST_GAIN, LARGEST_RATE = 1.5, 2.0
 
 
