@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outerstep.cli import app
-from outerstep.plan_boxes import Box, Together, parse_box, together
+from outerstep.plan_boxes import OUTER, Box, Together, parse_box, together
 
 
 def fast(*speeds: float) -> list[Box]:
@@ -20,7 +20,7 @@ def planned(boxes: list[Box], parameters: int = 1_000_000, step_s: float = 1.0) 
 
 @pytest.mark.parametrize(
     ("speeds", "measured"),
-    [((1,), 1.0), ((1, 1), 0.756), ((1, 0.5), 0.889), ((1, 0.2), 0.926), ((1, 0.05), 0.968)],
+    [((1, 1), 0.718), ((1, 0.5), 0.851), ((1, 0.2), 0.872), ((1, 0.05), 0.900)],
 )
 def test_it_predicts_what_the_benchmark_measured(speeds: tuple[float, ...], measured: float):
     """`python -m benchmarks.boxes real`, as in docs/performance.md. Only ratios of speeds count."""
@@ -73,7 +73,7 @@ def test_a_box_trains_on_during_its_sync_for_four_rounds_and_then_waits():
     assert far.training == pytest.approx(4 * 500 / far.sync_s)
     assert far.tokens == pytest.approx(far.training / (1 + far.training))
     alone = planned([Box(1, 1e9, 1e6)], parameters=1_000_000_000)
-    assert alone.time == pytest.approx(1 / far.training), "it trains as much in more time"
+    assert alone.time == pytest.approx(OUTER / far.training), "it trains as much in more time"
 
 
 @pytest.mark.parametrize(
