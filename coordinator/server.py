@@ -106,7 +106,8 @@ def make_server(
     url = url_of(settings.database, settings.data_dir)
     if settings.advertise_url is not None and not is_shared(url):
         raise OuterstepError(
-            "--advertise is for coordinators that share a PostgreSQL database (--database): leave it out with SQLite"
+            "--advertise-url is for coordinators that share a PostgreSQL database (--database): leave it out with "
+            "SQLite"
         )
     listening = _listen(settings.host, settings.port)
     probe_when_idle(listening)
@@ -152,7 +153,7 @@ def _reachable(settings: Settings, address: str) -> str:
     except OSError as error:
         raise OuterstepError(
             f"this machine's own address is unknown ({error}): give the one where other coordinators reach it, "
-            "--advertise http://HOST:PORT"
+            "--advertise-url http://HOST:PORT"
         ) from error
     return f"{parts.scheme}://{netloc(own, parts.port or 0)}"
 

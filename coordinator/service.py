@@ -114,7 +114,7 @@ class Coordinator:
             directory.check_apart(settings.backup_dir, settings.data_dir)
             if settings.blobs is not None:
                 raise OuterstepError(
-                    "with --blobs backups are in that bucket, so leave --backup out; for a copy elsewhere, run "
+                    "with --blobs backups are in that bucket, so leave --backup-dir out; for a copy elsewhere, run "
                     "`outerstep coordinator backup DIR` on a schedule of yours"
                 )
         url = url_of(settings.database, settings.data_dir)

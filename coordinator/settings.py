@@ -22,7 +22,8 @@ class Settings(EnvironmentSettings):
 
     data_dir: Path = Field(
         Path("outerstep-data"),
-        description="contributions, deltas and checkpoints unless blobs is set; the database unless database is",
+        description="directory of contributions, deltas and checkpoints unless blobs is set, and of the database unless "
+        "database is set; created if it is missing",
     )
     database: str | None = Field(
         None,
@@ -194,7 +195,7 @@ class Settings(EnvironmentSettings):
     @field_validator("backup_dir", mode="before")
     @classmethod
     def _is_directory(cls, value: object) -> object:
-        if isinstance(value, str) and "://" in value:
+        if re.match(r"[a-z0-9+]+:/", str(value)):  # a Path has one slash left
             raise ValueError(f"{value} is no directory; with --blobs URL backups are in that bucket, without a setting")
         return value
 

@@ -3,16 +3,15 @@
 A test fails while the page is not what this writes.
 """
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
-from typer.main import get_group
 
 from coordinator.settings import AggregatorSettings, Settings
-from outerstep.cli import app
-from outerstep.cli import worker as worker_command
-from outerstep.cli.errors import flags_of
+from outerstep.cli import aggregator, coordinator, worker
+from outerstep.cli.errors import flag_of
 from protocol.spec.run import RunSpec
 from worker.settings import WorkerSettings
 
@@ -206,7 +205,7 @@ def _section(section: dict[str, Any], definitions: dict[str, Any], within: str) 
     return _table("key", rows), tables
 
 
-def process_section(title: str, settings: type[BaseModel], flags: dict[str, str]) -> str:
+def process_section(title: str, settings: type[BaseModel], flags: Mapping[str, str]) -> str:
     """Return every setting of one process, with its command-line flag and, if it has one, its environment variable."""
     schema = settings.model_json_schema()
     prefix = settings.model_config.get("env_prefix")
@@ -219,9 +218,8 @@ def process_section(title: str, settings: type[BaseModel], flags: dict[str, str]
     return f"## {title}\n\n{settings.__doc__}\n\n{_table('setting', rows)}"
 
 
-def _flags(command: str) -> dict[str, str]:
-    """Return the flag of each setting that is an option of the command."""
-    return flags_of(get_group(app).commands[command])
+def _flags(names: Iterable[str]) -> dict[str, str]:
+    return {name: flag_of(name) for name in names}
 
 
 def _row(name: str, schema: dict[str, Any], required: bool) -> str:
@@ -237,12 +235,12 @@ def page() -> str:
         HEAD
         + run_spec_section()
         + "\n"
-        + process_section("The coordinator: `outerstep coordinator`", Settings, _flags("coordinator"))
+        + process_section("The coordinator: `outerstep coordinator`", Settings, _flags(coordinator.OPTIONS))
         + DATABASE
         + "\n"
-        + process_section("An aggregator: `outerstep aggregator`", AggregatorSettings, _flags("aggregator"))
+        + process_section("An aggregator: `outerstep aggregator`", AggregatorSettings, _flags(aggregator.OPTIONS))
         + "\n"
-        + process_section("A worker: `outerstep worker`", WorkerSettings, worker_command.FLAGS)
+        + process_section("A worker: `outerstep worker`", WorkerSettings, _flags(worker.OPTIONS) | worker.FLAGS)
         + TOKEN
         + MACHINE
     )

@@ -119,7 +119,7 @@ class Process:
         self.to_database, self.to_bucket = to_database, to_bucket
         self.name, self.data_dir = name, folder / name
         self.log = folder / f"{name}.log"
-        self._command = [*command, "--data", str(self.data_dir)]
+        self._command = [*command, "--data-dir", str(self.data_dir)]
         self._environment = environment
         self.process: subprocess.Popen[bytes] | None = None
 

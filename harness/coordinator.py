@@ -266,7 +266,7 @@ class CoordinatorProcess:
         self.process: subprocess.Popen[str] | None = None
         self._data_dir = data_dir
         self._log = None if quiet else data_dir.parent / f"{data_dir.name}.log"
-        self._command = [str(python), "-m", "outerstep", "coordinator", "--data", str(data_dir), "--host", host]
+        self._command = [str(python), "-m", "outerstep", "coordinator", "--data-dir", str(data_dir), "--host", host]
         if certificate is not None:
             self._command += ["--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key)]
         self._command += ["--log-level", "warning"] if quiet else []

@@ -149,7 +149,7 @@ REMEDIES = {
     "disk-filling": "Free space, or enlarge the disk: `outerstep run rm RUN` removes a run that has ended, with its "
     "files",
     "backup-failed": "Fix the cause; the coordinator retries within five minutes. `outerstep coordinator backup DIR "
-    "--data DIR` makes a backup now",
+    "--data-dir DIR` makes a backup now",
     "database": "Check the database's disk and file system; the log has details",
     "bucket": "`outerstep doctor --blobs URL` checks it from this machine; runs continue once it can be written again",
     "coordinator": "Start it again, or fix its way to the database and the store: its own log has details. One that "

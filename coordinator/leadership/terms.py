@@ -122,7 +122,7 @@ class Terms:
             return ""
         return (
             f"the leader's address, {self.leader.address}, is this coordinator's own: give each coordinator another "
-            "--advertise, the address where the others reach it"
+            "--advertise-url, the address where the others reach it"
         )
 
     def _replace(self) -> None:

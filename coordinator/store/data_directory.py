@@ -35,7 +35,8 @@ class DataDirectory:
             root.mkdir(parents=True)
             fsync(root.parent)
         self.root = root
-        self._lock = open_locked(root / "lock", f"{root} is in use by another {kind}; stop it or choose another --data")
+        refusal = f"{root} is in use by another {kind}; stop it or choose another --data-dir"
+        self._lock = open_locked(root / "lock", refusal)
         self._scratch = root / "incoming"
         self._numbers = itertools.count()
         self.empty_scratch()

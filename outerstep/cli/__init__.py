@@ -205,7 +205,7 @@ def outerstep(
 
     \b
     A run from start to end:
-      outerstep coordinator --data ./data
+      outerstep coordinator --data-dir ./data
       export OUTERSTEP_TOKEN=$(cat ./data/admin.token)
       outerstep run create run.toml
       outerstep token create --scope join > join.token

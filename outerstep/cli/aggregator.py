@@ -3,40 +3,23 @@
 import os
 import signal
 import threading
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from outerstep.cli.coordinator import LogLevelOption, database_url_of
-from outerstep.cli.errors import UsageError, from_options, import_extra
-from outerstep.cli.options import LogFileOption, check_log
+from outerstep.cli.coordinator import database_url_of
+from outerstep.cli.errors import UsageError, check_not_hidden, import_extra, validated
+from outerstep.cli.options import check_log, with_settings
 from outerstep.cli.printing import say
 from outerstep.common.connections import error_text
 
+check_not_hidden("coordinator")
 
-def aggregator(
-    ctx: typer.Context,
-    database: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="The coordinators' PostgreSQL database: postgresql+psycopg://USER:PASSWORD@HOST/NAME.",
-        ),
-    ] = None,
-    blobs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="The coordinators' bucket, if its address is another one here: s3+https://HOST/…"
-        ),
-    ] = None,
-    data_dir: Annotated[
-        Path | None,
-        typer.Option("--data", help="A directory for this aggregator's cache. Default: outerstep-aggregator."),
-    ] = None,
-    log_level: LogLevelOption = None,
-    log_file: LogFileOption = None,
-) -> None:
+from coordinator.settings import AggregatorSettings  # noqa: E402
+
+OPTIONS = ("database", "blobs", "data_dir", "log_level", "log_file")
+
+
+@with_settings(AggregatorSettings, OPTIONS)
+def aggregator(*, given: dict[str, Any]) -> None:
     """Average contributions for several coordinators, until SIGTERM or Ctrl-C.
 
     The coordinators share a PostgreSQL database and a bucket. Start as many aggregators as you like, on any machines
@@ -45,11 +28,11 @@ def aggregator(
 
     \b
     Example:
-      outerstep aggregator --database postgresql+psycopg://outerstep@db.internal/outerstep --data ./aggregator
+      outerstep aggregator --database postgresql+psycopg://outerstep@db.internal/outerstep --data-dir ./aggregator
     """
     process = import_extra("coordinator.process", extra="coordinator", command="outerstep aggregator")
     os.umask(0o077)  # its files must not be readable by other users
-    settings = _settings(ctx)
+    settings = validated(AggregatorSettings, given)
     url = _database_url(settings)
     check_log("--log-file", settings.log_file)
     aggregating = import_extra(
@@ -71,14 +54,7 @@ def _print_ready(bucket: str) -> None:
     say(f"outerstep aggregator ready, for the bucket {bucket}")
 
 
-def _settings(ctx: typer.Context) -> Any:
-    settings = import_extra("coordinator.settings", extra="coordinator", command="outerstep aggregator")
-    if ctx.params["database"] is None and "OUTERSTEP_AGGREGATOR_DATABASE" not in os.environ:
-        raise UsageError("give the coordinators' database: --database postgresql+psycopg://USER:PASSWORD@HOST/NAME")
-    return from_options(ctx, settings.AggregatorSettings)
-
-
-def _database_url(settings: Any) -> Any:
+def _database_url(settings: AggregatorSettings) -> Any:
     """Return the URL of the database. Raises UsageError if it is not one of PostgreSQL."""
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep aggregator")
     url = database_url_of(settings.database, settings.data_dir)

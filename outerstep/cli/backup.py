@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from outerstep.cli.asking import Answer, print_answer
-from outerstep.cli.coordinator import DatabaseOption, database_url_of, existing_database, settings_of
+from outerstep.cli.coordinator import Settings, database_url_of, existing_database, settings_of
 from outerstep.cli.errors import UsageError, import_extra
+from outerstep.cli.options import with_settings
 from outerstep.cli.printing import Format, FormatOption, say, time_text
 from outerstep.display import lines, table
 from protocol.errors import OuterstepError
@@ -25,28 +26,26 @@ PlaceArgument = Annotated[
 ]
 
 
+@with_settings(Settings, ["data_dir", "database", "backup_keep"])
 def backup(
-    ctx: typer.Context,
     place: PlaceArgument,
-    data_dir: Annotated[Path | None, typer.Option("--data", help="The coordinator's data directory.")] = None,
-    database: DatabaseOption = None,
-    backup_keep: Annotated[
-        int | None, typer.Option("--keep", min=1, help="Number of backups to keep, the newest ones. Default: 7.")
-    ] = None,
+    *,
     show: Annotated[
         bool, typer.Option("--list", help="Make none, and list the backups in a directory or a bucket, newest first.")
     ] = False,
     output: FormatOption = Format.TABLE,
+    given: dict[str, Any],
 ) -> None:
     """Back up a coordinator to a directory, even while it runs; or list backups.
 
     Copies the database and the blobs that it needs, as of one moment. Blobs that the last backup has are linked, not
-    copied again. Backups beyond the newest --keep are deleted once the new one is durable. admin.token is not copied.
-    A coordinator with --blobs URL makes backups in that bucket by itself; this command then makes one elsewhere.
+    copied again. Backups beyond the newest --backup-keep are deleted once the new one is durable. admin.token is not
+    copied. A coordinator with --blobs URL makes backups in that bucket by itself; this command then makes one
+    elsewhere.
 
     \b
     Example:
-      outerstep coordinator backup /mnt/backups --data ./data
+      outerstep coordinator backup /mnt/backups --data-dir ./data
       outerstep coordinator backup /mnt/backups --list
     """
     if show:
@@ -59,7 +58,7 @@ def backup(
         )
     directory = _module("backup.directory", "backup")
     os.umask(0o077)  # its files must not be readable by other users
-    settings = settings_of(ctx)
+    settings = settings_of(given)
     directory.check_apart(Path(place), settings.data_dir)
     url = existing_database(settings)
     source = directory.BackupSource(url, _module("store.opening", "backup").reader_of(settings.data_dir, url))
@@ -89,7 +88,7 @@ def restore(
     data: Annotated[
         Path,
         typer.Option(
-            "--data", metavar="NEW", help="The new data directory: empty, or not existing yet.", show_default=False
+            "--data-dir", metavar="NEW", help="The new data directory: empty, or not existing yet.", show_default=False
         ),
     ],
     blobs: Annotated[
@@ -109,7 +108,7 @@ def restore(
         ),
     ] = None,
     number: Annotated[
-        int | None, typer.Option("--backup", metavar="N", help="Which backup. Default: the newest intact one.")
+        int | None, typer.Option("--number", metavar="N", help="Which backup. Default: the newest intact one.")
     ] = None,
     new_admin_token: Annotated[
         bool, typer.Option("--new-admin-token", help="Also create a new admin token, in NEW/admin.token.")
@@ -129,11 +128,11 @@ def restore(
 
     \b
     Example:
-      outerstep coordinator restore /mnt/backups --data ./data-2 --new-admin-token
-      outerstep coordinator --data ./data-2
-      outerstep coordinator restore s3://bucket/outerstep --data ./data-3
-      outerstep coordinator --data ./data-3 --blobs s3://bucket/outerstep
-      outerstep coordinator restore /mnt/backups --data ./data-4 --blobs s3://bucket/new \\
+      outerstep coordinator restore /mnt/backups --data-dir ./data-2 --new-admin-token
+      outerstep coordinator --data-dir ./data-2
+      outerstep coordinator restore s3://bucket/outerstep --data-dir ./data-3
+      outerstep coordinator --data-dir ./data-3 --blobs s3://bucket/outerstep
+      outerstep coordinator restore /mnt/backups --data-dir ./data-4 --blobs s3://bucket/new \\
         --database postgresql+psycopg://me:secret@host/runs
     """
     restoring = _module("backup.restore", "restore")

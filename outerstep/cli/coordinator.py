@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Group, RenderableType
 
 from outerstep.cli.asking import Answer, print_answer
-from outerstep.cli.errors import UsageError, flags_of, from_options, import_extra
-from outerstep.cli.options import Connection, LogFileOption, check_log, with_connection
+from outerstep.cli.errors import UsageError, check_not_hidden, flag_of, import_extra, validated
+from outerstep.cli.options import Connection, check_log, with_connection, with_settings
 from outerstep.cli.printing import Format, FormatOption, say, time_text
 from outerstep.common.connections import error_text, ssl_context
 from outerstep.common.exit_codes import Exit
@@ -22,79 +22,31 @@ from outerstep.common.quantities import bytes_text, counted, duration_text, shar
 from outerstep.display import facts, lines, table
 from protocol.messages import Finding, LoggedError, NotifiedInfo, ServerStatus
 
+check_not_hidden("coordinator")
+
+from coordinator.settings import Settings  # noqa: E402
+
 SHOWN_ERRORS = 10
 
-LogLevelOption = Annotated[
-    str | None, typer.Option("--log-level", help="debug, info, warning or error; logs go to stderr.")
-]
-DataOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--data", help="The data directory: contributions, deltas, checkpoints, the database. Created if missing."
-    ),
-]
-DatabaseOption = Annotated[
-    str | None,
-    typer.Option(
-        "--database",
-        metavar="URL",
-        help="The database, if not outerstep.db in the data directory: postgresql+psycopg://USER:PASSWORD@HOST/NAME, "
-        "which several coordinators may share, or sqlite:////absolute/path.",
-    ),
-]
-
-NotifyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--notify",
-        metavar="URL|@FILE",
-        help="What to notify: an https:// URL or one of Apprise's, or a file with one per line. See docs/operating.md.",
-    ),
-]
+# The other settings are environment variables.
+OPTIONS = (
+    "data_dir",
+    "database",
+    "blobs",
+    "advertise_url",
+    "host",
+    "port",
+    "tls_certificate",
+    "tls_key",
+    "log_level",
+    "log_file",
+    "backup_dir",
+    "notify_url",
+)
 
 
-def coordinator(
-    ctx: typer.Context,
-    data_dir: DataOption = None,
-    database: DatabaseOption = None,
-    blobs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Keep contributions, deltas and checkpoints in a bucket: s3://BUCKET/PREFIX, gs://, az://, or "
-            "s3+https://HOST/BUCKET/PREFIX. Default: in the data directory.",
-        ),
-    ] = None,
-    advertise_url: Annotated[
-        str | None,
-        typer.Option(
-            "--advertise",
-            metavar="URL",
-            help="With PostgreSQL, where other coordinators reach this one: http://HOST:PORT. Default: host and port, "
-            "or this machine's address if host is 0.0.0.0.",
-        ),
-    ] = None,
-    host: Annotated[
-        str | None, typer.Option(help="Address to listen on; 0.0.0.0 for all, :: for all including IPv6.")
-    ] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 for any free port.")] = None,
-    tls_certificate: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="PEM certificate chain, to serve HTTPS without a proxy."),
-    ] = None,
-    tls_key: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM private key of the certificate.")
-    ] = None,
-    log_level: LogLevelOption = None,
-    log_file: LogFileOption = None,
-    backup_dir: Annotated[
-        str | None,
-        typer.Option(
-            "--backup", metavar="DIR", help="Make scheduled backups there. With --blobs they are in the bucket."
-        ),
-    ] = None,
-    notify_url: NotifyOption = None,
-) -> None:
+@with_settings(Settings, OPTIONS)
+def coordinator(ctx: typer.Context, *, given: dict[str, Any]) -> None:
     """Run a coordinator until SIGTERM or Ctrl-C, or one of its commands.
 
     It applies the database migrations, continues where it stopped, and prints its address and the next steps when it is
@@ -104,18 +56,18 @@ def coordinator(
 
     \b
     Example:
-      outerstep coordinator --data ./data
+      outerstep coordinator --data-dir ./data
       outerstep run create run.toml --token-file ./data/admin.token
     """
     if ctx.invoked_subcommand is not None:
-        misplaced = [flag for name, flag in flags_of(ctx.command).items() if ctx.params.get(name) is not None]
+        misplaced = [flag_of(name) for name, value in given.items() if value is not None]
         if misplaced:
             raise UsageError(f"give {', '.join(misplaced)} after `coordinator {ctx.invoked_subcommand}`, not before it")
         return
     server = import_extra("coordinator.server", extra="coordinator", command="outerstep coordinator")
     os.umask(0o077)  # its files must not be readable by other users
-    settings = settings_of(ctx)
-    _check_used(settings, flags_of(ctx.command))
+    settings = settings_of(given)
+    _check_used(settings, given)
     _receivers(settings)
     _check_certificate(settings.tls_certificate, settings.tls_key)
     database_url_of(settings.database, settings.data_dir)
@@ -128,35 +80,36 @@ def coordinator(
         raise UsageError(f"cannot serve at {address} from {settings.data_dir}: {error_text(error)}{remedy}") from error
 
 
-def _check_used(settings: Any, flags: dict[str, str]) -> None:
+def _check_used(settings: Settings, given: dict[str, Any]) -> None:
     """Raise UsageError if a setting was given that has no effect without another one."""
     for key, needed in (
-        ("backup_keep", {"--backup DIR": settings.backup_dir}),
-        ("backup_every_s", {"--backup DIR": settings.backup_dir, "--blobs URL": settings.blobs}),
-        ("notify_secret", {"--notify URL|@FILE": settings.notify_url}),
-        ("blobs_public_url", {"--blobs URL": settings.blobs}),
-        ("tls_key", {"--tls-certificate": settings.tls_certificate}),
+        ("backup_keep", ["backup_dir"]),
+        ("backup_every_s", ["backup_dir", "blobs"]),
+        ("notify_secret", ["notify_url"]),
+        ("blobs_public_url", ["blobs"]),
+        ("tls_key", ["tls_certificate"]),
     ):
-        if key in settings.model_fields_set and not any(needed.values()):
-            given = flags.get(key, f"OUTERSTEP_COORDINATOR_{key.upper()}")
-            raise UsageError(f"{given} needs {' or '.join(needed)}")
+        if key in settings.model_fields_set and not any(getattr(settings, each) for each in needed):
+            name = flag_of(key) if given.get(key) is not None else f"OUTERSTEP_COORDINATOR_{key.upper()}"
+            raise UsageError(f"{name} needs {' or '.join(map(flag_of, needed))}")
 
 
-def notify_test(ctx: typer.Context, notify_url: NotifyOption = None) -> None:
+@with_settings(Settings, ["notify_url"])
+def notify_test(*, given: dict[str, Any]) -> None:
     """Send a test notification to each receiver, and show which ones accept it.
 
     Uses the coordinator's settings, also from the environment; the coordinator need not run.
 
     \b
     Example:
-      outerstep coordinator notify-test --notify @/etc/outerstep/notify
+      outerstep coordinator notify-test --notify-url @/etc/outerstep/notify
     """
     notification = import_extra(
         "coordinator.notifications.notification", extra="coordinator", command="outerstep coordinator"
     )
-    receivers = _receivers(settings_of(ctx))
+    receivers = _receivers(settings_of(given))
     if not receivers:
-        raise UsageError("give --notify URL|@FILE, or OUTERSTEP_COORDINATOR_NOTIFY_URL in the environment")
+        raise UsageError("give --notify-url URL|@FILE, or OUTERSTEP_COORDINATOR_NOTIFY_URL in the environment")
     now, faults = time.time(), []
     test = notification.Notification("test", now, "This is a test: this coordinator's notifications arrive here.")
     for each in receivers:
@@ -171,13 +124,14 @@ def notify_test(ctx: typer.Context, notify_url: NotifyOption = None) -> None:
         raise notification.DeliveryError(f"{len(faults)} of {counted(len(receivers), 'receiver')} did not accept it")
 
 
-def _receivers(settings: Any) -> Any:
+def _receivers(settings: Settings) -> Any:
     """Return what the settings notify. Raises OuterstepError if Apprise is needed and not installed."""
     sending = import_extra("coordinator.notifications.sending", extra="coordinator", command="outerstep coordinator")
     return sending.receivers_of(settings)
 
 
-def rotate_secret(ctx: typer.Context, data_dir: DataOption = None, database: DatabaseOption = None) -> None:
+@with_settings(Settings, ["data_dir", "database"])
+def rotate_secret(*, given: dict[str, Any]) -> None:
     """Replace the secret by which the coordinators of one database know each other.
 
     Do this if a stranger may have read the database or a backup: the secret's holder can pose as a coordinator to the
@@ -190,15 +144,14 @@ def rotate_secret(ctx: typer.Context, data_dir: DataOption = None, database: Dat
     """
     lease = import_extra("coordinator.lease", extra="coordinator", command="outerstep coordinator")
     os.umask(0o077)
-    url = existing_database(settings_of(ctx))
+    url = existing_database(settings_of(given))
     lease.rotate_secret(url, time.time)
     say(f"the coordinators of {url!r} have a new secret")
 
 
-def settings_of(ctx: typer.Context) -> Any:
-    """Return the coordinator's Settings, from the command's options, the environment, and the defaults."""
-    settings = import_extra("coordinator.settings", extra="coordinator", command="outerstep coordinator")
-    return from_options(ctx, settings.Settings)
+def settings_of(given: dict[str, Any]) -> Settings:
+    """Return the settings, from the command line, the environment and the defaults. Raises UsageError."""
+    return validated(Settings, given)
 
 
 def _check_certificate(certificate: Path | None, key: Path | None) -> None:
@@ -230,16 +183,16 @@ def database_url_of(database: str | None, data_dir: Path) -> Any:
         raise UsageError(f"--database, or its variable: {error}") from error
 
 
-def existing_database(settings: Any) -> Any:
+def existing_database(settings: Settings) -> Any:
     """Return the URL of the coordinator's database. Raises UsageError if there is none."""
     database = import_extra("coordinator.store.database", extra="coordinator", command="outerstep coordinator")
     url = database_url_of(settings.database, settings.data_dir)
     if not database.exists(url):
         if not settings.data_dir.is_dir():
-            raise UsageError(f"the directory {settings.data_dir} does not exist: give --data")
+            raise UsageError(f"the directory {settings.data_dir} does not exist: give --data-dir")
         raise UsageError(
-            f"{settings.data_dir} has no database, so it is not a coordinator's data directory: give another --data, "
-            "or --database if the database is elsewhere"
+            f"{settings.data_dir} has no database, so it is not a coordinator's data directory: give another "
+            "--data-dir, or --database if the database is elsewhere"
         )
     return url
 
@@ -313,7 +266,7 @@ def _facts(found: ServerStatus) -> Iterator[tuple[str, str]]:
     for receiver in found.notifications:
         yield f"notifications: {receiver.name}", _notified(found, receiver)
     if not found.notifications:
-        yield "notifications", "none; start the coordinator with --notify URL|@FILE"
+        yield "notifications", "none; start the coordinator with --notify-url URL|@FILE"
     clients = found.clients
     yield "clients", f"{clients.workers} workers, {clients.connections} connections, {clients.streams} event streams"
 
@@ -330,7 +283,7 @@ def _ago(found: ServerStatus, at: float) -> str:
 def _backup(found: ServerStatus) -> str:
     backup = found.backup
     if backup is None:
-        return "not scheduled; start the coordinator with --backup DIR"
+        return "not scheduled; start the coordinator with --backup-dir DIR"
     every = f"every {duration_text(backup.every_s)}"
     last = "none yet" if backup.last_at is None else f"last one {_ago(found, backup.last_at)}"
     failed = "" if backup.failed_at is None else f", last failure {_ago(found, backup.failed_at)}"

@@ -67,7 +67,7 @@ def demo(
     if keep is not None:
         say_lines(
             f"\nKept in {keep}: the model (model/), the logs (logs/) and the coordinator's data. Look at the run with\n"
-            f"  outerstep coordinator --data {keep / 'coordinator'}\n"
+            f"  outerstep coordinator --data-dir {keep / 'coordinator'}\n"
             f"  outerstep run show demo --token-file {keep / 'coordinator' / 'admin.token'}",
             err=for_programs,
         )

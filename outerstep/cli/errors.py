@@ -1,10 +1,10 @@
 """Errors of commands: usage errors, exit codes (outerstep/common/exit_codes.py), and missing extras."""
 
 import importlib
-from types import ModuleType
+from collections.abc import Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
-import typer
 from pydantic import BaseModel, ValidationError
 
 from outerstep.common.connections import WrongVariable
@@ -35,8 +35,13 @@ def exit_code(error: OuterstepError) -> Exit:
             return Exit.REFUSED
 
 
-def validated(model: type[Model], given: dict[str, Any], flags: dict[str, str]) -> Model:
-    """Return a `model` with the values given on the command line; `flags` has the flag of each key.
+def flag_of(name: str) -> str:
+    """Return the flag of a field of a settings class."""
+    return "--" + name.replace("_", "-")
+
+
+def validated(model: type[Model], given: Mapping[str, Any], flags: Mapping[str, str] = MappingProxyType({})) -> Model:
+    """Return a `model` with the values given on the command line. `flags` has what to give instead of `flag_of` a key.
 
     A key that was not given (None) gets its value from the environment, if `model` is a settings class, or its default.
     Raises UsageError that names the flag or variable, its value, and what is allowed.
@@ -47,27 +52,16 @@ def validated(model: type[Model], given: dict[str, Any], flags: dict[str, str]) 
         raise UsageError(explain_all(error.errors(), one=lambda each: _explain(each, model, given, flags))) from error
 
 
-def from_options(ctx: typer.Context, model: type[Model]) -> Model:
-    """Return a `model` from those options of the command that are named like its keys; see `validated`."""
-    given = {key: value for key, value in ctx.params.items() if key in model.model_fields}
-    return validated(model, given, flags_of(ctx.command))
-
-
-def flags_of(command: Any) -> dict[str, str]:
-    """Return the flag of each of a command's options, by the option's name."""
-    return {each.name: each.opts[0] for each in command.params}
-
-
-def _explain(error: Any, model: type[BaseModel], given: dict[str, Any], flags: dict[str, str]) -> str:
+def _explain(error: Any, model: type[BaseModel], given: Mapping[str, Any], flags: Mapping[str, str]) -> str:
     key = str(error["loc"][0]) if error["loc"] else ""
     is_secret = key in model.model_fields and not model.model_fields[key].repr
-    text = explain(error, echo=not is_secret)
+    text, flag = explain(error, echo=not is_secret), flags.get(key, flag_of(key))
     if given.get(key) is not None:
-        return flags[key] + text.removeprefix(key)
+        return flag + text.removeprefix(key)
     if key in model.model_fields:
         variable = str(model.model_config.get("env_prefix", "")).upper() + key.upper()
         if error["type"] == "missing":
-            return f"{flags[key]} is missing, and so is {variable} in the environment"
+            return f"{flag} is missing, and so is {variable} in the environment"
         return variable + text.removeprefix(key)
     return text
 

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from outerstep import rest
-from outerstep.cli.errors import UsageError
+from outerstep.cli.errors import UsageError, flag_of
 from outerstep.common.connections import CA_VARIABLE, error_text
 from protocol.text import decoded, printable
 
@@ -47,7 +47,6 @@ CaOption = Annotated[
         help="PEM certificates to trust as well, such as the coordinator's own.",
     ),
 ]
-LogFileOption = Annotated[Path | None, typer.Option("--log-file", help="File to append the log to, besides stderr.")]
 
 
 @dataclass(frozen=True)
@@ -147,11 +146,6 @@ def find_token(token: str | None, token_file: Path | None, environment: Mapping[
 
 
 # --- options from a settings class ------------------------------------------------------------------------------
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a field of a settings class."""
-    return "--" + name.replace("_", "-")
 
 
 def with_settings(model: type[BaseModel], names: Sequence[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:

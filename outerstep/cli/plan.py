@@ -69,7 +69,7 @@ def plan(
             metavar="BYTES", help="With --memory: the memory of the GPU's host. Default: the device is a CPU."
         ),
     ] = None,
-    data: Annotated[
+    spec: Annotated[
         Path | None,
         typer.Option(
             metavar="SPEC.toml",
@@ -79,7 +79,7 @@ def plan(
     ] = None,
     epochs: Annotated[
         float | None,
-        typer.Option(min=0.01, max=10_000.0, help="With --data: how often each sequence is trained on. Default: 3."),
+        typer.Option(min=0.01, max=10_000.0, help="With --spec: how often each sequence is trained on. Default: 3."),
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, max=10_000, help="Number of workers, each with these rates. Default: 4.")
@@ -112,7 +112,7 @@ def plan(
     Example:
       outerstep plan --params 1.2e9 --up 10mbit --down 100mbit --step-time 1.0
       outerstep plan --params 1.2e9 --step-time 1.0 --box 1.0,100/10 --box 0.5,50/5
-      outerstep plan --data run.toml --workers 4 --epochs 3
+      outerstep plan --spec run.toml --workers 4 --epochs 3
       outerstep plan --params 1.2e9 --memory 24gb --host-memory 64gb
     """
     lines: dict[str, object] = {"--latency": latency, "--loss": loss}
@@ -121,7 +121,7 @@ def plan(
     if host_memory is not None and memory is None:
         raise UsageError("--host-memory needs --memory, which the GPU has")
     if memory is not None:
-        others: dict[str, object] = {"--data": data, "--epochs": epochs, "--box": box, "--workers": workers}
+        others: dict[str, object] = {"--spec": spec, "--epochs": epochs, "--box": box, "--workers": workers}
         _refuse("--memory needs no network and no data", network | others)
         if params is None:
             raise UsageError("--memory needs --params, the number of trained parameters")
@@ -132,12 +132,12 @@ def plan(
             output,
         )
         return
-    if data is not None:
-        _refuse("--data needs no network", network | {"--params": params, "--box": box})
-        _plan_epochs(data, workers or WORKERS, EPOCHS if epochs is None else epochs, output)
+    if spec is not None:
+        _refuse("--spec needs no network", network | {"--params": params, "--box": box})
+        _plan_epochs(spec, workers or WORKERS, EPOCHS if epochs is None else epochs, output)
         return
     if epochs is not None:
-        raise UsageError("--epochs needs --data")
+        raise UsageError("--epochs needs --spec")
     if box is not None:
         _refuse("each --box has its line", {"--up": up, "--down": down, "--workers": workers})
         _refuse("what boxes add is known only with the default settings", run)
@@ -155,7 +155,7 @@ def plan(
         )
         return
     if params is None or up is None or down is None or step_time is None:
-        raise UsageError("give --params, --up, --down and --step-time; or --box; or --params and --memory; or --data")
+        raise UsageError("give --params, --up, --down and --step-time; or --box; or --params and --memory; or --spec")
     workload = Workload(
         parameters=_parsed("--params", parse_count, params),
         up=_parsed("--up", parse_rate, up),
@@ -271,7 +271,7 @@ def _plan_boxes(found: Together, output: Format) -> None:
 
 def _plan_epochs(spec: Path, workers: int, epochs: float, output: Format) -> None:
     """Show how many rounds the training set of a spec gives."""
-    import_extra("worker.data.open_training_set", extra="worker", command="outerstep plan --data")
+    import_extra("worker.data.open_training_set", extra="worker", command="outerstep plan --spec")
     try:
         schedule = schedule_of(read_text(spec), workers, epochs)
     except (SpecError, ValueError) as error:

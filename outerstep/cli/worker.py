@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from outerstep.cli.errors import UsageError, check_not_hidden, import_extra, validated
-from outerstep.cli.options import TokenFileOption, check_log, find_token, flag_of, owner_at_terminal, with_settings
+from outerstep.cli.options import TokenFileOption, check_log, find_token, owner_at_terminal, with_settings
 from protocol import __version__
 
 check_not_hidden("worker")
@@ -41,7 +41,7 @@ OPTIONS = (
     "compile",
     "activation_checkpointing",
 )
-FLAGS = {"url": "URL", "token": "--token-file"} | {name: flag_of(name) for name in OPTIONS}
+FLAGS = {"url": "URL", "token": "--token-file"}
 
 UrlArgument = Annotated[
     str | None, typer.Argument(metavar="URL", help="The coordinator's address. Required, unless OUTERSTEP_URL is set.")

@@ -62,7 +62,7 @@ def trained(plan: DemoPlan, display: Display) -> Iterator[Trained]:
         (plan.directory / name).mkdir()
     with Processes(plan.directory / "logs") as processes:
         data = plan.directory / "coordinator"
-        coordinator = processes.start("coordinator", ["coordinator", "--data", str(data), "--port", "0"], {})
+        coordinator = processes.start("coordinator", ["coordinator", "--data-dir", str(data), "--port", "0"], {})
         url = wait_until_ready(coordinator)
         admin_token = (data / "admin.token").read_text().strip()
         try:

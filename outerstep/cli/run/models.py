@@ -11,7 +11,7 @@ from outerstep.cli.errors import UsageError, import_extra, validated
 from outerstep.cli.options import Connection, owner_at_terminal, with_connection
 from outerstep.cli.printing import say, say_part
 from outerstep.cli.run.runs import RunArgument, read_spec
-from outerstep.cli.worker import FLAGS, with_permissions
+from outerstep.cli.worker import with_permissions
 from outerstep.common.connections import error_text
 from outerstep.common.files import check_new
 from protocol.errors import OuterstepError
@@ -175,7 +175,7 @@ def box_settings(data: str | None = None, **given: Any) -> BoxSettings:
     """Return the box's settings with the options that were given. `data`: the text that the command was given, if any.
     OUTERSTEP_DATA does not count: it is where a worker has the text of its run, which may be another one. Raises
     UsageError for a wrong option."""
-    return validated(BoxSettings, given | {"data": data}, FLAGS).model_copy(update={"data": data})
+    return validated(BoxSettings, given | {"data": data}).model_copy(update={"data": data})
 
 
 def allowed_by(command: str, box: Any) -> Any:
