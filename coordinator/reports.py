@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 from coordinator.round_reports import held_out_fields, held_up_by, reason_of
 from coordinator.run.live_run import LiveRun
 from coordinator.run.schedule import expected_rounds
-from coordinator.store.blobs import KINDS, StoredBlob
+from coordinator.store.blobs import StoredBlob
 from coordinator.store.tables import (
     CheckpointFragmentRow,
     CheckpointRow,
@@ -69,21 +69,10 @@ def spec_toml(run: LiveRun) -> str:
 
 
 def disk_bytes(run: LiveRun) -> DiskBytes:
-    """Return the bytes of the run's files. For files in a bucket, the database is asked: listing them takes requests,
-    and must not hold up a report while the bucket cannot be reached."""
-
-    def stored(prefix: str) -> int:
-        return sum(size for _, size in run.blobs.list(prefix))
-
-    names = run.names
-    if run.blobs.bucket is not None:
-        recorded = retention.recorded_bytes(run)
-        return DiskBytes(**recorded, state=run.outer.files.bytes(), set_aside=run.set_aside_bytes)
-    return DiskBytes(
-        **{kind: stored(names.kind(kind)) for kind in KINDS},
-        state=run.outer.files.bytes(),
-        set_aside=stored(names.set_aside),
-    )
+    """Return the bytes of the run's files, as the database has them: a bucket lists thousands of files slowly, or
+    cannot be reached, and a report must not wait for it."""
+    recorded = retention.recorded_bytes(run)
+    return DiskBytes(**recorded, state=run.outer.files.bytes(), set_aside=run.set_aside_bytes)
 
 
 def _run_fields(run: LiveRun) -> dict[str, Any]:

@@ -22,8 +22,8 @@ class Settings(EnvironmentSettings):
 
     data_dir: Path = Field(
         Path("outerstep-data"),
-        description="directory of contributions, deltas and checkpoints unless blobs is set, and of the database unless "
-        "database is set; created if it is missing",
+        description="directory of contributions, deltas and checkpoints unless blobs is set, and of the database "
+        "unless database is set; created if it is missing",
     )
     database: str | None = Field(
         None,

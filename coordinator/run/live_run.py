@@ -220,7 +220,7 @@ class LiveRun:
         self.uploads = Uploads(self.lock, context.blobs, context.clock)
         self.redo: Redo | None = None
         self.redone = 0  # how many rounds of the run were done again
-        self.set_aside_bytes = 0  # of the files that were set aside, if they are in a bucket
+        self.set_aside_bytes = 0  # of the files that were set aside
         self.not_direct: set[str] = set()  # workers that have uploaded an invalid payload to the store
         self.events_recorded = 0  # since the last trimming
         self.similarity = SimilarityHistory()

@@ -300,9 +300,8 @@ def _move(run: LiveRun, names: list[str], prefix: str) -> None:
 
 
 def note_set_aside(run: LiveRun) -> None:
-    """Note how many bytes are set aside in a bucket. In a directory they are counted when somebody asks."""
-    if run.blobs.bucket is not None:
-        run.set_aside_bytes = sum(size for _, size in run.blobs.list(run.names.set_aside))
+    """Note how many bytes are set aside."""
+    run.set_aside_bytes = sum(size for _, size in run.blobs.list(run.names.set_aside))
 
 
 def _prefix_of_rollback(run: LiveRun, latest: int) -> str | None:
