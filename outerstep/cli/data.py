@@ -16,6 +16,7 @@ from rich.text import Text
 
 from outerstep.cli.asking import Answer, print_answer
 from outerstep.cli.errors import UsageError, import_extra
+from outerstep.cli.options import with_settings
 from outerstep.cli.printing import Format, FormatOption, console, say
 from outerstep.common.quantities import UNKNOWN, bytes_text, count_text, parse_count
 from outerstep.display import facts, lines, table
@@ -26,6 +27,7 @@ from protocol.validation_errors import explain_all
 _load = partial(import_extra, extra="worker")
 
 
+@with_settings(DataSpec, ("column", "train_on", "sequence_length", "packing", "date", "on_error"))
 def prepare(
     source: Annotated[
         str,
@@ -48,42 +50,15 @@ def prepare(
     held_out: Annotated[
         str | None, typer.Option("--held-out", metavar="SOURCE", help="Hold out this whole source instead.")
     ] = None,
-    column: Annotated[
-        str,
-        typer.Option(
-            "--column", help="The key or column with the text, in JSON lines, parquet files and hub data sets."
-        ),
-    ] = "text",
     row_format: Annotated[
         str, typer.Option("--data-format", help="text; chat for conversations; completion for prompts and completions.")
     ] = "text",
-    train_on: Annotated[
-        str | None,
-        typer.Option(
-            "--train-on", help="assistant, completion or all: the tokens of conversations that are trained on."
-        ),
-    ] = None,
-    sequence_length: Annotated[
-        int | None,
-        typer.Option("--sequence-length", min=1, help="Tokens per sequence of conversations; 1024 by default."),
-    ] = None,
-    packing: Annotated[
-        bool, typer.Option("--packing/--no-packing", help="Several conversations per sequence, or one and padding.")
-    ] = True,
-    date: Annotated[
-        str | None,
-        typer.Option(
-            "--date", metavar="YYYY-MM-DD", help="The date that a chat template shows as today's. Default: today, UTC."
-        ),
-    ] = None,
-    on_error: Annotated[
-        str | None,
-        typer.Option("--on-error", help="skip or stop: what happens to a row that is no conversation. Default: skip."),
-    ] = None,
     shard_tokens: Annotated[
         str, typer.Option("--shard-tokens", metavar="COUNT", help="Tokens per shard; 64M are 128 MB as uint16.")
     ] = "67108864",
     output: FormatOption = Format.TABLE,
+    *,
+    given: dict[str, Any],
 ) -> None:
     """Tokenise text or conversations on all cores into a directory that data.source can name.
 
@@ -99,10 +74,8 @@ def prepare(
     command, per_shard = "outerstep data prepare", _shard_tokens(shard_tokens)
     preparing = _load("worker.data.tokens.preparing", command=command)
     tokenizers = _load("worker.data.tokens.tokenizer", command=command)
-    given = {"format": row_format, "train_on": train_on, "sequence_length": sequence_length}
-    given |= {"date": date, "on_error": on_error}
     data = _data_spec(
-        {"source": source, "tokenizer": tokenizer, "column": column, "packing": packing, "holdout": holdout}
+        {"source": source, "tokenizer": tokenizer, "format": row_format, "holdout": holdout}
         | {key: value for key, value in given.items() if value is not None}
     )
     recipe = preparing.recipe_of(data, tokenizers.load_tokenizer(tokenizer), held_out, per_shard)
@@ -169,9 +142,7 @@ def _data_spec(given: dict[str, Any]) -> DataSpec:
         data = DataSpec.model_validate(given)
     except ValidationError as error:
         raise UsageError(explain_all(error.errors())) from error
-    keys = {"packing", "column", "date", "on_error"} & given.keys()
-    changed = {key for key in keys if given[key] != DataSpec.model_fields[key].default}
-    if unused := data.without_effect(changed):
+    if unused := data.without_effect({"packing", "column", "date", "on_error"} & given.keys()):
         raise UsageError("; ".join(unused))
     return data
 
