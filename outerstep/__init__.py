@@ -8,14 +8,12 @@ from outerstep.shadowing import refuse_shadow
 if TYPE_CHECKING:
     from protocol.messages import DataSummary, EvaluationReport
     from worker.diloco import DiLoCo
-    from worker.diloco_optimizer import DiLoCoOptimizer
     from worker.inner.loss import unpack
 
-__all__ = ["DataSummary", "DiLoCo", "DiLoCoOptimizer", "EvaluationReport", "unpack", "__version__"]
+__all__ = ["DataSummary", "DiLoCo", "EvaluationReport", "unpack", "__version__"]
 
 _SCRIPTS = {
     "DiLoCo": "worker.diloco",
-    "DiLoCoOptimizer": "worker.diloco_optimizer",
     "DataSummary": "protocol.messages",
     "EvaluationReport": "protocol.messages",
     "unpack": "worker.inner.loss",

@@ -3,7 +3,7 @@
 In reading order:
 
     train.py        the training loop of `outerstep worker`: H inner steps per round
-    diloco.py       the class DiLoCo, for any training loop; diloco_optimizer.py for one written for OpenDiLoCo
+    diloco.py       the class DiLoCo, for any training loop
     rounds/         the algorithm; its docstring is the theory of operation
     state/          what a worker holds: fragments of the model, the outer state, work in no mean yet, the snapshot
     link/           the REST client, membership, the lease, the worker token

@@ -6,7 +6,7 @@ the run; it reads back how far it has come, writes records, and is closed.
 
 from typing import Literal, NamedTuple, get_args
 
-TrackerName = Literal["jsonl", "tensorboard", "trackio", "wandb"]
+TrackerName = Literal["jsonl", "tensorboard", "wandb"]
 
 
 class TrackerModule(NamedTuple):
@@ -20,7 +20,6 @@ class TrackerModule(NamedTuple):
 TRACKERS: dict[TrackerName, TrackerModule] = {
     "jsonl": TrackerModule("outerstep.tracking.to_jsonl", None, "{run}.jsonl"),
     "tensorboard": TrackerModule("outerstep.tracking.to_tensorboard", "tensorboard", "{run}-tensorboard"),
-    "trackio": TrackerModule("outerstep.tracking.to_trackio", "trackio", "{run}-trackio"),
     "wandb": TrackerModule("outerstep.tracking.to_wandb", "wandb", "{run}-wandb"),
 }
 

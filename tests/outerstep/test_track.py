@@ -284,20 +284,6 @@ def level_db_log(data: bytes, header: int = 7, block: int = 1 << 15) -> Iterator
             entry = b""
 
 
-def test_trackio_has_every_round_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    needs("trackio")
-    from trackio.sqlite_storage import SQLiteStorage
-
-    from outerstep.tracking.to_trackio import PROJECT, Tracker
-
-    track(Tracker(tmp_path / "out", NAME, RUN), records=2)
-    track(Tracker(tmp_path / "out", NAME, RUN))
-    rows = SQLiteStorage.get_logs(PROJECT, NAME)
-    assert [(row["step"], row.get("loss")) for row in rows] == STEPS
-    assert "lost 6" in rows[1]["events"]
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 

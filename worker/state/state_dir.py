@@ -85,8 +85,7 @@ class StateDir:
             if self.path.resolve() in _HELD:
                 raise StateDirBusy(
                     f"this process already uses {self.path}: an earlier DiLoCo, made by a notebook cell that ran "
-                    "before for example, has not left its run; end its `with` block, close() the DiLoCoOptimizer, "
-                    "or restart the process"
+                    "before for example, has not left its run; end its `with` block, or restart the process"
                 )
             raise StateDirBusy(
                 f"another process uses {self.path}. If it is an earlier process of this worker, end it (`fuser "
