@@ -154,7 +154,8 @@ GROUPS: dict[str, tuple[list[str], str]] = {
             "Muon, sparse up",
         ],
         "Muon for the hidden matrices, AdamW for the rest (MuLoCo, arXiv 2505.23725), both at 8e-3. *same rate* and "
-        "*best rate* compare with synchronous AdamW. The defaults are a spec that names neither optimizer nor codecs.",
+        "*best rate* compare with synchronous AdamW. The defaults are a spec that names neither optimizer nor codecs, "
+        "from when the default outer momentum was 0.8.",
     ),
     "Inner steps per round": (["H 20", "DiLoCo", "H 100", "H 500"], "The same inner steps in fewer rounds."),
     "Overlap": (["DiLoCo", "overlap 6"], "Training goes on for an eighth of a round while fragments travel."),

@@ -24,7 +24,7 @@ from protocol.messages import Finding, LoggedError, NotifiedInfo, ServerStatus
 
 check_not_hidden("coordinator")
 
-from coordinator.settings import Settings  # noqa: E402
+from coordinator.settings import Settings as Settings  # noqa: E402
 
 SHOWN_ERRORS = 10
 

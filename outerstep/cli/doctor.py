@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from outerstep.cli.errors import UsageError, import_extra
-from outerstep.cli.options import TokenFileOption, flag_of, with_settings
+from outerstep.cli.errors import UsageError, flag_of, import_extra
+from outerstep.cli.options import TokenFileOption, with_settings
 from outerstep.cli.printing import Format, FormatOption, print_json, say, say_lines
 from outerstep.cli.worker import OPTIONS, UrlArgument, settings_of, start_on_gpus
 from outerstep.common.exit_codes import Exit

@@ -175,7 +175,8 @@ def _option_of(name: str, field: FieldInfo) -> Any:
         text += f" Default: {field.default}."
     kind = _kind_of(field.annotation)
     metavar = "<str>" if kind == list[str] else None
-    return Annotated[kind | None, typer.Option(flag_of(name), metavar=metavar, help=text)]
+    flag = flag_of(name) + (f"/--no-{name.replace('_', '-')}" if field.default is True else "")
+    return Annotated[kind | None, typer.Option(flag, metavar=metavar, help=text)]
 
 
 def _kind_of(annotation: Any) -> Any:

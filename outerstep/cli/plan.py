@@ -256,7 +256,7 @@ def _plan_boxes(found: Together, output: Format) -> None:
         f"{round_text}. Each box does what it manages meanwhile (steps), and, if its memory suffices, trains on "
         f"during its sync, for up to {MOST_ROUNDS} rounds' time.",
         f"Together they reach the loss of the fastest box alone in about {found.time:.2f} of its time; the last column "
-        "is that figure without the box. It is fitted to small models: runs were within 5 % of it without a line, and "
+        "is that figure without the box. It is fitted to small models: runs were within 7 % of it without a line, and "
         "within 10 % with syncs of a tenth of a round. Longer syncs cost more, since a box trains on without the "
         "others' work meanwhile.",
     ]
