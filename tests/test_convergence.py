@@ -56,17 +56,16 @@ def test_a_row_is_a_run_of_as_many_inner_steps_and_tokens_as_the_others(name: st
         assert spec.total_inner_steps == steps
         assert spec.unit_tokens * row.processes == row.workers * BATCH * LENGTH
         assert spec.members.min_workers == row.processes
+        if name == "no communication":
+            assert spec.sync.rounds == 1, "whatever its length"
 
 
 def test_the_defaults_are_a_spec_that_says_nothing_of_optimizers_and_codecs() -> None:
     said, given = (parse_spec(ROWS[name].spec(STEPS, 0)).model_dump() for name in ("DiLoCo", "the defaults"))
     assert {key for key in said["inner"] if said["inner"][key] != given["inner"][key]} == {"optimizer", "learning_rate"}
     assert given["sync"]["upload_codec"] == "int8"
-    assert {**given, "inner": said["inner"], "sync": said["sync"]} == said
-
-
-def test_rows_of_the_page_are_rows_and_all_rows_are_on_it() -> None:
-    assert {name for names, _ in GROUPS.values() for name in names} == set(ROWS)
+    assert (given["outer"]["momentum"], said["outer"]["momentum"]) == (0.6, 0.8)
+    assert {**given, "inner": said["inner"], "sync": said["sync"], "outer": said["outer"]} == said
 
 
 def test_perplexity_is_compared_seed_by_seed() -> None:
@@ -103,11 +102,6 @@ def test_a_row_that_changed_is_run_again() -> None:
     row = ROWS["DiLoCo"]
     assert len({spec_digest(row, steps=STEPS, seed=0), spec_digest(row, steps=STEPS, seed=1)}) == 2
     assert spec_digest(row, steps=STEPS, seed=0) != spec_digest(ROWS["H 20"], steps=STEPS, seed=0)
-
-
-def test_without_communication_a_run_of_any_length_is_one_round() -> None:
-    for steps in (QUICK_STEPS, STEPS, 4 * STEPS):
-        assert parse_spec(ROWS["no communication"].spec(steps, 0)).sync.rounds == 1
 
 
 @pytest.mark.parametrize(
@@ -149,7 +143,8 @@ def test_completion_knows_what_it_reads() -> None:
     assert all(7 < bits < 10 for bits in some.by_kind.values())
 
 
-def test_the_page_is_what_was_found() -> None:
+def test_the_page_is_what_was_found_and_all_rows_are_on_it() -> None:
+    assert {name for names, _ in GROUPS.values() for name in names} == set(ROWS)
     results = read(RESULTS)
     page = write_convergence.page(results, frontier.read(frontier.RESULTS))
     assert write_convergence.PAGE.read_text() == page

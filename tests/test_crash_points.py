@@ -27,6 +27,7 @@ from tests.support import crash_points
 from tests.support.crash_points import forked
 from tests.support.crashing import run_coordinator, run_worker
 from tests.support.reference import fragment_bounds, run_reference
+from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -291,30 +292,10 @@ OF_A_COPY = {
 }
 OF_FILES = {"write of the outer state", "fsync state-N-of-N.bin in mapped.sync"}
 
-WORKER_SPEC = """
-name = "{name}"
-seed = 5
-[model]
-preset = "tiny"
-[data]
-source = "{text}"
-sequence_length = 16
-[inner]
-optimizer = "adamw"
-batch_size = 2
-learning_rate = 4e-3
-warmup_steps = 4
-[sync]
-wait = "always"
-rounds = {rounds}
-inner_steps = 2
-fragment_elements = 100000
-[members]
-min_workers = 2
-lease_s = 3600
-[evaluation]
-max_tokens = 64
-"""
+
+def worker_spec(name: str, text: Path, rounds: int) -> str:
+    members = "lease_s = 3600\n[evaluation]\nmax_tokens = 64"
+    return tiny_spec(name, text, seed=5, rounds=rounds, min_workers=2, members=members)
 
 
 def begin(
@@ -339,7 +320,7 @@ def test_a_worker_killed_at_each_point_in_turn_ends_as_the_undisturbed_one(tmp_p
     text = write_text(tmp_path / "text", seed=2)
     a, b = tmp_path / "a", tmp_path / "b"
     with coordinator_thread(tmp_path / "data") as served:
-        served.create_run(WORKER_SPEC.format(name="undisturbed", text=text, rounds=2))
+        served.create_run(worker_spec("undisturbed", text, rounds=2))
         both = [(begin(served, folder, "undisturbed", in_files=in_files), folder) for folder in (a, b)]
         for process, folder in both:
             end(process, folder, 0)
@@ -350,7 +331,7 @@ def test_a_worker_killed_at_each_point_in_turn_ends_as_the_undisturbed_one(tmp_p
         # State 0 is seeded once, so that comes first; leaving comes last, and each worker does that once.
         points = sorted(set(passed) - {"before leave", "after leave"}, key=lambda each: (each[-5:] != " seed", each))
 
-        spec = WORKER_SPEC.format(name="killed", text=text, rounds=len(points))
+        spec = worker_spec("killed", text, rounds=len(points))
         served.create_run(spec)
         a, b = tmp_path / "killed" / "a", tmp_path / "killed" / "b"
         a.parent.mkdir()

@@ -8,7 +8,6 @@ import shutil
 import signal
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +32,9 @@ from harness.stores import MemoryBlobs
 from outerstep.common.connections import KEEP_WINDOWS, KEPT_OPEN_S
 from protocol.fragments import TensorSpec
 from protocol.messages import Scope
+from tests.support.python import python
 from tests.support.specs import tiny_spec
-from tests.support.text import write_text
+from tests.support.text import replaced, write_text
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.support.workers import ForkedWorker
 
@@ -93,7 +93,8 @@ def nginx(folder: Path, port: int, behind: int, certificate: Certificate) -> lis
         "worker_rlimit_nofile 65536;": "",
         "worker_connections 16384;": "worker_connections 256;",
     }
-    config = written(folder / "nginx.conf", NGINX, changed)
+    config = folder / "nginx.conf"
+    config.write_text(replaced(NGINX, changed))
     return ["nginx", "-p", str(folder), "-c", str(config), "-e", "stderr", "-g", f"daemon off; pid {folder}/pid;"]
 
 
@@ -107,36 +108,38 @@ def caddy(folder: Path, port: int, behind: int, certificate: Certificate, store:
         "{$OUTERSTEP_HEALTH:/healthz}": "/readyz" if others else "/healthz",
         "{$OUTERSTEP_STORE:127.0.0.1:8333}": f"127.0.0.1:{store}",
     }
-    config = written(folder / "Caddyfile", CADDY, changed)
+    config = folder / "Caddyfile"
+    config.write_text(replaced(CADDY, changed))
     return ["caddy", "run", "--adapter", "caddyfile", "--config", str(config)]
-
-
-def written(path: Path, sample: str, changed: dict[str, str]) -> Path:
-    for before, after in changed.items():
-        assert before in sample, before
-        sample = sample.replace(before, after)
-    path.write_text(sample)
-    return path
 
 
 PROXIES = {"nginx": nginx, "caddy": caddy}
 
 
 @contextmanager
-def through(name: str, running: InThread, folder: Path, *, http2: bool = False) -> Iterator[httpx.Client]:
-    """Yield a client of the coordinator behind a proxy; `folder`/tls has the certificate that it trusts."""
-    certificate, port = make_certificate(folder / "tls"), free_port()
-    command = PROXIES[name](folder, port, running.port, certificate)
+def served_by(
+    command: list[str], folder: Path, port: int, token: str = "none", *, http2: bool = False
+) -> Iterator[httpx.Client]:
+    """Yield a client of a proxy at this port, once it answers; `folder`/tls has the certificate that the client trusts."""
     proxy = subprocess.Popen(command, env=os.environ | {"HOME": str(folder)})
     try:
-        with client_of(f"https://127.0.0.1:{port}", certificate.file, http2=http2) as client:
-            client.headers["Authorization"] = f"Bearer {running.admin_token}"
-            wait_until(lambda: proxy.poll() is not None or answers(client))
-            assert proxy.poll() is None, f"{name} has ended"
+        with client_of(f"https://127.0.0.1:{port}", folder / "tls" / "certificate.pem", http2=http2) as client:
+            client.headers["Authorization"] = f"Bearer {token}"
+            wait_until(lambda: proxy.poll() is not None or is_there(client))
+            assert proxy.poll() is None, f"{command[0]} has ended"
             yield client
     finally:
         proxy.terminate()
         proxy.wait()
+
+
+@contextmanager
+def through(name: str, running: InThread, folder: Path, *, http2: bool = False) -> Iterator[httpx.Client]:
+    """Yield a client of the coordinator behind a proxy."""
+    port = free_port()
+    command = PROXIES[name](folder, port, running.port, make_certificate(folder / "tls"))
+    with served_by(command, folder, port, running.admin_token, http2=http2) as client:
+        yield client
 
 
 def client_of(url: str, trusted: Path, *, http2: bool) -> httpx.Client:
@@ -144,9 +147,10 @@ def client_of(url: str, trusted: Path, *, http2: bool) -> httpx.Client:
     return httpx.Client(base_url=url, verify=context, trust_env=False, timeout=PATIENCE_S, http2=http2)
 
 
-def answers(client: httpx.Client) -> bool:
+def is_there(client: httpx.Client) -> bool:
+    """Whether the proxy is there, whatever it says."""
     try:
-        return client.get("/healthz").is_success
+        return client.get("/healthz").status_code > 0
     except httpx.TransportError:
         return False
 
@@ -247,34 +251,13 @@ def test_whole_runs_go_through_caddy(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_store_of_the_compose_file_is_reached_through_caddy(tmp_path: Path, store: SeaweedFS) -> None:
     """Its signatures hold although it is behind a proxy, for the coordinator and for workers."""
     certificate, port = make_certificate(tmp_path / "tls"), free_port()
-    proxy = subprocess.Popen(
-        caddy(tmp_path, port, 1, certificate, store.port), env=os.environ | {"HOME": str(tmp_path)}
-    )
-    try:
-        with client_of(f"https://127.0.0.1:{port}", certificate.file, http2=False) as client:
-            wait_until(lambda: proxy.poll() is not None or reached(client))
+    with served_by(caddy(tmp_path, port, 1, certificate, store.port), tmp_path, port):
         url = f"s3+https://127.0.0.1:{port}/outerstep-bucket/blobs"
-        done = subprocess.run(
-            [sys.executable, "-m", "outerstep", "doctor", "--blobs", url, "--format", "json"],
-            env=os.environ | {"SSL_CERT_FILE": str(certificate.file)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    finally:
-        proxy.terminate()
-        proxy.wait()
+        doctor = ["-m", "outerstep", "doctor", "--blobs", url, "--format", "json"]
+        done = python(*doctor, SSL_CERT_FILE=str(certificate.file))
     found = {each["name"]: each for each in json.loads(done.stdout)["findings"]}
     assert {each["fault"] for each in found.values()} == {None}
     assert found["direct"]["said"] == f"workers transfer directly to https://127.0.0.1:{port}"
-
-
-def reached(client: httpx.Client) -> bool:
-    try:
-        client.get("/healthz")
-    except httpx.TransportError:
-        return False
-    return True
 
 
 def kinds_of_events(url: str, trusted: Path, token: str, run: str) -> list[str]:
@@ -315,13 +298,8 @@ def test_an_outage_is_explained_through_caddy(tmp_path: Path) -> None:
             for name in ("a", "b")
         )
         command = caddy(tmp_path, port, first.port, certificate, 1, second.port)
-        proxy = subprocess.Popen(command, env=os.environ | {"HOME": str(tmp_path)})
-        stack.callback(proxy.wait)
-        stack.callback(proxy.terminate)
-        client = stack.enter_context(client_of(f"https://127.0.0.1:{port}", certificate.file, http2=False))
-        client.headers["Authorization"] = f"Bearer {first.admin_token}"
-        wait_until(lambda: proxy.poll() is not None or answers(client))
-        client.get("/v1/runs").raise_for_status()
+        client = stack.enter_context(served_by(command, tmp_path, port, first.admin_token))
+        wait_until(lambda: client.get("/v1/runs").is_success)
         database.kill()
         wait_until(lambda: not any(each.client().get("/readyz").is_success for each in (first, second)))
         wait_until(lambda: is_problem(client.get("/v1/runs")))
@@ -344,17 +322,11 @@ def test_caddy_sends_requests_to_the_coordinator_that_can_answer(tmp_path: Path)
     certificate, port = make_certificate(tmp_path / "tls"), free_port()
     with cluster(2) as made:
         command = caddy(tmp_path, port, made.nodes[0].port, certificate, 1, made.nodes[1].port)
-        proxy = subprocess.Popen(command, env=os.environ | {"HOME": str(tmp_path)})
-        try:
-            with client_of(f"https://127.0.0.1:{port}", certificate.file, http2=False) as client:
-                client.headers["Authorization"] = f"Bearer {made.running.admin_token}"
-                wait_until(lambda: proxy.poll() is not None or answers(client))
-                leader = made.leader()
-                leader.send(signal.SIGSTOP)
-                wait_until(lambda: made.leader() is not leader)
-                time.sleep(CHECKED_S)
-                for _ in range(20):
-                    client.get("/v1/runs").raise_for_status()
-        finally:
-            proxy.terminate()
-            proxy.wait()
+        with served_by(command, tmp_path, port, made.running.admin_token) as client:
+            wait_until(lambda: client.get("/v1/runs").is_success)
+            leader = made.leader()
+            leader.send(signal.SIGSTOP)
+            wait_until(lambda: made.leader() is not leader)
+            time.sleep(CHECKED_S)
+            for _ in range(20):
+                client.get("/v1/runs").raise_for_status()

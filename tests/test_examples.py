@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from harness.coordinator import coordinator_thread
-from protocol.messages import RunDetail, Scope, WorkerInfo
 from tests.support.forks import Forked
-from tests.support.text import write_text
-from tests.support.waiting import wait_until
+from tests.support.shown import finished, workers_of
+from tests.support.text import replaced, write_text
+from tests.support.workers import script_environment
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SPEC = (EXAMPLES / "example.toml").read_text(encoding="utf-8")
@@ -48,9 +48,7 @@ def test_all_lines_of_outerstep_are_marked(name: str) -> None:
 @pytest.mark.parametrize("name", LINES)
 def test_two_workers_end_with_the_same_model(tmp_path: Path, name: str) -> None:
     spec = SPEC.replace("[sync]", '[sync]\nwait = "always"') + "[members]\nmin_workers = 2\n"
-    for long, short in SMALL.items():
-        assert long in spec
-        spec = spec.replace(long, short)
+    spec = replaced(spec, SMALL)
     text = write_text(tmp_path / "text", seed=1)
     file = next(path for path in sorted(text.rglob("*")) if path.is_file())
     with coordinator_thread(tmp_path / "coordinator") as running:
@@ -59,20 +57,12 @@ def test_two_workers_end_with_the_same_model(tmp_path: Path, name: str) -> None:
         for worker in "ab":
             home = tmp_path / worker
             home.mkdir()
-            environment = {
-                "OUTERSTEP_URL": running.url,
-                "OUTERSTEP_TOKEN": running.token(Scope.WORKER),
-                "HOME": str(home),
-                "OMP_NUM_THREADS": "1",
-            }
+            environment = script_environment(running, home)
             log, arguments = home / "log", [worker, str(EXAMPLES / name), str(file)]
             workers[log] = Forked(ON_ANOTHER_MACHINE, arguments, environment, log, log, home)
         for log, process in workers.items():
             assert process.wait() == 0, log.read_text()
-        with running.client() as http:
-            wait_until(lambda: http.get("/v1/runs/example").json()["state_digest"] is not None)
-            run = RunDetail.model_validate(http.get("/v1/runs/example").json())
-            told = [WorkerInfo.model_validate(each) for each in http.get("/v1/runs/example/workers").json()["items"]]
+        run, told = finished(running, "example"), workers_of(running, "example")
     assert run.state == "finished"
     assert [each.state_digest for each in told] == [run.state_digest] * 2
     assert run.tokens == 2 * 2 * 3 * run.spec.unit_tokens

@@ -69,14 +69,14 @@ def outerstep(extra: str, *arguments: str, **environment: str) -> Iterator["subp
 
 
 def test_what_is_hidden() -> None:
-    assert {"torch", "transformers", "pytest", "yaml"} <= set(hidden_from("coordinator"))
-    assert {"fastapi", "sqlalchemy", "uvicorn", "pytest"} <= set(hidden_from("worker"))
+    assert {"torch", "transformers", "safetensors", "pytest", "yaml"} <= set(hidden_from("coordinator"))
+    assert {"fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic", "pytest"} <= set(hidden_from("worker"))
     assert not {"numpy", "pydantic", "httpx"} & set(hidden_from("coordinator") + hidden_from("worker"))
 
 
 @pytest.mark.system
 def test_a_coordinator_starts_without_the_workers_libraries(tmp_path: Path) -> None:
-    with outerstep("coordinator", "coordinator", "--data", str(tmp_path / "data"), "--port", "0") as process:
+    with outerstep("coordinator", "coordinator", "--data-dir", str(tmp_path / "data"), "--port", "0") as process:
         assert process.stdout is not None
         ready = process.stdout.readline()
         assert ready.startswith("outerstep coordinator ready at http://127.0.0.1:"), process.communicate()[1]

@@ -1,22 +1,20 @@
 """Several coordinators, of which the leader is killed, paused, stopped or cut off: the run ends as if nothing had
-happened, and another one leads within TAKEOVER_S."""
+happened, and another one leads."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from harness.cluster import Cluster, Node, Process, cluster
+from harness.cluster import Cluster, Process, cluster
 from harness.coordinator import Running
 from harness.postgres import installed as postgres_programs
 from harness.seaweedfs import installed as weed
 from tests.coordinator.crew import crew, play_round
-from tests.support.disturbing import INT8, train_disturbed
+from tests.support.disturbing import INT8, go_on, train_disturbed
+from tests.support.python import python
 from tests.support.waiting import wait_until
 from tests.support.workers import ForkedWorker
 
@@ -27,8 +25,6 @@ pytestmark = [
     ),
 ]
 
-TAKEOVER_S = 10.0
-
 
 @pytest.fixture
 def coordinators() -> Iterator[Cluster]:
@@ -36,62 +32,38 @@ def coordinators() -> Iterator[Cluster]:
         yield made
 
 
-def kill(node: Node) -> None:
-    node.kill()
+AWAY: dict[str, Callable[[Process], None]] = {
+    "kill": Process.kill,
+    "stop": Process.stop,  # as an upgrade does
+    "pause": lambda process: process.send(signal.SIGSTOP),
+    "cut from the database": lambda process: process.to_database.cut(),
+    "freeze the database": lambda process: process.to_database.freeze(),
+    "cut from the store": lambda process: process.to_bucket.cut(),
+}
 
 
-def stop(node: Node) -> None:
-    """As an upgrade does."""
-    node.stop()
-
-
-def pause(node: Node) -> None:
-    node.send(signal.SIGSTOP)
-
-
-def cut_from_database(node: Node) -> None:
-    node.to_database.cut()
-
-
-def freeze_database(node: Node) -> None:
-    node.to_database.freeze()
-
-
-def cut_from_store(node: Node) -> None:
-    node.to_bucket.cut()
-
-
-def resume(node: Node) -> None:
-    node.to_database.mend()
-    node.to_bucket.mend()
-    if node.process is None:
-        node.start()
+def resume(process: Process) -> None:
+    process.to_database.mend()
+    process.to_bucket.mend()
+    if process.process is None:
+        process.start()
     else:
-        node.send(signal.SIGCONT)
+        process.send(signal.SIGCONT)
 
 
 @pytest.mark.covers("reliability:takeover")
 @pytest.mark.parametrize(
-    "disturb",
-    [
-        kill,
-        pytest.param(stop, marks=pytest.mark.nightly),
-        pytest.param(pause, marks=pytest.mark.nightly),
-        pytest.param(cut_from_database, marks=pytest.mark.nightly),
-        pytest.param(freeze_database, marks=pytest.mark.nightly),
-        pytest.param(cut_from_store, marks=pytest.mark.nightly),
-    ],
+    "how", ["kill", *(pytest.param(how, marks=pytest.mark.nightly) for how in AWAY if how != "kill")]
 )
 def test_another_coordinator_goes_on(
-    tmp_path: Path, coordinators: Cluster, disturb: Callable[[Node], None], say: Callable[[str], None]
+    tmp_path: Path, coordinators: Cluster, how: str, say: Callable[[str], None]
 ) -> None:
     def take_the_leader_away(made: Cluster, worker: ForkedWorker) -> None:
         leader, began = made.leader(), time.monotonic()
-        disturb(leader)
+        AWAY[how](leader)
         wait_until(lambda: made.leader() is not leader)
-        say(f"{disturb.__name__}: another coordinator leads after {time.monotonic() - began:.1f} s")
-        assert worker.process is not None
-        os.kill(worker.process.pid, signal.SIGCONT)
+        say(f"{how}: another coordinator leads after {time.monotonic() - began:.1f} s")
+        go_on(worker)
         new = made.leader()
         time.sleep(1)
         resume(leader)
@@ -136,8 +108,7 @@ def test_a_leader_whose_clock_is_set_an_hour_ahead_goes_on(tmp_path: Path, coord
             made_at = client.post("/v1/tokens", json={"scope": "viewer", "note": "", "expires_in_s": 600})
             viewer = made_at.raise_for_status().json()
         assert abs(viewer["created_at"] - time.time()) < 60
-        assert worker.process is not None
-        os.kill(worker.process.pid, signal.SIGCONT)
+        go_on(worker)
         time.sleep(2)
         assert made.leader() is leader
         with made.running.client(viewer["token"]) as client:
@@ -147,45 +118,13 @@ def test_a_leader_whose_clock_is_set_an_hour_ahead_goes_on(tmp_path: Path, coord
     train_disturbed(tmp_path, coordinators, set_the_clock, INT8)
 
 
-def kill_the_leader_too(made: Cluster, aggregator: Process) -> None:
-    leader = made.leader()
-    leader.kill()
-    aggregator.kill()
-    wait_until(lambda: made.leader() is not leader)
-
-
-def kill_it(_: Cluster, aggregator: Process) -> None:
-    aggregator.kill()
-
-
-def stop_it(_: Cluster, aggregator: Process) -> None:
-    aggregator.stop()
-
-
-def pause_it(_: Cluster, aggregator: Process) -> None:
-    aggregator.send(signal.SIGSTOP)
-
-
-def cut_it_from_the_database(_: Cluster, aggregator: Process) -> None:
-    aggregator.to_database.freeze()
-
-
-def cut_it_from_the_store(_: Cluster, aggregator: Process) -> None:
-    aggregator.to_bucket.cut()
-
-
+@pytest.mark.nightly
 @pytest.mark.covers("reliability:lost-aggregator")
 @pytest.mark.parametrize(
-    "disturb",
-    [
-        pytest.param(each, marks=pytest.mark.nightly)
-        for each in (kill_the_leader_too, kill_it, stop_it, pause_it, cut_it_from_the_database, cut_it_from_the_store)
-    ],
+    "how", ["kill", "stop", "pause", "freeze the database", "cut from the store", "and the leader"]
 )
-def test_another_aggregator_goes_on(
-    tmp_path: Path, coordinators: Cluster, disturb: Callable[[Cluster, Process], None]
-) -> None:
-    """One of two is taken away, and comes back."""
+def test_another_aggregator_goes_on(tmp_path: Path, coordinators: Cluster, how: str) -> None:
+    """One of two is taken away, and comes back; or is killed, and the coordinator that leads with it."""
     aggregators = [coordinators.add_aggregator() for _ in range(2)]
 
     def take_one_away(made: Cluster, worker: ForkedWorker) -> None:
@@ -193,16 +132,16 @@ def test_another_aggregator_goes_on(
         with leader.client() as client:
             done = client.get("/metrics").raise_for_status().text.partition('tasks_total{outcome="done"} ')[2]
         assert float(done.split()[0]) > 0, "they have done what there was to do"
-        assert worker.process is not None
-        os.kill(worker.process.pid, signal.SIGCONT)
-        disturb(made, aggregators[0])
-        time.sleep(2)
-        aggregators[0].to_database.mend()
-        aggregators[0].to_bucket.mend()
-        if aggregators[0].process is None:
-            aggregators[0].start()
+        go_on(worker)
+        if how == "and the leader":
+            leading = made.leader()
+            leading.kill()
+            aggregators[0].kill()
+            wait_until(lambda: made.leader() is not leading)
         else:
-            aggregators[0].send(signal.SIGCONT)
+            AWAY[how](aggregators[0])
+        time.sleep(2)
+        resume(aggregators[0])
 
     with coordinators.running.client() as client:
         wait_until(lambda: len(client.get("/v1/status").json()["aggregators"]) == 2)
@@ -212,8 +151,7 @@ def test_another_aggregator_goes_on(
 @pytest.mark.nightly
 def test_the_demo_at_scale_ends_with_the_model_of_the_demo() -> None:
     """`make demo-scale`, in short."""
-    command = [sys.executable, "-m", "harness.demo_scale", "--rounds", "6", "--workers", "2"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    done = python("-m", "harness.demo_scale", "--rounds", "6", "--workers", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "killed coordinator-0, which led, and aggregator-0; coordinator-1 leads after" in done.stdout
     assert "they are the same, bit for bit" in done.stdout

@@ -42,7 +42,7 @@ def hostile(status: int, kind: str) -> Iterator[str]:
     """Serve the same bad answer to every request; the URL."""
 
     class Hostile(Handler):
-        def answer(self) -> None:
+        def flood(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -60,7 +60,7 @@ def hostile(status: int, kind: str) -> Iterator[str]:
             except OSError:  # the client has had enough
                 pass
 
-        do_GET = do_PUT = do_DELETE = answer  # noqa: N815
+        do_GET = do_PUT = do_DELETE = flood  # noqa: N815
 
     with serving(Hostile) as url:
         yield url
@@ -76,70 +76,64 @@ def bounded() -> Iterator[None]:
         tracemalloc.stop()
 
 
-def operators(url: str) -> None:
-    with rest.connect(url, "t", trust_env=False) as client:
-        client.run("r")
+def operator(ask: Callable[[rest.Client], object]) -> Callable[[str], None]:
+    def asked(url: str) -> None:
+        with rest.connect(url, "t", trust_env=False) as client:
+            ask(client)
+
+    return asked
 
 
-def listing(url: str) -> None:
-    with rest.connect(url, "t", trust_env=False) as client:
-        list(client.workers("r"))
+def worker(ask: Callable[[Client], object]) -> Callable[[str], None]:
+    def asked(url: str) -> None:
+        with open_http(url) as http:
+            ask(Client(http, "r", "t"))
+
+    return asked
 
 
-def watching(url: str) -> None:
-    with rest.connect(url, "t", trust_env=False) as client:
-        client.wait_for_event("r", 0, patience_s=30)
-
-
-def workers(url: str) -> None:
-    with open_http(url) as http:
-        Client(http, "r", "t").run_detail()
-
-
-def workers_spec(url: str) -> None:
-    with open_http(url) as http:
-        Client(http, "r", "t").spec_text()
-
-
-def workers_delta(url: str) -> None:
-    with open_http(url) as http:
-        Client(http, "r", "t").delta(0, 0, 1 << 20)
-
-
-ASKING: list[Callable[[str], None]] = [operators, listing, watching, workers, workers_spec, workers_delta]
+ASKING: dict[str, Callable[[str], None]] = {
+    "operator's run": operator(lambda client: client.run("r")),
+    "operator's list": operator(lambda client: list(client.workers("r"))),
+    "operator's wait": operator(lambda client: client.wait_for_event("r", 0, patience_s=30)),
+    "worker's run": worker(lambda client: client.run_detail()),
+    "worker's spec": worker(lambda client: client.spec_text()),
+    "worker's delta": worker(lambda client: client.delta(0, 0, 1 << 20)),
+}
+of_every_kind = pytest.mark.parametrize("kind", ["gzip", "announced", "endless"])
 
 
 @pytest.mark.slow
 @pytest.mark.covers("security:answer-bombs")
-@pytest.mark.parametrize("kind", ["gzip", "announced", "endless"])
-@pytest.mark.parametrize("ask", ASKING)
-def test_a_success_beyond_all_bounds_is_refused_in_bounded_memory(ask: Callable[[str], None], kind: str) -> None:
+@of_every_kind
+@pytest.mark.parametrize("who", ASKING)
+def test_a_success_beyond_all_bounds_is_refused_in_bounded_memory(who: str, kind: str) -> None:
     with hostile(200, kind) as url, bounded(), pytest.raises(UnexpectedAnswer) as refused:
-        ask(url)
+        ASKING[who](url)
     said = str(refused.value)
     assert "/v1/runs/r" in said
-    if ask is not workers_delta:
+    if who != "worker's delta":
         assert isinstance(refused.value, BeyondLimits | NoCoordinator)
         assert ("gzip" in said) if kind == "gzip" else ("bytes are expected" in said)
 
 
 @pytest.mark.slow
 @pytest.mark.covers("security:answer-bombs")
-@pytest.mark.parametrize("kind", ["gzip", "announced", "endless"])
-@pytest.mark.parametrize("ask", [operators, workers_delta])
-def test_a_refusal_beyond_all_bounds_is_read_as_far_as_it_is_shown(ask: Callable[[str], None], kind: str) -> None:
+@of_every_kind
+@pytest.mark.parametrize("who", ["operator's run", "worker's delta"])
+def test_a_refusal_beyond_all_bounds_is_read_as_far_as_it_is_shown(who: str, kind: str) -> None:
     with hostile(401, kind) as url, bounded(), pytest.raises(UnexpectedAnswer, match="answered 401"):
-        ask(url)
+        ASKING[who](url)
 
 
-@pytest.mark.parametrize("kind", ["gzip", "announced", "endless"])
+@of_every_kind
 def test_the_doctor_finds_no_coordinator_there(kind: str) -> None:
     with hostile(200, kind) as url, open_http(url) as http, bounded(), pytest.raises(NoCoordinator):
         greet(rest.Client(http))
 
 
 @pytest.mark.covers("security:hostile-data-server")
-@pytest.mark.parametrize("kind", ["gzip", "announced", "endless"])
+@of_every_kind
 def test_a_token_set_s_server_is_held_to_what_an_index_can_be(kind: str) -> None:
     with hostile(200, kind) as url:
         files = HttpFiles(url)

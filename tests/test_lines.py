@@ -233,18 +233,13 @@ def test_lines_end_with_their_parent_and_leave_nothing(tmp_path: Path) -> None:
         (1000, (), "not root"),
         (0, ("openssl",), "no openssl (Debian: apt install openssl)"),
         (0, ("cc", "ip"), "no cc and no ip (Debian: apt install gcc iproute2)"),
+        (0, (), "no /nowhere/tun"),
     ],
 )
-def test_a_machine_without_root_or_tools_says_what_is_missing(
+def test_a_machine_without_root_tools_or_devices_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch, user: int, absent: tuple[str, ...], said: str
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool in absent else tool)
+    monkeypatch.setattr(lines, "TUN", Path("/nowhere/tun"))
     assert lines.why_not("openssl") == said
-
-
-def test_a_machine_without_tun_devices_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(lines, "TUN", tmp_path / "tun")
-    assert lines.why_not() == f"no {tmp_path / 'tun'}"

@@ -19,7 +19,8 @@ from harness.coordinator import InThread, coordinator_thread
 from harness.ports import free_port
 from protocol.messages import Scope
 from tests.coordinator.crew import measure_everything
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.text import replaced
+from tests.support.waiting import PATIENCE_S, answers, wait_until
 
 ROOT = Path(__file__).parents[1]
 SAMPLES = ROOT / "deploy" / "prometheus"
@@ -98,10 +99,7 @@ def prometheus(folder: Path, running: InThread) -> Iterator[httpx.Client]:
         "scheme: https": "scheme: http",
         "coordinator.example.org": f"127.0.0.1:{running.port}",
     }
-    for before, after in changed.items():
-        assert before in sample, before
-        sample = sample.replace(before, after)
-    (folder / "prometheus.yml").write_text(sample)
+    (folder / "prometheus.yml").write_text(replaced(sample, changed))
     shutil.copy(SAMPLES / "alerts.yml", folder)
     (folder / "viewer.token").write_text(running.token(Scope.VIEWER))
     address = f"127.0.0.1:{free_port()}"
@@ -109,19 +107,12 @@ def prometheus(folder: Path, running: InThread) -> Iterator[httpx.Client]:
     process = subprocess.Popen(["prometheus", f"--config.file={folder / 'prometheus.yml'}", *options])
     try:
         with httpx.Client(base_url=f"http://{address}", trust_env=False, timeout=PATIENCE_S) as client:
-            wait_until(lambda: process.poll() is not None or is_ready(client))
+            wait_until(lambda: process.poll() is not None or answers(client, "/-/ready"))
             assert process.poll() is None, "prometheus has ended"
             yield client
     finally:
         process.terminate()
         process.wait()
-
-
-def is_ready(client: httpx.Client) -> bool:
-    try:
-        return client.get("/-/ready").is_success
-    except httpx.TransportError:
-        return False
 
 
 def answer(client: httpx.Client, expression: str) -> list[dict[str, Any]]:

@@ -1,5 +1,8 @@
-"""The planner's example in docs/operating.md is real. Commands and options of that page, the README and other pages exist."""
+"""The planner's example in docs/operating.md is real. Commands and options of that page, the README and other pages exist.
+The code of docs/scripts.md parses, and what it names of `DiLoCo` and `connect` exists."""
 
+import ast
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -9,6 +12,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from outerstep import DiLoCo
 from outerstep.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -54,3 +58,28 @@ def test_the_commands_and_options_on_the_pages_exist(text: str) -> None:
     assert options <= known, text
     if isinstance(command, TyperGroup):
         assert command.invoke_without_command, text
+
+
+# --- docs/scripts.md -----------------------------------------------------------------------------------------------
+
+SCRIPTS = (ROOT / "docs/scripts.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"^```python\n(.*?)^```$", SCRIPTS, re.MULTILINE | re.DOTALL)
+PARAMETERS = {*inspect.signature(DiLoCo.__init__).parameters, *inspect.signature(DiLoCo.connect).parameters}
+
+
+@pytest.mark.parametrize("block", SNIPPETS)
+def test_the_code_parses(block: str) -> None:
+    ast.parse(block)
+
+
+def test_what_a_script_uses_of_diloco_exists() -> None:
+    named = set(re.findall(r"\bdiloco\.(\w+)", SCRIPTS))
+    assert named >= {"units", "batches", "unit_sampler", "training_set", "upcoming", "data_seed", "weights"}
+    assert [name for name in named if not hasattr(DiLoCo, name)] == []
+
+
+def test_options_of_connect_exist() -> None:
+    calls = re.findall(r"connect\(([^`]*)\)", SCRIPTS)
+    named = {option for call in calls for option in re.findall(r"(\w+)=", call)}
+    assert named >= {"run", "scheduler", "evaluate", "data", "max_up"}
+    assert named <= PARAMETERS

@@ -69,13 +69,6 @@ def test_no_pin_is_left_over() -> None:
     assert sorted(set(PINS) - needed) == []
 
 
-def test_a_coordinator_installs_without_torch_and_a_worker_without_a_web_server() -> None:
-    coordinator = closure(BASE + EXTRAS["coordinator"] + EXTRAS["remote"])
-    worker = closure(BASE + EXTRAS["worker"])
-    assert not coordinator & {"torch", "transformers", "safetensors"}
-    assert not worker & {"fastapi", "starlette", "uvicorn", "sqlalchemy", "alembic"}
-
-
 @pytest.mark.covers("security:container-takeover")
 @pytest.mark.parametrize(
     ("part", "extras"), [("coordinator", "coordinator,notify,postgresql,remote"), ("worker", "worker,data,remote")]
@@ -99,9 +92,6 @@ def test_the_compose_file_is_one() -> None:
     schema = json.loads((ROOT / "tests" / "containers" / "compose-spec.json").read_text(encoding="utf-8"))
     validator = jsonschema_rs.Draft7Validator(schema)
     assert [error.message for error in validator.iter_errors(compose())] == []
-    mistyped = compose()
-    mistyped["services"]["coordinator"]["stop_grace"] = mistyped["services"]["coordinator"].pop("stop_grace_period")
-    assert not validator.is_valid(mistyped)
 
 
 @pytest.mark.parametrize("service", ["tokens", "demo-run"])

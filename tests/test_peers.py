@@ -2,8 +2,8 @@
 
 import json
 import os
-import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from rich.console import Console
 from benchmarks.peers import deltas
 from benchmarks.peers.comparison import Row, compared, missing_row, own_rows, peer_row, table
 from benchmarks.peers.environments import REQUIREMENTS, Unavailable, run
+from tests.support.python import python
 
-ROOT = Path(__file__).parents[1]
 PEERS = ["flower", "hivemind", "torchft"]
 
 OWN: dict[str, Any] = {
@@ -41,35 +41,34 @@ def test_a_peer_is_compared_with_both_of_our_own() -> None:
     rows = [*own_rows(OWN, rounds=5), peer_row("peer", 1_000_000, 2, PEER, own_loopback=True)]
     assert rows[2] == Row("peer 1.2", 1_000_000, 2.0, 3, 6_500_000, 6_500_000, 0.03)
     outerstep, gloo, peer = compared(rows)
-    assert (outerstep["sync_s"], outerstep["syncs"], outerstep["times_outerstep"], outerstep["times_gloo"]) == (
-        0.5,
-        5,
-        1,
-        2,
-    )
-    assert (outerstep["upload_bytes"], outerstep["download_bytes"], gloo["upload_bytes"]) == (
-        1_000_250,
-        1_000_260,
-        6_000_000,
-    )
-    assert (gloo["times_outerstep"], gloo["times_gloo"]) == (0.5, 1)
-    assert (peer["times_outerstep"], peer["times_gloo"]) == (4, 8)
+    assert outerstep.items() >= {"sync_s": 0.5, "syncs": 5, "times_outerstep": 1, "times_gloo": 2}.items()
+    assert outerstep.items() >= {"upload_bytes": 1_000_250, "download_bytes": 1_000_260}.items()
+    assert gloo.items() >= {"upload_bytes": 6_000_000, "times_outerstep": 0.5, "times_gloo": 1}.items()
+    assert peer.items() >= {"times_outerstep": 4, "times_gloo": 8}.items()
 
 
-def test_what_goes_before_a_sync_is_told_apart() -> None:
-    before = {"what": "matchmaking", "spans": [[(0.0, 1.0), (5.0, 8.0), (15.0, 17.0)]]}
-    row = peer_row("peer", 1_000_000, 2, PEER | {"before": before}, own_loopback=True)
-    assert (row.sync_s, row.remark) == (2.0, "2.00 s of matchmaking before it, not counted")
-
-
-def test_hops_are_not_counted_as_payload() -> None:
-    row = peer_row("peer", 1_000_000, 2, PEER | {"payload_bytes": 4_000_000}, own_loopback=True)
-    assert (row.upload_bytes, row.remark) == (4_000_000, "6 MB through lo per worker, all hops")
-
-
-def test_bytes_that_others_share_are_not_told() -> None:
-    row = peer_row("peer", 1_000_000, 2, PEER, own_loopback=False)
-    assert (row.upload_bytes, row.download_bytes, row.sync_s) == (None, None, 2.0)
+@pytest.mark.parametrize(
+    ("more", "own_loopback", "expected"),
+    [
+        # What goes before a sync is told apart.
+        (
+            {"before": {"what": "matchmaking", "spans": [[(0.0, 1.0), (5.0, 8.0), (15.0, 17.0)]]}},
+            True,
+            {"sync_s": 2.0, "remark": "2.00 s of matchmaking before it, not counted"},
+        ),
+        # Hops are not counted as payload.
+        (
+            {"payload_bytes": 4_000_000},
+            True,
+            {"upload_bytes": 4_000_000, "remark": "6 MB through lo per worker, all hops"},
+        ),
+        # Bytes that others share are not told.
+        ({}, False, {"upload_bytes": None, "download_bytes": None, "sync_s": 2.0}),
+    ],
+)
+def test_what_a_peer_reports_besides(more: dict[str, Any], own_loopback: bool, expected: dict[str, Any]) -> None:
+    row = peer_row("peer", 1_000_000, 2, PEER | more, own_loopback=own_loopback)
+    assert asdict(row).items() >= expected.items()
 
 
 @pytest.mark.parametrize("error", [1.73, float("inf"), float("nan")])
@@ -81,18 +80,9 @@ def test_what_is_not_the_mean_has_no_time(error: float) -> None:
 
 def test_a_missing_peer_is_in_table_and_document_with_the_reason() -> None:
     systems = compared([*own_rows(OWN, rounds=5), missing_row("peer", 1_000_000, "not installed: no network")])
-    assert json.loads(json.dumps(systems))[2] == {
-        "system": "peer",
-        "parameters": 1_000_000,
-        "sync_s": None,
-        "syncs": 0,
-        "upload_bytes": None,
-        "download_bytes": None,
-        "relative_error": None,
-        "remark": "not measured: not installed: no network",
-        "times_outerstep": None,
-        "times_gloo": None,
-    }
+    missing = json.loads(json.dumps(systems))[2]
+    assert missing["remark"] == "not measured: not installed: no network"
+    assert missing["sync_s"] is missing["upload_bytes"] is missing["times_gloo"] is None
     console = Console(width=160)
     with console.capture() as printed:
         console.print(table(systems, "a title"))
@@ -136,14 +126,8 @@ def test_the_mean_is_of_all_workers() -> None:
 @pytest.mark.nightly
 def test_without_a_registry_the_rest_is_measured(tmp_path: Path) -> None:
     """The command itself; pip may look nowhere, so nothing is downloaded."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "XDG_CACHE_HOME": str(tmp_path),
-        "PIP_NO_INDEX": "1",
-        "PIP_CONFIG_FILE": os.devnull,
-    }
-    command = [sys.executable, "-m", "benchmarks.peers", "--quick", "--params", "3e5", "--only", "flower", "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    command = ["-m", "benchmarks.peers", "--quick", "--params", "3e5", "--only", "flower", "--json"]
+    done = python(*command, XDG_CACHE_HOME=str(tmp_path), PIP_NO_INDEX="1", PIP_CONFIG_FILE=os.devnull)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     outerstep, gloo, flower = report["systems"]

@@ -14,7 +14,7 @@ import pytest
 from harness.coordinator import coordinator_thread
 from protocol.messages import Scope
 from protocol.spec.run import parse_spec
-from tests.support.text import write_text
+from tests.support.text import replaced, write_text
 from tests.support.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
@@ -75,14 +75,11 @@ def test_every_spec_on_the_pages_is_one() -> None:
 def test_a_run_works_as_the_readme_says(tmp_path: Path) -> None:
     _, serve, create, join = blocks("sh")
     toml, _ = blocks("toml")
-    for long, short in SMALL.items():
-        assert long in toml
-        toml = toml.replace(long, short)
-    toml = toml.replace('"/data/text"', f'"{write_text(tmp_path / "text", seed=1)}"')
+    toml = replaced(toml, SMALL).replace('"/data/text"', f'"{write_text(tmp_path / "text", seed=1)}"')
     assert tomllib.loads(toml)["name"] == "my-run"
     (tmp_path / "run.toml").write_text(toml)
     assert re.search(r"^pip install -c constraints.txt '\.\[coordinator\]'$", serve, re.MULTILINE)
-    assert "outerstep coordinator --data ./data" in serve
+    assert "outerstep coordinator --data-dir ./data" in serve
 
     with coordinator_thread(tmp_path / "data") as running:
         local = create.replace("http://127.0.0.1:8470", running.url)

@@ -1,4 +1,5 @@
-"""docs/rest.md lists every request of the OpenAPI document with the tokens that may send it, every problem, and no others."""
+"""docs/rest.md lists every request of the OpenAPI document with the tokens that may send it, every problem, and no others.
+Its payloads are those of docs/wire-format.md."""
 
 import re
 from pathlib import Path
@@ -8,7 +9,8 @@ from docs.write_protocol import openapi
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS, Remedy
 
 OPENAPI = openapi()
-PAGE = (Path(__file__).parents[1] / "docs" / "rest.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, WIRE_PAGE = ((DOCS / name).read_text(encoding="utf-8") for name in ("rest.md", "wire-format.md"))
 
 
 def nameless(path: str) -> str:
@@ -39,3 +41,13 @@ def test_every_problem_and_no_other() -> None:
     for remedy in Remedy:
         assert f"- `{remedy}`: " in PAGE
     assert PROBLEM_PREFIX in PAGE
+
+
+def test_its_payloads_are_those_of_the_wire_format_s_example() -> None:
+    shown = [re.sub(r"\s+", " ", block) for block in re.findall(r"```http\n(.*?)```", PAGE, re.DOTALL)]
+    examples = re.findall(r"```hex\n(.*?)```", WIRE_PAGE, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        rows = re.findall(r"^\s*((?:[0-9a-f]{2} ?)+)(?: {2,}|$)", example, re.MULTILINE)
+        payload = " ".join(" ".join(rows).split())
+        assert sum(payload in message for message in shown) == 1

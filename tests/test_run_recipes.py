@@ -8,10 +8,9 @@ import pytest
 from docs import write_recipes
 from harness.coordinator import coordinator_thread
 from outerstep.common.exit_codes import Exit
-from protocol.messages import RunDetail, WorkerInfo
 from protocol.spec.run import parse_spec
 from tests.support.miniature import SMALL, miniature
-from tests.support.waiting import wait_until
+from tests.support.shown import finished, workers_of
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
 
@@ -39,10 +38,7 @@ def test_a_recipe_trains_in_miniature(path: Path, tmp_path: Path, monkeypatch: p
     with coordinator_thread(tmp_path / "coordinator") as coordinator:
         coordinator.create_run(small)
         assert run_worker(worker_settings(coordinator, name, tmp_path / "a")) == Exit.DONE
-        with coordinator.client() as http:
-            wait_until(lambda: http.get(f"/v1/runs/{name}").json()["state_digest"] is not None)
-            run = RunDetail.model_validate(http.get(f"/v1/runs/{name}").json())
-            worker = WorkerInfo.model_validate(http.get(f"/v1/runs/{name}/workers/a").json())
+        run, (worker,) = finished(coordinator, name), workers_of(coordinator, name)
     assert (run.state, run.state_digest) == ("finished", worker.state_digest)
     of_unit = run.data.unit_tokens if run.data is not None else None  # those that are trained on, in conversations
     assert run.tokens == run.spec.total_inner_steps * (of_unit or run.spec.unit_tokens)

@@ -3,13 +3,14 @@
 import re
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 import yaml
+
+from tests.support.python import python
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -21,8 +22,7 @@ SOURCES = (
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
     """Build the site, without --quiet, which would ignore warnings."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
-    return subprocess.run([*command, "--site-dir", str(site)], capture_output=True, text=True, check=False)
+    return python("-m", "mkdocs", "build", "--strict", "--config-file", config, "--site-dir", site)
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ import yaml
 
 from coordinator.settings import Settings
 from outerstep.common.exit_codes import Exit
+from tests.support.python import python
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -38,8 +39,7 @@ def settings_of(unit: Path) -> dict[str, str]:
 
 
 def offered(*command: str) -> str:
-    shown = [sys.executable, "-m", "outerstep", *command, "--help"]
-    return subprocess.run(shown, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return python("-m", "outerstep", *command, "--help").stdout
 
 
 def container(manifest: str) -> dict[str, Any]:

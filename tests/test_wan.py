@@ -2,10 +2,8 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +13,7 @@ from benchmarks.wan.changing import CHANGES, Change
 from benchmarks.wan.rows import ROWS, chosen, missed
 from harness import lines
 from harness.lines import NO_LINES_EXIT, Shape
-
-ROOT = Path(__file__).parents[1]
+from tests.support.python import python
 
 
 def test_the_limit_is_the_slower_ways_bytes_with_their_heads() -> None:
@@ -68,8 +65,7 @@ def test_without_lines_it_says_so_and_ends_with_a_code_of_its_own(
 def test_rows_are_measured() -> None:
     if reason := lines.why_not("openssl"):
         pytest.skip(f"no slow lines to measure: {reason}")
-    command = [sys.executable, "-m", "benchmarks.wan", "--quick", "--json", "--rows", "A-tls,B,train,changes"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-m", "benchmarks.wan", "--quick", "--json", "--rows", "A-tls,B,train,changes")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert [sync["row"] for sync in report["syncs"]] == ["A-tls", "B"]

@@ -21,7 +21,7 @@ from protocol.messages import Scope
 from tests.containers.bases import CADDY, POSTGRESQL, PROMETHEUS, SEAWEEDFS, ensure
 from tests.containers.conftest import Images
 from tests.containers.engine import ENVIRONMENT, ROOT, Engine, Missing
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, answers, wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -82,7 +82,7 @@ class Project:
         trusted = ssl.create_default_context(cafile=str(authority))
         url = f"https://localhost:{self.https}"
         with httpx.Client(base_url=url, verify=trusted, trust_env=False, timeout=PATIENCE_S) as client:
-            wait_until(lambda: is_ready(client))
+            wait_until(lambda: answers(client, "/readyz"))
             yield client
 
     def ask_prometheus(self, question: str) -> list[str]:
@@ -188,13 +188,6 @@ def leads(project: Project, service: str) -> bool:
 
 
 ROOT_CERTIFICATE = "/data/caddy/pki/authorities/local/root.crt"
-
-
-def is_ready(client: httpx.Client) -> bool:
-    try:
-        return client.get("/readyz").is_success
-    except httpx.TransportError:
-        return False
 
 
 def finished_rounds(client: httpx.Client) -> int:

@@ -12,7 +12,7 @@ from protocol.messages import Scope
 from tests.containers.bases import SLIM
 from tests.containers.conftest import COORDINATOR, WORKER, Images, Network
 from tests.containers.engine import Engine
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.support.waiting import PATIENCE_S, answers, wait_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]  # the first test makes base images and builds both
 
@@ -85,7 +85,7 @@ def test_a_run_in_containers_survives_its_coordinator(engine: Engine, images: Im
     data = [f"--volume={coordinator}:/data", f"--publish=127.0.0.1:{port}:8470"]
     network.start(coordinator, COORDINATOR, options=[*bare(engine), *data])
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=PATIENCE_S) as client:
-        wait_until(lambda: is_ready(client))
+        wait_until(lambda: answers(client, "/readyz"))
         assert engine("exec", coordinator, "id", "--user") == "10001"
         refused = engine.run("exec", coordinator, "touch", "/tmp/file")
         assert "Read-only file system" in refused.stderr
@@ -109,7 +109,7 @@ def test_a_run_in_containers_survives_its_coordinator(engine: Engine, images: Im
         engine("kill", "--signal=KILL", coordinator)
         assert engine("wait", coordinator) == "137"
         engine("start", coordinator)
-        wait_until(lambda: is_ready(client))
+        wait_until(lambda: answers(client, "/readyz"))
         assert run(client)["round"] >= before["round"]
         assert health(engine, coordinator) == "healthy"
 
@@ -135,13 +135,6 @@ def run(client: httpx.Client) -> dict[str, Any]:
 
 def ended(engine: Engine, containers: list[str]) -> bool:
     return any(engine("inspect", "--format", "{{.State.Running}}", each) == "false" for each in containers)
-
-
-def is_ready(client: httpx.Client) -> bool:
-    try:
-        return client.get("/readyz").is_success
-    except httpx.TransportError:
-        return False
 
 
 def health(engine: Engine, container: str) -> str:

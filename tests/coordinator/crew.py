@@ -1,21 +1,22 @@
 """Members of a run for tests: joined, with state 0 seeded and held by all of them."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
-from sqlalchemy import create_engine, delete
+from sqlalchemy import URL, Connection, create_engine, delete, make_url
 
+from coordinator.store import postgresql
 from coordinator.store.tables import EventRow
 from harness import stores
 from harness.coordinator import InThread, Running, coordinator_thread
 from harness.member import Member, spec_toml
 from harness.stores import Blocked
 from protocol.errors import PROBLEM_PREFIX, PROBLEMS
-from protocol.messages import Metrics
+from protocol.messages import Assignment, Metrics
 from tests.support.openapi import check_declared
 
 GRACE_OF_A_SECOND = "lease_s = 100\ngrace_factor = 0\ngrace_min_s = 1\ngrace_max_s = 1"
@@ -35,23 +36,62 @@ def recovered(member: Member) -> Member:
     return member
 
 
-def crew(running: Running, run: str, names: list[str], **spec: Any) -> list[Member]:
-    """A new run and its members. The first of them has seeded state 0, and all of them hold it."""
-    running.create_run(spec_toml(run, **spec))
-    members = [enlist(running, run, name) for name in names]
+def seeded(members: list[Member]) -> list[Member]:
+    """Let the first of these make state 0, and give it to all of them."""
     assert members[0].assignment(None).action == "seed"
     members[0].seed()
     return [recovered(member) for member in members]
 
 
-def play_round(members: list[Member], round_: int) -> None:
-    """All of `members` take part in a round and step."""
+def crew(running: Running, run: str, names: list[str], **spec: Any) -> list[Member]:
+    """A new run and its members. The first of them has seeded state 0, and all of them hold it."""
+    running.create_run(spec_toml(run, **spec))
+    return seeded([enlist(running, run, name) for name in names])
+
+
+def ready(members: Iterable[Member], round_: int) -> None:
+    """All of `members` hold the state that a round starts from: it opens, as the last of them asks."""
     for member in members:
         member.assignment(round_)
+
+
+def assigned(members: Sequence[Member], round_: int) -> list[Assignment]:
+    """The assignments of a round, which opens once all of them have asked."""
+    ready(members, round_)
+    return [member.assignment(round_) for member in members]
+
+
+def take_part(members: Sequence[Member], round_: int) -> None:
+    """All of `members` contribute to a round."""
+    ready(members, round_)
     for member in members:
         member.take_part(round_)
+
+
+def step_all(members: Sequence[Member], round_: int) -> None:
     for member in members:
         member.step(round_)
+
+
+def play_round(members: Sequence[Member], round_: int) -> None:
+    """All of `members` take part in a round and step."""
+    take_part(members, round_)
+    step_all(members, round_)
+
+
+def play_rounds(running: InThread, members: Sequence[Member], rounds: Iterable[int]) -> None:
+    """Play rounds. After each, the coordinator has the state too, its checkpoint if one is due, and no more than it
+    keeps."""
+    for round_ in rounds:
+        play_round(members, round_)
+        running.await_state(members[0].run, round_ + 1)
+
+
+def set_state(running: Running, what: str, state: str) -> dict[str, Any]:
+    """Change a run, or RUN/workers/NAME, as an operator does; what is answered."""
+    with running.client() as admin:
+        answer: dict[str, Any] = admin.patch(f"/v1/runs/{what}", json={"state": state}).raise_for_status().json()
+    return answer
 
 
 def measure_everything(running: InThread, run: str) -> list[Member]:
@@ -95,6 +135,19 @@ def info(running: Running, run: str, path: str = "") -> Any:
     return reply.json()
 
 
+def pages(running: Running, address: str, limit: int = 2) -> list[Any]:
+    """All items of a listing, whose address is without /v1: page by page, each with at most `limit` of them."""
+    found, asked = list[Any](), {"limit": str(limit)}
+    with running.client() as client:
+        while True:
+            page = client.get(f"/v1{address}", params=asked).raise_for_status().json()
+            assert len(page["items"]) <= limit
+            found += page["items"]
+            if page["next"] is None:
+                return found
+            asked["after"] = page["next"]
+
+
 def events(running: Running, run: str, kind: str) -> list[dict[str, Any]]:
     return [event for event in info(running, run, "/events?limit=1000")["items"] if event["kind"] == kind]
 
@@ -107,7 +160,7 @@ def forget_events(running: InThread, run: str) -> None:
 
 def play_one_round_of_two(running: InThread) -> tuple[Member, Member]:
     a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
-    take_part_in_round_0(a, b)
+    take_part([a, b], 0)
     return a, b
 
 
@@ -115,15 +168,17 @@ def play_one_round_of_two_without_deltas(running: InThread) -> tuple[Member, Mem
     """... as none can be stored, until they are unblocked."""
     a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
     blocked = Blocked(running.live("r"), "deltas")
-    take_part_in_round_0(a, b)
+    take_part([a, b], 0)
     return a, b, blocked
 
 
-def take_part_in_round_0(a: Member, b: Member) -> None:
-    for member in (a, b):
-        member.assignment(0)
-    for member in (a, b):
-        member.take_part(0)
+@contextmanager
+def connected(url: URL | str) -> Iterator[Connection]:
+    """A connection to a PostgreSQL database, in which every statement commits by itself."""
+    engine = postgresql.engine_of(make_url(url))
+    with engine.connect() as connection:
+        yield connection
+    engine.dispose()
 
 
 @contextmanager

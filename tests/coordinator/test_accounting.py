@@ -10,7 +10,7 @@ from sqlalchemy import select
 from coordinator.store.tables import FragmentRow, ReportRow
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member
-from tests.coordinator.crew import crew, info, play_round, refusing
+from tests.coordinator.crew import assigned, crew, info, play_round, play_rounds, refusing, step_all
 from tests.coordinator.test_verdicts import honest
 from tests.support.waiting import wait_until
 
@@ -75,16 +75,13 @@ def test_what_a_worker_adds_is_its_share_and_what_all_others_waited_for_it(tmp_p
     now = SettableClock()
     with coordinator_thread(tmp_path, now=now) as running:
         members = crew(running, "r", ["a", "b", "c", "d"], rounds=3, min_workers=4, members="lease_s = 1000")
-        for member in members:
-            member.assignment(0)
+        assigned(members, 0)
         for member in members:
             assert info(running, "r", "/rounds/0")["adds"] == {}, "while the round is open"
             now.advance(30.0 if member.name == "d" else 1.0)
-            assignment = member.assignment(0, 30)
-            for p, values in enumerate(honest(member, 0)):
-                member.contribute(assignment, p, -values if member.name == "b" else values).raise_for_status()
-        for member in members:
-            member.step(0)
+            sent = honest(member, 0)
+            member.contribute_all(member.assignment(0, 30), [-each for each in sent] if member.name == "b" else sent)
+        step_all(members, 0)
         assert {each["held_s"] for each in info(running, "r", "/rounds/0")["adds"].values()} == {None}
         for member in members[:3]:
             assert tell(member, 1, report(0, train=10.0, sync=31.0)) == 200
@@ -186,6 +183,17 @@ def test_a_round_says_when_it_came_how_far(shared: InThread, run: str) -> None:
     with shared.coordinator.database.read() as session:
         rows = session.scalars(select(FragmentRow).where(FragmentRow.run_id == shared.live(run).id)).all()
     assert done["collected_at"] == max(row.closed_at or 0 for row in rows if row.round == 0)
+
+
+@pytest.mark.slow
+def test_a_run_lasts_another_of_its_last_rounds_for_each_that_is_left(shared: InThread, run: str) -> None:
+    members = crew(shared, run, ["a", "b"], rounds=4, min_workers=2)
+    play_rounds(shared, members, [0])
+    first = info(shared, run, "/rounds/0")
+    length = first["closed_at"] - first["opened_at"]
+    assert 2 * length <= info(shared, run)["eta_s"] <= 3 * length, "of the round that is open some may be over"
+    play_rounds(shared, members, [1, 2, 3])
+    assert (info(shared, run)["state"], info(shared, run)["eta_s"]) == ("finished", 0)
 
 
 def assert_in_order(round_: dict[str, Any]) -> None:

@@ -161,21 +161,36 @@ def task_of(
     return task
 
 
+N = (1 << 18) + 5000  # two chunks
+
+
+def vectors_of(seed: int) -> list[np.ndarray]:
+    """The same signal in three contributions, each with noise."""
+    random = np.random.default_rng(seed)
+    common = random.standard_normal(N)
+    return [(common + random.standard_normal(N)).astype(np.float32) for _ in range(3)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize(("codec", "download"), [*((codec, "int8") for codec in sorted(CODECS)), ("int8", "2bit")])
 @pytest.mark.parametrize("length", [1.0, 4.0], ids=["all count", "one is shortened"])
-def test_one_pass_over_the_contributions_gives_the_bytes_of_two(codec: str, length: float) -> None:
-    n, random, blobs = (1 << 18) + 5000, np.random.default_rng(0), OnceOnly()
-    common = random.standard_normal(n)
-    vectors = [(common + random.standard_normal(n)).astype(np.float32) for _ in range(4)]
+def test_one_pass_over_the_contributions_gives_the_bytes_of_two(codec: str, download: str, length: float) -> None:
+    """Also with the residual of the delta before, if the codec has error feedback."""
+    blobs, vectors, residual = OnceOnly(), vectors_of(0), None
     vectors[2] *= np.float32(length)
-    task = task_of(codec, vectors, blobs)
+    if download == "2bit":
+        first = task_of(codec, vectors, blobs, download)
+        residual = stored(first, aggregate_fragment(first, blobs, b"secret", lambda: 0.0), blobs)
+    task = task_of(codec, vectors, blobs, download, 1, residual)
+    blobs.opened.clear()
     delta = aggregate_fragment(task, blobs, b"secret", lambda: 0.0)
     factors = {worker: verdict.factor for worker, verdict in delta.judgement.verdicts.items()}
     assert (factors["w2"] == 1) is (length == 1), factors
     once = length == 1 and CODECS[codec].add_weight is None
-    assert set(blobs.opened.values()) == {1 if once else 2}
+    assert {blobs.opened[blob_of(task, worker)] for worker in factors} == {1 if once else 2}
     assert (delta.content, delta.residual) == make_delta(task, blobs, factors)
+    if residual:
+        assert delta.content != make_delta(task.model_copy(update={"residual": None}), blobs, factors)[0]
 
 
 def test_a_contribution_that_was_damaged_in_the_store_is_lost_in_either_pass() -> None:
@@ -188,15 +203,6 @@ def test_a_contribution_that_was_damaged_in_the_store_is_lost_in_either_pass() -
 
 
 # --- residuals of deltas ------------------------------------------------------------------------------------------------
-
-N = (1 << 18) + 5000  # two chunks
-
-
-def vectors_of(seed: int) -> list[np.ndarray]:
-    """The same signal in three contributions, each with noise."""
-    random = np.random.default_rng(seed)
-    common = random.standard_normal(N)
-    return [(common + random.standard_normal(N)).astype(np.float32) for _ in range(3)]
 
 
 @pytest.mark.slow
@@ -237,21 +243,6 @@ def values_of(content: Buffer) -> np.ndarray:
     values = np.empty(payload.header.elements, np.float32)
     payload.decode(values)
     return values
-
-
-@pytest.mark.parametrize("length", [1.0, 4.0], ids=["all count", "one is shortened"])
-def test_one_pass_leaves_out_what_two_leave_out(length: float) -> None:
-    blobs, vectors = OnceOnly(), vectors_of(0)
-    vectors[2] *= np.float32(length)
-    first = task_of("int8", vectors, blobs, download="2bit")
-    residual = stored(first, aggregate_fragment(first, blobs, b"secret", lambda: 0.0), blobs)
-    task = task_of("int8", vectors, blobs, download="2bit", round_=1, residual=residual)
-    blobs.opened.clear()
-    delta = aggregate_fragment(task, blobs, b"secret", lambda: 0.0)
-    factors = {worker: verdict.factor for worker, verdict in delta.judgement.verdicts.items()}
-    assert blobs.opened[blob_of(task, "w0")] == (1 if length == 1 else 2)
-    assert (delta.content, delta.residual) == make_delta(task, blobs, factors)
-    assert delta.content != make_delta(task.model_copy(update={"residual": None}), blobs, factors)[0]
 
 
 @pytest.mark.parametrize(

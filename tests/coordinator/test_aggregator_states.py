@@ -14,7 +14,7 @@ from harness import stores
 from harness.coordinator import InThread, coordinator_thread
 from harness.stores import MemoryBlobs
 from protocol.spec.sections import OuterSpec
-from tests.coordinator.crew import crew, play_round
+from tests.coordinator.crew import crew, play_rounds
 
 pytestmark = pytest.mark.slow
 
@@ -68,8 +68,7 @@ def line_of(folder: Path, names: list[str]) -> Line:
         found.elements = model.layout.elements[0]
         found.note(running)
         for round_ in range(3):
-            play_round(members, round_)
-            running.await_state("r", round_ + 1)
+            play_rounds(running, members, [round_])
             found.note(running)
     return found
 

@@ -1,9 +1,10 @@
 """Aggregators: the queue, whose tasks are taken under a lease; and whatever happens to an aggregator, the run's bytes
 are those of a coordinator that does everything itself."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from coordinator.aggregation import delegation, queue
 from coordinator.aggregation.aggregator import STALLED_S, Aggregator, id_of
 from coordinator.aggregation.queue import Claim
 from coordinator.aggregation.tasks import Advance, Advanced, Aggregate, Aggregated, Given, Origin, StateRef
-from coordinator.store import postgresql as backend
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
 from coordinator.upkeep import verifying
@@ -29,28 +29,25 @@ from harness.stores import MemoryBlobs
 from protocol import __version__
 from protocol.errors import OuterstepError
 from protocol.spec.sections import OuterSpec, SyncSpec
-from tests.coordinator.crew import crew, events, info, play_round
+from tests.coordinator.crew import connected, crew, events, info, play_rounds, step_all, take_part
+from tests.support.threads import at_once
 from tests.support.waiting import PATIENCE_S, wait_until
 
 NAMES = ["a", "b", "c"]
 
 
 @pytest.fixture
-def url(postgres: PostgreSQL, tmp_path: Path) -> Iterator[URL]:
+def url(postgres: PostgreSQL) -> Iterator[URL]:
     """The URL of a database that has the newest schema."""
-    name = f"aggregators{abs(hash(tmp_path))}"
-    found = make_url(postgres.create(name))
-    Database(found).close()
-    yield found
-    postgres.drop(name)
+    with postgres.database() as found:
+        Database(make_url(found)).close()
+        yield make_url(found)
 
 
 @pytest.fixture
 def connection(url: URL) -> Iterator[Connection]:
-    engine = backend.engine_of(url)
-    with engine.connect() as connection:
+    with connected(url) as connection:
         yield connection
-    engine.dispose()
 
 
 # --- the queue --------------------------------------------------------------------------------------------------------
@@ -115,23 +112,10 @@ def test_deltas_come_first_and_then_the_oldest(connection: Connection) -> None:
 
 def test_of_many_that_take_at_once_each_gets_another_task(url: URL, connection: Connection) -> None:
     numbers = queue.add(connection, [(average(round_), None) for round_ in range(40)])
-    taken: list[int] = []
-    barrier = threading.Barrier(8)
-
-    def take(name: str) -> None:
-        engine = backend.engine_of(url)
-        with engine.connect() as own:
-            barrier.wait()
-            while (claim := queue.take(own, name)) is not None:
-                taken.append(claim.id)
-        engine.dispose()
-
-    threads = [threading.Thread(target=take, args=(f"x{index}",)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(taken) == numbers
+    with ExitStack() as stack:
+        own = [stack.enter_context(connected(url)) for _ in range(8)]
+        taken = at_once(8, lambda n: [each.id for each in iter(lambda: queue.take(own[n], f"x{n}"), None)])
+    assert sorted(itertools.chain(*taken)) == numbers
 
 
 def test_a_state_is_stepped_by_the_aggregator_that_has_it_unless_that_one_is_busy(
@@ -171,10 +155,8 @@ def test_a_task_that_is_withdrawn_or_removed_takes_no_result(connection: Connect
 def test_aggregators_are_listed_while_they_report(connection: Connection) -> None:
     for name in ("y", "x"):
         queue.report(connection, name, "host")
-    assert [(each.id, each.version) for each in queue.aggregators(connection)] == [
-        ("x", __version__),
-        ("y", __version__),
-    ]
+    listed = [(each.id, each.version) for each in queue.aggregators(connection)]
+    assert listed == [("x", __version__), ("y", __version__)]
     queue.retire(connection, "x")
     connection.execute(text("UPDATE aggregators SET seen_at = 0"))
     queue.report(connection, "y", "elsewhere")
@@ -217,13 +199,14 @@ def play(running: InThread, rounds: range = range(ROUNDS), members: list[Member]
     """Play rounds of the run "r", which is created before the first one."""
     if members is None:
         members = new_run(running)
-    for round_ in rounds:
-        play_round(members, round_)
-        running.await_state("r", round_ + 1)
+    play_rounds(running, members, rounds)
     return members
 
 
-def outcome(running: InThread) -> tuple[str, list[Any]]:
+Outcome = tuple[str, list[Any]]
+
+
+def outcome(running: InThread) -> Outcome:
     """The digest of the run's state, and what each round was judged and averaged to."""
     with running.coordinator.database.read() as session:
         rows = session.execute(
@@ -234,13 +217,12 @@ def outcome(running: InThread) -> tuple[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory, postgres: PostgreSQL) -> Iterator[tuple[str, list[Any]]]:
+def expected(tmp_path_factory: pytest.TempPathFactory, postgres: PostgreSQL) -> Iterator[Outcome]:
     """The outcome without aggregators."""
-    blobs, url = MemoryBlobs(), postgres.create("aggregators-none")
-    with coordinator_thread(tmp_path_factory.mktemp("none") / "data", database=url, store=lambda _: blobs) as running:
+    blobs, folder = MemoryBlobs(), tmp_path_factory.mktemp("none")
+    with postgres.database() as url, coordinator_thread(folder, database=url, store=lambda _: blobs) as running:
         play(running)
         yield outcome(running)
-    postgres.drop("aggregators-none")
 
 
 @dataclass
@@ -269,7 +251,7 @@ class Site:
     def by_hand(self, name: str = "x", blobs: Any = None, *, reports: bool = True) -> Iterator[Aggregator]:
         """An aggregator that the leader believes to be there, and that does what the test lets it do."""
         stopping = threading.Event()
-        with opened(name, self.url, blobs or self.blobs, self.folder / name) as aggregator, self.connected() as own:
+        with opened(name, self.url, blobs or self.blobs, self.folder / name) as aggregator, connected(self.url) as own:
 
             def report() -> None:
                 while not stopping.wait(0.5):
@@ -286,23 +268,15 @@ class Site:
                 thread.join()
                 queue.retire(own, name)
 
-    @contextmanager
-    def connected(self) -> Iterator[Connection]:
-        """A connection to the database, in which every statement commits by itself."""
-        engine = backend.engine_of(self.url)
-        with engine.connect() as connection:
-            yield connection
-        engine.dispose()
-
     def await_tasks(self, count: int) -> None:
         """Wait until the queue has this many tasks that are not done."""
         query = text("SELECT COUNT(*) FROM tasks WHERE result IS NULL AND failure IS NULL")
-        with self.connected() as connection:
+        with connected(self.url) as connection:
             wait_until(lambda: connection.execute(query).scalar_one() == count)
 
     def expire(self) -> None:
         """Let every lease on a task expire."""
-        with self.connected() as connection:
+        with connected(self.url) as connection:
             expire(connection)
 
 
@@ -314,7 +288,7 @@ def site(url: URL, tmp_path: Path) -> Iterator[Site]:
 
 
 def test_aggregators_that_do_nothing_are_findings(site: Site) -> None:
-    with site.connected() as connection:
+    with connected(site.url) as connection:
         for name in ("old", "silent"):
             queue.report(connection, name, f"box-{name}")
         connection.execute(text("UPDATE aggregators SET version = '0.0.9' WHERE id = 'old'"))
@@ -335,7 +309,7 @@ def refuse(*_: Any) -> None:
 
 @pytest.mark.slow
 def test_aggregators_do_all_work_on_bytes_with_the_same_result(
-    site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+    site: Site, expected: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with site.aggregator("x"), site.aggregator("y"):
         monkeypatch.setattr("coordinator.sync.publishing._aggregate_here", refuse)
@@ -366,20 +340,11 @@ class Recorded(stores.Disturbed):
         return super().put(name, source)
 
 
-def contribute(running: InThread, members: list[Member] | None = None, round_: int = 0) -> list[Member]:
-    """Let all members contribute to a round, so that its fragments close."""
-    if members is None:
-        members = new_run(running)
-    for member in members:
-        member.assignment(round_)
-    for member in members:
-        member.take_part(round_)
+def contribute(running: InThread) -> list[Member]:
+    """Let all members of a new run contribute to its first round, so that its fragments close."""
+    members = new_run(running)
+    take_part(members, 0)
     return members
-
-
-def step_all(members: list[Member], round_: int) -> None:
-    for member in members:
-        member.step(round_)
 
 
 def work(aggregator: Aggregator, until: Callable[[], bool]) -> None:
@@ -389,7 +354,7 @@ def work(aggregator: Aggregator, until: Callable[[], bool]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.covers("reliability:zombie-aggregator")
-def test_two_that_do_the_same_task_write_the_same_bytes(site: Site, expected: tuple[str, list[Any]]) -> None:
+def test_two_that_do_the_same_task_write_the_same_bytes(site: Site, expected: Outcome) -> None:
     second = Recorded(site.blobs)
     with site.by_hand("y", second) as y:
 
@@ -423,8 +388,7 @@ def test_a_task_without_progress_is_left_to_another_aggregator(url: URL, tmp_pat
             go_on.wait()
             super().fetch(name, target)
 
-    engine = backend.engine_of(url, 2)
-    with opened("x", url, Hanging(), tmp_path, clock) as aggregator, engine.connect() as connection:
+    with opened("x", url, Hanging(), tmp_path, clock) as aggregator, connected(url) as connection:
         queue.add(connection, [(step(), None)])
         thread = threading.Thread(target=aggregator.step)
         thread.start()
@@ -438,12 +402,11 @@ def test_a_task_without_progress_is_left_to_another_aggregator(url: URL, tmp_pat
         assert queue.take(connection, "y") is not None
         go_on.set()
         thread.join()
-    engine.dispose()
 
 
 @pytest.mark.slow
-def test_without_an_aggregator_the_leader_takes_its_tasks_back(site: Site, expected: tuple[str, list[Any]]) -> None:
-    with site.by_hand(reports=False), site.connected() as connection:
+def test_without_an_aggregator_the_leader_takes_its_tasks_back(site: Site, expected: Outcome) -> None:
+    with site.by_hand(reports=False), connected(site.url) as connection:
         members = contribute(site.running)
         site.await_tasks(2)
         queue.retire(connection, "x")
@@ -454,11 +417,9 @@ def test_without_an_aggregator_the_leader_takes_its_tasks_back(site: Site, expec
 
 
 @pytest.mark.nightly
-def test_a_task_that_none_of_three_aggregators_could_finish_is_the_leaders(
-    site: Site, expected: tuple[str, list[Any]]
-) -> None:
+def test_a_task_that_none_of_three_aggregators_could_finish_is_the_leaders(site: Site, expected: Outcome) -> None:
     """It may be the task that kills them."""
-    with site.by_hand("x") as x, site.connected() as connection:
+    with site.by_hand("x") as x, connected(site.url) as connection:
         members = contribute(site.running)
         site.await_tasks(2)
         for _ in range(delegation.MOST_ATTEMPTS):
@@ -472,92 +433,55 @@ def test_a_task_that_none_of_three_aggregators_could_finish_is_the_leaders(
     assert outcome(site.running) == expected
 
 
-def without_a_worker(task: Any, found: Aggregated) -> Aggregated:
-    return found.model_copy(update={"verdicts": dict(list(found.verdicts.items())[1:])})
+def with_factor(found: Aggregated, factor: float) -> dict[str, Any]:
+    """The verdicts with another factor in the first of them."""
+    worker, verdict = next(iter(found.verdicts.items()))
+    return {"verdicts": {**found.verdicts, worker: replace(verdict, factor=factor)}}
 
 
-def with_a_factor_of_two(task: Any, found: Aggregated) -> Aggregated:
-    first = next(iter(found.verdicts))
-    return found.model_copy(update={"verdicts": {**found.verdicts, first: replace(found.verdicts[first], factor=2.0)}})
-
-
-def with_another_factor(task: Any, found: Aggregated) -> Aggregated:
-    first = next(iter(found.verdicts))
-    return found.model_copy(update={"verdicts": {**found.verdicts, first: replace(found.verdicts[first], factor=0.5)}})
-
-
-def without_a_blob(task: Any, found: Aggregated) -> Aggregated:
-    return found.model_copy(update={"digest": b"\7" * 32})
-
-
-def of_another_size(task: Any, found: Aggregated) -> Aggregated:
-    return found.model_copy(update={"size": found.size + 1})
-
-
-def without_a_residual(task: Any, found: Aggregated) -> Aggregated:
-    return found.model_copy(update={"residual": None})
-
-
-LIES: dict[Callable[[Any, Aggregated], Aggregated], str] = {
-    without_a_worker: "its verdicts are not about the contributions",
-    with_a_factor_of_two: "a factor is not within 0 and 1",
-    with_another_factor: "its header is not of these contributions",
-    without_a_blob: "the store has nothing of that name",
-    of_another_size: "bytes of that name",
-    without_a_residual: "it has a residual although its codec has no error feedback, or lacks one",
+# What an aggregator may change in its results, by what is said of it: in one delta each, and in every state.
+LIES: dict[str, Callable[[Aggregated], dict[str, Any]]] = {
+    "its verdicts are not about the contributions": lambda found: {"verdicts": dict([*found.verdicts.items()][1:])},
+    "a factor is not within 0 and 1": lambda found: with_factor(found, 2.0),
+    "its header is not of these contributions": lambda found: with_factor(found, 0.5),
+    "the store has nothing of that name": lambda found: {"digest": b"\7" * 32},
+    "bytes of that name": lambda found: {"size": found.size + 1},
+    "it has a residual although its codec has no error feedback, or lacks one": lambda found: {"residual": None},
 }
+WITHOUT_CHECKPOINT = "it has a checkpoint that was not asked for, or none"  # which was refused without a word
 
 
 @pytest.mark.slow
 @pytest.mark.covers("reliability:wrong-aggregator")
 def test_a_wrong_result_is_refused_and_the_leader_does_it(
-    site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    site: Site, expected: Outcome, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    finish, lies = queue.finish, iter(LIES)
+    finish, lies = queue.finish, iter(LIES.values())
 
     def lie(connection: Connection, claim: Claim, result: Any) -> bool:
-        wrong = next(lies, None) if isinstance(result, Aggregated) else None
-        return finish(connection, claim, result if wrong is None else wrong(claim.task, result))
+        wrong = next(lies)(result) if isinstance(result, Aggregated) else {"checkpoint": None}
+        return finish(connection, claim, result.model_copy(update=wrong))
 
     monkeypatch.setattr(queue, "finish", lie)
     with site.aggregator():
         play(site.running)
         assert outcome(site.running) == expected
-    for why in LIES.values():
+    for why in (*LIES, WITHOUT_CHECKPOINT):
         assert why in caplog.text
-    assert site.delegation.outcomes["refused"] == len(LIES)
-
-
-@pytest.mark.slow
-def test_a_wrong_state_is_refused_and_the_leader_does_it(
-    site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It was refused without a word."""
-    finish = queue.finish
-
-    def without_its_checkpoint(connection: Connection, claim: Claim, result: Any) -> bool:
-        changed = result.model_copy(update={"checkpoint": None}) if isinstance(result, Advanced) else result
-        return finish(connection, claim, changed)
-
-    monkeypatch.setattr(queue, "finish", without_its_checkpoint)
-    with site.aggregator():
-        play(site.running)
-        assert outcome(site.running) == expected
-    assert "it has a checkpoint that was not asked for, or none" in caplog.text
-    assert site.delegation.outcomes["refused"] == 2 * 2, "fragments of checkpoints 2 and 3"
+    assert site.delegation.outcomes["refused"] == len(LIES) + 2 * 2, "and the fragments of checkpoints 2 and 3"
 
 
 def test_two_aggregators_need_two_directories(tmp_path: Path) -> None:
     """The message named another coordinator."""
     with closing(DataDirectory(tmp_path / "x")):
-        why = "is in use by another aggregator or coordinator; stop it or choose another --data"
+        why = "is in use by another aggregator or coordinator; stop it or choose another --data-dir"
         with pytest.raises(OuterstepError, match=why):
             DataDirectory(tmp_path / "x", "aggregator or coordinator")
 
 
 @pytest.mark.nightly
 def test_what_an_aggregator_cannot_do_the_leader_does(
-    site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+    site: Site, expected: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An aggregator whose disk is full, for example."""
     monkeypatch.setattr("coordinator.aggregation.aggregator.LOOK_S", 0.01)
@@ -580,7 +504,7 @@ def test_what_an_aggregator_cannot_do_the_leader_does(
 
 
 @pytest.mark.slow
-def test_a_lost_contribution_is_collected_again(site: Site, expected: tuple[str, list[Any]]) -> None:
+def test_a_lost_contribution_is_collected_again(site: Site, expected: Outcome) -> None:
     with site.by_hand() as x:
         members = contribute(site.running)
         site.await_tasks(2)
@@ -600,7 +524,7 @@ def test_a_lost_contribution_is_collected_again(site: Site, expected: tuple[str,
 
 @pytest.mark.slow
 def test_an_aggregator_that_has_the_state_replaces_a_damaged_checkpoint(
-    site: Site, expected: tuple[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+    site: Site, expected: Outcome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody else could: no other checkpoint is left."""
     monkeypatch.setattr("coordinator.sync.outer_state._step_here", refuse)

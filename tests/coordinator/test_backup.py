@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.member import Member
-from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
+from tests.coordinator.crew import assigned, crew, enlist, events, info, play_round, play_rounds, problem
 from tests.coordinator.test_restart import Lives
 
 pytestmark = pytest.mark.in_sqlite
@@ -45,9 +45,7 @@ def test_the_run_goes_on_from_the_round_that_the_database_knows(tmp_path: Path) 
         a.assignment(2)
         running.await_state("r", 2)
         back_up(lives.data_dir, tmp_path / "backup.db")
-        for round_ in range(2, 5):
-            play_round([a, b], round_)
-        running.await_state("r", 5)
+        play_rounds(running, [a, b], range(2, 5))
         a.assignment(5)
     restore(lives.data_dir, tmp_path / "backup.db")
     with lives.life() as running:
@@ -65,9 +63,7 @@ def test_the_run_goes_on_from_the_round_that_the_database_knows(tmp_path: Path) 
         assert ahead.assignment(5).round == 2
         problem(ahead.delta(5, 0, wait_s=0), "round-not-open")
         members = [caught_up(ahead), caught_up(enlist(running, "r", "b"))]
-        for round_ in range(2, 6):
-            play_round(members, round_)
-        running.await_state("r", 6)
+        play_rounds(running, members, range(2, 6))
         assert info(running, "r")["state_digest"] is not None
         assert info(running, "r")["divergences"] == 0
         assert info(running, "r")["tokens"] == 2 * 6 * 5 * 32
@@ -79,8 +75,7 @@ def test_a_contribution_that_the_older_database_does_not_know_is_asked_for_again
     lives = Lives(tmp_path / "data")
     with lives.life() as running:
         a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
-        for member in (a, b):
-            member.assignment(0)
+        assigned([a, b], 0)
         back_up(lives.data_dir, tmp_path / "backup.db")
         a.take_part(0)
     restore(lives.data_dir, tmp_path / "backup.db")

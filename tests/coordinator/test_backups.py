@@ -13,16 +13,16 @@ from alembic import command
 
 from coordinator.backup import directory
 from coordinator.backup.contents import Content, DamagedBackup, content_of, copy_whole, encode
-from coordinator.backup.directory import DirectoryBackups, existing
+from coordinator.backup.directory import DirectoryBackups
 from coordinator.backup.restore import Target, restore
 from coordinator.store import sqlite
 from coordinator.store.blobs import FileReader
 from coordinator.store.payloads import READ_BYTES
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import coordinator_thread
 from harness.stores import names
 from protocol.digest import digest
 from protocol.errors import OuterstepError
-from tests.coordinator.crew import crew, play_round
+from tests.coordinator.crew import assigned, crew, play_round, play_rounds, step_all
 from tests.coordinator.test_migrations import config
 from tests.support.backing_up import back_up, blobs_in, check_restored, damages, files_in, restored, round_in
 
@@ -31,20 +31,12 @@ pytestmark = pytest.mark.in_directory
 SHORT = "every_rounds = 1\nkeep = 1"  # what is deleted soonest
 
 
-def settled(running: InThread, round_: int) -> None:
-    """Return once the coordinator has stepped, and deleted what it does not keep."""
-    running.await_state("r", round_)
-
-
 @pytest.mark.slow
 def test_a_backup_has_what_the_rows_of_one_moment_need_and_the_run_is_as_it_was(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         a, b = crew(running, "r", ["a", "b"], rounds=4, checkpoints="every_rounds = 2\nkeep = 2")
-        for round_ in range(2):
-            play_round([a, b], round_)
-        settled(running, 2)
-        for member in (a, b):
-            member.assignment(2)
+        play_rounds(running, [a, b], range(2))
+        assigned([a, b], 2)
         a.take_part(2)
         live = running.live("r")
         needed = {
@@ -57,10 +49,8 @@ def test_a_backup_has_what_the_rows_of_one_moment_need_and_the_run_is_as_it_was(
         assert (manifest.number, manifest.lost) == (1, [])
         assert [(run.name, run.state, run.round) for run in manifest.runs] == [("r", "running", 2)]
         b.take_part(2)
-        for member in (a, b):
-            member.step(2)
-        play_round([a, b], 3)
-        settled(running, 4)
+        step_all([a, b], 2)
+        play_rounds(running, [a, b], [3])
     restore(DirectoryBackups(tmp_path / "backups"), None, Target(tmp_path / "new"))
     check_restored(tmp_path / "new", tmp_path / "backups", 1)
     assert not (tmp_path / "new" / "admin.token").exists()
@@ -71,14 +61,12 @@ def test_the_next_backup_copies_only_what_is_new(tmp_path: Path) -> None:
     root, copied = tmp_path / "backups", list[str]()
     with coordinator_thread(tmp_path / "data") as running:
         (a,) = crew(running, "r", ["a"], rounds=3, checkpoints="every_rounds = 2\nkeep = 5")
-        play_round([a], 0)
-        settled(running, 1)
+        play_rounds(running, [a], [0])
         back_up(running.data_dir, root, before_opening=copied.append)
         assert len(copied) == 2 + 2  # state 0 and one delta, of two fragments
         back_up(running.data_dir, root, before_opening=copied.append)
         assert len(copied) == 2 + 2
-        play_round([a], 1)
-        settled(running, 2)
+        play_rounds(running, [a], [1])
         back_up(running.data_dir, root, before_opening=copied.append)
     assert {blob.name for blob in blobs_in(root / "3")} == set(copied)
     assert len(copied) == 2 + 2 + 2 + 2
@@ -92,7 +80,7 @@ def test_a_disk_without_links_gets_copies(tmp_path: Path, monkeypatch: pytest.Mo
     root = tmp_path / "backups"
     with coordinator_thread(tmp_path / "data") as running:
         crew(running, "r", ["a"], rounds=3)
-        settled(running, 0)
+        running.await_state("r", 0)
         back_up(running.data_dir, root)
 
     def refuse(*_: object) -> None:
@@ -110,16 +98,13 @@ def test_a_disk_without_links_gets_copies(tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_retention_deletes_in_the_middle_is_not_needed_by_a_newer_copy(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         (a,) = crew(running, "r", ["a"], rounds=9, checkpoints=SHORT)
-        play_round([a], 0)
-        settled(running, 1)
+        play_rounds(running, [a], [0])
         opened: list[str] = []
 
         def never_interrupt(name: str) -> None:
             opened.append(name)
             if len(opened) == 1:
-                for round_ in range(1, 4):
-                    play_round([a], round_)
-                settled(running, 4)
+                play_rounds(running, [a], range(1, 4))
                 retained = {*names(running.live("r"), "checkpoints"), *names(running.live("r"), "deltas")}
                 assert name not in retained
 
@@ -152,9 +137,9 @@ def test_backups_one_after_the_other_while_a_crew_trains_are_all_whole(tmp_path:
         thread = threading.Thread(target=again_and_again)
         thread.start()
         try:
-            for round_ in range(rounds):
+            for round_ in range(rounds):  # the coordinator's state and retention may be behind
                 play_round(members, round_)
-            settled(running, rounds)
+            running.await_state("r", rounds)
         finally:
             over.set()
             thread.join()
@@ -173,11 +158,9 @@ def test_a_backup_that_never_catches_up_ends_with_what_to_do(tmp_path: Path, mon
 
         def never_interrupt(name: str) -> None:
             round_ = running.live("r").round
-            play_round([a], round_)
-            settled(running, round_ + 1)
+            play_rounds(running, [a], [round_])
 
-        play_round([a], 0)
-        settled(running, 1)
+        play_rounds(running, [a], [0])
         with pytest.raises(OuterstepError, match="to a faster disk, or keep more checkpoints"):
             back_up(running.data_dir, tmp_path / "backups", before_opening=never_interrupt)
     assert damages(DirectoryBackups(tmp_path / "backups")) == {1: ""}
@@ -186,8 +169,7 @@ def test_a_backup_that_never_catches_up_ends_with_what_to_do(tmp_path: Path, mon
 def test_what_the_coordinator_has_lost_itself_is_told_and_ends_no_backup(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         (a,) = crew(running, "r", ["a"], rounds=2)
-        play_round([a], 0)
-        settled(running, 1)
+        play_rounds(running, [a], [0])
         gone, spoilt = names(running.live("r"), "deltas", 0)
     # Not before: while it runs it may verify its blobs at any time, and make these again.
     (tmp_path / "data" / gone).unlink()
@@ -210,8 +192,7 @@ def test_the_newest_stay_with_what_they_need_and_nothing_else(tmp_path: Path) ->
         for round_ in range(4):
             back_up(running.data_dir, root, keep=2)
             assert DirectoryBackups(root).numbers() == list(range(round_ + 1, max(round_ - 1, 0), -1))
-            play_round([a], round_)
-            settled(running, round_ + 1)
+            play_rounds(running, [a], [round_])
     assert damages(DirectoryBackups(root)) == {4: "", 3: ""}
     assert {path.name for path in root.iterdir()} == {"3", "4", "lock"}
     for number in "34":
@@ -227,8 +208,7 @@ def two(tmp_path: Path) -> Path:
     with coordinator_thread(tmp_path / "data") as running:
         (a,) = crew(running, "r", ["a"], rounds=2, checkpoints=SHORT)
         back_up(running.data_dir, tmp_path / "backups")
-        play_round([a], 0)
-        settled(running, 1)
+        play_rounds(running, [a], [0])
         back_up(running.data_dir, tmp_path / "backups")
     return tmp_path / "backups"
 
@@ -284,7 +264,9 @@ def test_a_blob_that_the_last_backup_has_not_whole_is_copied_anew(
     assert [number for number, damage in damages(DirectoryBackups(two)).items() if damage] == [2]
 
 
-def test_a_backup_of_another_number_is_none(two: Path) -> None:
+def test_a_backup_of_another_number_is_none(two: Path, tmp_path: Path) -> None:
+    with pytest.raises(OuterstepError, match="no backup 7 in .* has 2, 1"):
+        restore(DirectoryBackups(two), 7, Target(tmp_path / "new"))
     (two / "2").rename(two / "7")
     with pytest.raises(DamagedBackup, match="is that of backup 2"):
         DirectoryBackups(two).manifest(7)
@@ -329,16 +311,6 @@ def test_a_restore_needs_an_empty_directory(two: Path, tmp_path: Path) -> None:
     (tmp_path / "other" / "notes").touch()
     with pytest.raises(OuterstepError, match="other is not empty, it has notes"):
         restore(DirectoryBackups(two), None, Target(tmp_path / "other"))
-
-
-def test_where_no_backup_is_it_says_so(two: Path, tmp_path: Path) -> None:
-    with pytest.raises(OuterstepError, match="there is no directory .*none"):
-        existing(tmp_path / "none")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(OuterstepError, match="there is no backup in .*empty"):
-        existing(tmp_path / "empty")
-    with pytest.raises(OuterstepError, match="no backup 7 in .* has 2, 1"):
-        restore(DirectoryBackups(two), 7, Target(tmp_path / "new"))
 
 
 def test_a_directory_of_other_files_is_left_alone(two: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Backups of a coordinator whose blobs are in a bucket: when they are made, what stays for them, and what they restore."""
 
 import itertools
-import re
 import shutil
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from outerstep.common import files
 from protocol.digest import Buffer
 from protocol.errors import OuterstepError
 from protocol.messages import RunState
-from tests.coordinator.crew import crew, enlist, events, info, play_round
+from tests.coordinator.crew import crew, enlist, events, info, play_round, play_rounds
 from tests.coordinator.test_backup import caught_up
 from tests.coordinator.test_removing import finished, leave, remove
 from tests.support import backing_up
@@ -68,22 +67,18 @@ def states(url: str, run: str = "r") -> dict[int, int]:
 def at_rest(running: InThread, run: str, round_: int) -> None:
     """Return once the state is checkpointed and what it made superfluous is deleted."""
     running.await_state(run, round_)
-    wait_until(lambda: not running.live(run).outer.any_job_running)
 
 
 def play(url: str, data_dir: Path, number: int, checkpoints: str = SHORT) -> None:
     """Play that many rounds of the run r of one worker, with a checkpoint of each."""
     with coordinator_thread(data_dir, blobs=url) as running:
         (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=checkpoints)
-        for round_ in range(number):
-            play_round([a], round_)
-            at_rest(running, "r", round_ + 1)
+        play_rounds(running, [a], range(number))
 
 
 def go_on(running: InThread, run: str, names: list[str], round_: int) -> None:
     """Let workers join again and play a round."""
-    play_round([caught_up(enlist(running, run, name)) for name in names], round_)
-    at_rest(running, run, round_ + 1)
+    play_rounds(running, [caught_up(enlist(running, run, name)) for name in names], [round_])
 
 
 # --- making them ------------------------------------------------------------------------------------------------------
@@ -96,8 +91,7 @@ def test_one_is_made_at_the_start_and_after_every_checkpoint_and_every_kept_one_
         assert backups(url).numbers() == [1]
         (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=SHORT)
         for round_ in range(5):
-            play_round([a], round_)
-            at_rest(running, "r", round_ + 1)
+            play_rounds(running, [a], [round_])
             assert states(url)[max(states(url))] == round_ + 1
             assert set(damages(url).values()) == {""}
         assert sorted(states(url).values()) == [3, 4, 5]
@@ -123,23 +117,23 @@ def test_one_is_made_after_a_while_without_a_checkpoint_too(url: str, tmp_path: 
         wait_until(lambda: max(backups(url).numbers()) == before + 1)
 
 
+def away(*_: object) -> None:
+    raise OuterstepError("the store is away")
+
+
 def test_where_the_bucket_is_away_nothing_is_deleted_and_the_failure_is_reported(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with coordinator_thread(tmp_path / "data", blobs=url) as running:
         (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=SHORT)
-        at_rest(running, "r", 0)
+        running.await_state("r", 0)
         whole = damages(url)
-
-        def away(*_: object) -> None:
-            raise OuterstepError("the store is away")
-
         with monkeypatch.context() as broken:
             broken.setattr(BucketBackups, "add", away)
             play_round([a], 0)
             wait_until(lambda: len(events(running, "r", "backup-failed")) == 1)
             assert "the store is away" in events(running, "r", "backup-failed")[0]["message"]
-            at_rest(running, "r", 1)
+            running.await_state("r", 1)
         assert rounds(running.live("r"), "checkpoints") == [0, 1]
         assert damages(url) == whole
         play_round([a], 1)
@@ -179,11 +173,8 @@ def test_a_run_that_was_removed_is_in_no_backup_and_leaves_nothing(url: str, tmp
 def test_the_backup_after_a_rollback_is_whole(url: str, tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data", blobs=url) as running:
         (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=LONG)
-        for round_ in range(3):
-            play_round([a], round_)
-        at_rest(running, "r", 3)
-        with running.client() as admin:
-            admin.post("/v1/runs/r/rollback", json={"to": 1, "from_round": 3}).raise_for_status()
+        play_rounds(running, [a], range(3))
+        running.client().post("/v1/runs/r/rollback", json={"to": 1, "from_round": 3}).raise_for_status()
         assert damages(url) == {max(damages(url)): ""}
         assert set(states(url).values()) == {1}
         stored = dict.fromkeys(("contributions", "deltas", "checkpoints", "set-aside"), 0)
@@ -199,14 +190,9 @@ def test_the_backup_after_a_rollback_is_whole(url: str, tmp_path: Path) -> None:
 def test_a_rollback_whose_backup_fails_is_one_all_the_same(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(*_: object) -> None:
-        raise OuterstepError("the store is away")
-
     with coordinator_thread(tmp_path / "data", blobs=url) as running:
         (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=LONG)
-        for round_ in range(3):
-            play_round([a], round_)
-        at_rest(running, "r", 3)
+        play_rounds(running, [a], range(3))
         with running.client() as admin, monkeypatch.context() as broken:
             broken.setattr(BucketBackups, "add", away)
             answer = admin.post("/v1/runs/r/rollback", json={"to": 1, "from_round": 3})
@@ -231,9 +217,7 @@ def restored(url: str, data_dir: Path, number: int | None = None, warn: Callable
 def test_after_a_restart_the_files_of_earlier_backups_stay(url: str, tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data", blobs=url) as running:
         (a,) = crew(running, "r", ["a"], rounds=20, checkpoints=SHORT)
-        for round_ in range(2):
-            play_round([a], round_)
-            at_rest(running, "r", round_ + 1)
+        play_rounds(running, [a], range(2))
         leave(a)
     with coordinator_thread(tmp_path / "data", blobs=url) as running:
         go_on(running, "r", ["a"], 2)
@@ -275,13 +259,11 @@ def test_an_older_one_takes_the_run_back(url: str, tmp_path: Path) -> None:
 def test_the_coordinator_of_before_can_delete_nothing_and_make_no_backups(url: str, tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data", blobs=url) as old:
         (a,) = crew(old, "r", ["a"], rounds=20, checkpoints=SHORT)
-        play_round([a], 0)
-        at_rest(old, "r", 1)
+        play_rounds(old, [a], [0])
         restored(url, tmp_path / "new")
         with coordinator_thread(tmp_path / "new", blobs=url) as new:
             before = dict(Objects(url).within(""))
-            play_round([a], 1)
-            old.await_state("r", 2)
+            play_rounds(old, [a], [1])
             wait_until(lambda: len(events(old, "r", "backup-failed")) == 1)
             assert "belongs to another coordinator" in events(old, "r", "backup-failed")[0]["message"]
             with pytest.raises(StoreOutage, match="Stop this one"):
@@ -383,8 +365,3 @@ def test_two_restores_at_once_leave_one_owner(url: str, tmp_path: Path) -> None:
         Coordinator(Settings(data_dir=tmp_path / "a", blobs=url))
     with coordinator_thread(tmp_path / "b", blobs=url) as running:
         assert read(running.live("r").blobs, min(needs(url, max(backups(url).numbers()), tmp_path)))
-
-
-def test_where_there_is_none_it_is_said(url: str, tmp_path: Path) -> None:
-    with pytest.raises(OuterstepError, match=re.escape(f"there is no backup in {url}: a coordinator with --blobs")):
-        backups(url)

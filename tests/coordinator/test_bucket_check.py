@@ -15,7 +15,7 @@ from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.directory_blobs import DirectoryBlobs
-from coordinator.store.opening import reader_of, store_at
+from coordinator.store.opening import store_at
 from harness.seaweedfs import SeaweedFS
 from outerstep.cli import app
 from outerstep.common.exit_codes import Exit
@@ -132,17 +132,6 @@ def test_a_data_directory_does_not_start_without_its_bucket(url: str, tmp_path: 
         Objects(f"{url}-other").create_from("owner", b"another")
         with pytest.raises(OuterstepError, match="belongs to the coordinator of another database"):
             open_at(f"{url}-other")
-
-
-def test_a_backup_reads_the_blobs_where_they_are(url: str, tmp_path: Path) -> None:
-    name = "runs/r/checkpoints/0/0.0123456789abcdef"
-    for data_dir, at in ((tmp_path / "a", url), (tmp_path / "b", None)):
-        with opening(data_dir) as open_at:
-            open_at(at).put(name, b"a state")
-            with reader_of(data_dir, sqlite.url_in(data_dir))(name) as reader:
-                memory = bytearray(reader.size)
-                reader.read_into(memoryview(memory), 0)
-        assert memory == b"a state"
 
 
 def test_a_data_directory_that_has_blobs_gets_no_bucket(url: str, tmp_path: Path) -> None:

@@ -5,13 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.http.connection_limit import (
-    FILES_EACH,
-    MAX_CONNECTIONS,
-    OWN_FILES,
-    ConnectionLimit,
-    connection_limit,
-)
+from coordinator.http.connection_limit import FILES_EACH, MAX_CONNECTIONS, OWN_FILES, ConnectionLimit, connection_limit
+from coordinator.peers import Peer, Peers
 from coordinator.settings import Settings
 from protocol.errors import OuterstepError
 
@@ -65,10 +60,14 @@ def test_one_address_never_has_more_than_half() -> None:
     assert ConnectionLimit(limit=10, per_address=512).per_address == 5
 
 
-def test_a_proxy_is_not_limited_per_address() -> None:
-    limit = ConnectionLimit(limit=10, per_address=3, proxies="127.0.0.1, 10.1.0.0/16")
-    admitted(limit, "10.1.2.3", 5)
-    admitted(limit, "127.0.0.1", 5)
+def test_proxies_and_other_coordinators_are_not_limited_per_address() -> None:
+    limit = ConnectionLimit(limit=20, per_address=1, proxies="127.0.0.1, 10.1.0.0/16")
+    limit.peers = Peers("a", all=[Peer("b", "http://10.0.0.2:8470", "1", 0.0, "")])
+    (limited,) = admitted(limit, "10.0.0.3", 1)
+    others = [each for address in ("10.1.2.3", "127.0.0.1", "10.0.0.2") for each in admitted(limit, address, 3)]
+    assert not any(each.closed for each in others)
+    limit.busy(limited)
+    assert limit.admit(FakeConnection(), "10.0.0.3") is not None
 
 
 def test_the_longest_idle_connection_is_closed_and_no_busy_one() -> None:

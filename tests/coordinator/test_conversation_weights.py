@@ -9,7 +9,7 @@ from harness.coordinator import InThread
 from harness.member import Member, spec_toml
 from protocol.messages import DataSummary
 from protocol.wire import DeltaHeader, Payload
-from tests.coordinator.crew import events, info, play_round, problem, recovered
+from tests.coordinator.crew import assigned, events, info, play_round, play_rounds, problem, seeded
 
 CHAT = 'format = "chat"\n'
 UNITS = 5  # of a round; a unit has 32 tokens
@@ -28,10 +28,7 @@ def talkers(shared: InThread, run: str, sets: dict[str, DataSummary], data: str 
     members = [Member(shared.client(), run, name, data=each) for name, each in sets.items()]
     for member in members:
         member.join(shared.admin_token)
-        recovered(member)
-    assert members[0].assignment(None).action == "seed"
-    members[0].seed()
-    return members
+    return seeded(members)
 
 
 @pytest.mark.slow
@@ -40,10 +37,8 @@ def test_work_weighs_what_is_trained_on(shared: InThread, run: str) -> None:
     play_round(members, 0)
     assert info(shared, run)["tokens"] == 2 * UNITS * 7
     a = members[0]
-    for member in members:
-        assignment = member.assignment(1)
+    assignment, _ = assigned(members, 1)
     values = a.pseudo_gradients(1)[0]
-    assignment = a.assignment(1)
     detail = problem(a.contribute(assignment, 0, values, tokens=UNITS * 32), "invalid-payload")["detail"]
     assert "no multiple of 7 per unit" in detail
     problem(a.contribute(assignment, 0, values, tokens=(UNITS + 1) * 7), "invalid-payload")
@@ -94,9 +89,7 @@ def test_private_conversations_weigh_by_each_worker_s_own_set(shared: InThread, 
 def test_rolled_back_work_is_subtracted_with_its_weight(shared: InThread, run: str) -> None:
     sets = {"a": summary(20, private=True), "b": summary(5, private=True)}
     members = talkers(shared, run, sets, CHAT + "private = true\n", rounds=4, checkpoints="every_rounds = 1")
-    for round_ in range(2):
-        play_round(members, round_)
-    shared.await_state(run, 2)
+    play_rounds(shared, members, range(2))
     client = shared.client()
     client.post(f"/v1/runs/{run}/rollback", json={"to": 1, "from_round": 2}).raise_for_status()
     assert info(shared, run)["tokens"] == UNITS * 25

@@ -19,7 +19,7 @@ from coordinator.workers import assigning
 from harness.coordinator import CoordinatorProcess, InThread
 from harness.stores import read, the
 from protocol.messages import Action, Assignment
-from tests.coordinator.crew import crew, info, play_round, problem
+from tests.coordinator.crew import assigned, crew, info, play_round, problem, set_state
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -51,17 +51,12 @@ def test_a_heartbeat_does_not_wait_for_threads_that_wait_for_the_run(shared: InT
         return asyncio.run_coroutine_threadsafe(busy(), shared.loop).result()
 
     with ThreadPoolExecutor(60) as others, shared.live(run).lock:
-        asking = [others.submit(set_running, shared, run) for _ in range(60)]
+        asking = [others.submit(set_state, shared, run, "running") for _ in range(60)]  # in the threads of uploads
         wait_until(all_threads_wait)
         assert member.http.put(member.path("/lease"), json={}).status_code == 200
         assert not any(each.done() for each in asking)
-    assert all(each.result()["live_workers"] == 1 for each in asking)
-
-
-def set_running(running: InThread, run: str) -> Any:
-    """Do what takes one of the threads that uploads need too."""
-    with running.client() as admin:
-        return admin.patch(f"/v1/runs/{run}", json={"state": "running"}).raise_for_status().json()
+    for each in asking:
+        each.result()
 
 
 @pytest.mark.slow
@@ -104,8 +99,7 @@ def test_what_the_event_loop_answers_from_memory_is_what_the_run_would_say(share
     a, b, c = crew(shared, run, ["a", "b", "c"], min_workers=2)
     live = shared.live(run)
     assert assigning.assign_from_memory(live, "a", 0, None) is None, "no round is open"
-    for member in (a, b):
-        member.assignment(0)
+    assigned([a, b], 0)
     with live.lock:  # held by another thread than the event loop's, which answers all the same
         answered = a.http.put(a.path("/assignment"), json={"state_round": 0, "carried": []})
     assert Assignment.model_validate(answered.json()) == assigning.assign(live, "a", 0, [])
@@ -120,15 +114,13 @@ def test_what_the_event_loop_answers_from_memory_is_what_the_run_would_say(share
     )
     a.http.delete(a.path()).raise_for_status()
     assert assigning.assign_from_memory(live, "a", 0, None) is None, "its lease has ended"
-    with shared.client() as admin:
-        admin.patch(f"/v1/runs/{run}", json={"state": "draining"}).raise_for_status()
+    set_state(shared, run, "draining")
     assert assigning.assign_from_memory(live, "b", 0, None) is None, "who may leave is for the run to say"
 
 
 def test_who_waits_for_a_delta_waits_neither_for_the_run_nor_for_the_database(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    for member in (a, b):
-        member.assignment(0)
+    assigned([a, b], 0)
     a.take_part(0)
     with shared.live(run).lock, database_busy(shared):
         document = problem(a.delta(0, 0, wait_s=0), "not-published")

@@ -15,7 +15,7 @@ from harness.coordinator import coordinator_thread
 from outerstep.cli.errors import exit_code
 from outerstep.common.exit_codes import Exit
 from protocol.errors import OuterstepError
-from tests.coordinator.crew import crew, play_round
+from tests.coordinator.crew import crew, play_rounds
 
 pytestmark = pytest.mark.in_sqlite
 
@@ -86,12 +86,10 @@ def test_a_run_lives_in_a_database_elsewhere_over_a_restart(tmp_path: Path, monk
     monkeypatch.setenv(VARIABLE, f"sqlite:///{tmp_path}/elsewhere/run.db")
     with coordinator_thread(tmp_path / "data") as running:
         members = crew(running, "r", ["a", "b"], rounds=2, min_workers=2)
-        play_round(members, 0)
-        running.await_state("r", 1)
+        play_rounds(running, members, [0])
         port = int(running.url.rpartition(":")[2])
     with coordinator_thread(tmp_path / "data", port) as running:
-        play_round(members, 1)
-        running.await_state("r", 2)
+        play_rounds(running, members, [1])
         assert running.live("r").final_digest is not None
     assert not list((tmp_path / "data").glob("outerstep.db*"))
 

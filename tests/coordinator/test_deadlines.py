@@ -3,14 +3,9 @@
 import pytest
 
 from harness.coordinator import InThread, SettableClock
-from harness.member import Member
-from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, events, info, play_round, problem
+from tests.coordinator.crew import GRACE_OF_A_SECOND, assigned, crew, events, info, play_round, problem, step_all
 
 NAMES = ["a", "b", "c"]
-
-
-def contribute_all(member: Member, round_: int, **changes: object) -> None:
-    member.contribute_all(member.assignment(round_), **changes)
 
 
 @pytest.mark.covers("reliability:rounds-close")
@@ -20,11 +15,11 @@ def test_a_round_closes_without_the_straggler_once_quorum_and_grace_have_passed(
     a, b, c = crew(shared, run, NAMES, members=GRACE_OF_A_SECOND)
     c.assignment(0)
     b.assignment(0)
-    contribute_all(a, 0)
+    a.take_part(0)
     clock.advance(50)
     shared.coordinator.tick()
     assert info(shared, run, "/rounds/0")["fragments"][0]["closes_in_s"] == 14_400 - 50, "no quorum, only the cap"
-    contribute_all(b, 0)
+    b.take_part(0)
     fragment = info(shared, run, "/rounds/0")["fragments"][0]
     assert (fragment["state"], fragment["closes_in_s"]) == ("collecting", 1)
     assert fragment["reason"] == "waiting for 1 of 3 workers (c); closes in 1 s"
@@ -53,7 +48,7 @@ def test_the_same_contribution_again_is_200_and_another_one_is_409(shared: InThr
     conflict = problem(a.contribute(assignment, 0, other), "contribution-conflict")
     assert conflict["units"] == assignment.units, "of the one that stands"
     a.contribute(assignment, 1, a.pseudo_gradients(0)[1])
-    contribute_all(b, 0)
+    b.take_part(0)
     assert a.delta(0, 0).status_code == 200
     assert a.contribute(assignment, 0, first).status_code == 200, "even after the round"
     problem(a.contribute(assignment, 0, other), "contribution-conflict")
@@ -64,27 +59,24 @@ def test_a_box_whose_gpu_hangs_holds_no_round_although_its_heartbeats_go_on(
 ) -> None:
     a, b = crew(shared, run, ["a", "b"], members="lease_s = 60\ngrace_min_s = 600\ngrace_max_s = 600")
     play_round([a, b], 0)
-    for member in (a, b):
-        member.assignment(1)
+    assigned([a, b], 1)
     hung = {"round": 1, "inner_step": 7, "phase": "train", "inner_steps_per_second": 5.0}
     for seconds in (0, 20, 20, 20):
         clock.advance(seconds)
         for member, inner_step in ((a, 10 + seconds), (b, 7)):
             member.http.put(member.path("/lease"), json=hung | {"inner_step": inner_step}).raise_for_status()
-    contribute_all(a, 1)
+    a.take_part(1)
     reason = "waiting for 1 of 2 workers (b); closes in 600 s"
     assert info(shared, run, "/rounds/1")["fragments"][0]["reason"] == reason, "a minute has not passed"
     clock.advance(1)
     shared.coordinator.tick()
     fragment = info(shared, run, "/rounds/1")["fragments"][0]
     assert fragment["contributors"] == ["a"]
-    assert fragment["reason"] == (
-        "closed without waiting further, as b has taken no inner step for 61 s; 1 of 2 workers have contributed"
-    )
+    assert "b has taken no inner step for 61 s" in fragment["reason"]
     shared.coordinator.tick()
     (event,) = events(shared, run, "stalled")
     assert event["data"] == {"worker": "b"}
-    assert event["message"].startswith("b sends heartbeats, and has taken no inner step for 61 s")
+    assert "no inner step for 61 s" in event["message"]
 
 
 @pytest.mark.slow
@@ -97,16 +89,11 @@ def test_whose_work_is_lost_each_time_is_named_with_what_to_do(
     members = crew(shared, run, ["a", "b"], rounds=6, sync=sync, members=GRACE_OF_A_SECOND)
     play_round(members, 0)
     for round_ in range(1, 5):
-        for member in members:
-            member.assignment(round_)
-        contribute_all(members[0], round_)
+        assigned(members, round_)
+        members[0].take_part(round_)
         clock.advance(1)
         shared.coordinator.tick()
-        for member in members:
-            member.step(round_)
+        step_all(members, round_)
     said = [event["message"] for event in events(shared, run, "late")]
-    advice = (
-        ". b missed 3 rounds in a row: rounds do not wait any more, and only work in time counts"
-        '. For slower boxes, leave sync.wait = "always" out of the spec'
-    )
-    assert [message.endswith(advice) for message in said] == [False, False, advised, False]
+    assert ["b missed 3 rounds in a row" in each for each in said] == [False, False, advised, False]
+    assert ['leave sync.wait = "always" out' in each for each in said] == [False, False, advised, False]

@@ -1,8 +1,7 @@
 """Fetching deltas and checkpoints: immutable bytes with ETag, Range and long-polling."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from harness.coordinator import InThread
@@ -10,7 +9,7 @@ from harness.member import Member
 from protocol.digest import digest
 from protocol.messages import Scope
 from protocol.wire import DeltaHeader, Payload, StateHeader
-from tests.coordinator.crew import crew, info, play_round, problem
+from tests.coordinator.crew import crew, info, play_rounds, problem, set_state
 from tests.support.waiting import PATIENCE_S
 
 
@@ -36,9 +35,6 @@ def test_what_the_client_has_already_is_not_sent_again(member: Member, address: 
     etag = member.http.get(address).headers["etag"]
     reply = member.http.get(address, headers={"If-None-Match": wanted.format(etag=etag)})
     assert (reply.status_code, reply.content, reply.headers["etag"]) == (304, b"", etag)
-
-
-def test_another_etag_gets_the_bytes(member: Member, address: str) -> None:
     assert member.http.get(address, headers={"If-None-Match": '"other"'}).status_code == 200
 
 
@@ -85,71 +81,55 @@ def test_a_delta_that_is_not_there_yet_says_what_is_waited_for(shared: InThread,
     assert refused.headers["retry-after"] == "1"
     problem(a.delta(0, 2, wait_s=0), "not-found")
     problem(a.delta(1, 0, wait_s=0), "round-not-open")
-    with shared.client() as reader:
-        problem(reader.get(f"/v1/runs/{run}/rounds/1/fragments/0/delta"), "not-published")
+    problem(shared.client().get(f"/v1/runs/{run}/rounds/1/fragments/0/delta"), "not-published")
 
 
 @pytest.mark.usefixtures("endless_polls")
 def test_a_long_poll_answers_when_the_delta_is_published(shared: InThread, run: str) -> None:
     (a,) = crew(shared, run, ["a"], rounds=1)
-    replies: list[httpx.Response] = []
-    with shared.client() as waiting:
-
-        def wait() -> None:
-            replies.append(waiting.get(f"/v1/runs/{run}/rounds/0/fragments/0/delta", headers={"Prefer": "wait=9999"}))
-
-        thread = threading.Thread(target=wait)
-        thread.start()
+    with shared.client() as waiting, ThreadPoolExecutor(1) as others:
+        delta = f"/v1/runs/{run}/rounds/0/fragments/0/delta"
+        reply = others.submit(waiting.get, delta, headers={"Prefer": "wait=9999"})
         a.take_part(0)
-        thread.join(PATIENCE_S)
-    assert replies[0].status_code == 200
+        assert reply.result(PATIENCE_S).status_code == 200
 
 
 @pytest.mark.usefixtures("endless_polls")
 def test_a_long_poll_for_work_answers_when_the_round_opens(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    assignments = []
-    thread = threading.Thread(target=lambda: assignments.append(a.assignment(0, wait_s=9999)))
-    thread.start()
-    assert b.assignment(0, wait_s=9999).action == "train"
-    thread.join(PATIENCE_S)
-    assert assignments[0].action == "train"
+    with ThreadPoolExecutor(1) as others:
+        assignment = others.submit(a.assignment, 0, wait_s=9999)
+        assert b.assignment(0, wait_s=9999).action == "train"
+        assert assignment.result(PATIENCE_S).action == "train"
 
 
 @pytest.mark.usefixtures("endless_polls")
 def test_long_polls_of_a_run_that_is_stopped_end(shared: InThread, run: str) -> None:
     (a,) = crew(shared, run, ["a"], rounds=1)
     a.assignment(0)
-    replies = []
     a.http.headers["Authorization"] = f"Bearer {shared.token(Scope.VIEWER)}"  # who has not contributed may not wait
-    thread = threading.Thread(target=lambda: replies.append(a.delta(0, 0, wait_s=9999)))
-    thread.start()
-    with shared.client() as admin:
-        admin.patch(f"/v1/runs/{run}", json={"state": "stopped"})
-    thread.join(PATIENCE_S)
-    problem(replies[0], "run-ended")
+    with ThreadPoolExecutor(1) as others:
+        reply = others.submit(a.delta, 0, 0, wait_s=9999)
+        set_state(shared, run, "stopped")
+        problem(reply.result(PATIENCE_S), "run-ended")
 
 
-def test_deltas_and_checkpoints_that_the_retention_rule_deleted(shared: InThread, run: str) -> None:
-    (a,) = crew(shared, run, ["a"], rounds=3, checkpoints="every_rounds = 1\nkeep = 1")
-    for round_ in range(3):
-        play_round([a], round_)
-        shared.await_state(run, round_ + 1)
-    problem(a.delta(0, 0), "gone")
-    problem(a.delta(1, 0), "gone")
-    assert a.delta(2, 0).status_code == 200, "the newest delta stays, for workers are just fetching it"
-    for number, slug in ((0, "gone"), (1, "gone"), (2, "gone"), (4, "not-found")):
+@pytest.mark.parametrize(
+    ("every", "keep", "slugs", "kept"),
+    [
+        (1, 1, {0: "gone", 1: "gone", 2: "gone", 5: "not-found"}, [4]),
+        (2, 2, {0: "gone", 1: "gone", 3: "not-found", 5: "not-found"}, [4, 2]),
+    ],
+)
+def test_a_checkpoint_that_retention_has_deleted_is_gone_and_one_that_never_was_is_not(
+    shared: InThread, run: str, every: int, keep: int, slugs: dict[int, str], kept: list[int]
+) -> None:
+    (a,) = crew(shared, run, ["a"], rounds=5, checkpoints=f"every_rounds = {every}\nkeep = {keep}")
+    play_rounds(shared, [a], range(4))
+    for number, slug in slugs.items():
         for rest in ("", "/fragments/0"):
             problem(a.http.get(f"/v1/runs/{run}/checkpoints/{number}{rest}"), slug)
-    assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [3]
-
-
-def test_a_checkpoint_that_never_was_is_not_gone(shared: InThread, run: str) -> None:
-    (a,) = crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 2\nkeep = 2")
-    for round_ in range(4):
-        play_round([a], round_)
-        shared.await_state(run, round_ + 1)
-    for number, slug in ((0, "gone"), (1, "gone"), (3, "not-found"), (5, "not-found")):
-        for rest in ("", "/fragments/0"):
-            problem(a.http.get(f"/v1/runs/{run}/checkpoints/{number}{rest}"), slug)
-    assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [4, 2]
+    assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == kept
+    if every == 1:
+        problem(a.delta(2, 0), "gone")
+        assert a.delta(3, 0).status_code == 200, "the newest delta stays, for workers are just fetching it"

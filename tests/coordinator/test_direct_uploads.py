@@ -3,7 +3,7 @@
 import base64
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -17,9 +17,9 @@ from harness.member import Member
 from harness.seaweedfs import SeaweedFS
 from harness.stores import names, read
 from protocol.digest import digest
-from protocol.messages import Assignment, RoundDetail, UploadGrant
+from protocol.messages import Assignment, UploadGrant
 from protocol.wire import Payload
-from tests.coordinator.crew import crew, problem
+from tests.coordinator.crew import assigned, crew, events, info, problem, step_all
 from tests.support.waiting import wait_until
 
 _numbers = itertools.count()
@@ -43,11 +43,39 @@ def payloads(member: Member, assignment: Assignment) -> list[bytes]:
     return [member.payload(assignment, p, each) for p, each in enumerate(values)]
 
 
-def assigned(*members: Member) -> list[Assignment]:
-    """Return the assignments of round 0, which waits for all of them."""
-    for member in members:
-        member.assignment(0)
-    return [member.assignment(0) for member in members]
+@pytest.fixture
+def member(direct: InThread) -> Member:
+    """The only member of a run."""
+    (member,) = crew(direct, "r", ["w"])
+    return member
+
+
+@pytest.fixture
+def sent(member: Member) -> list[bytes]:
+    """Its contribution to round 0, by fragment."""
+    return payloads(member, member.assignment(0))
+
+
+def upload(member: Member, fragment: int, announcement: dict[str, object], content: bytes) -> None:
+    """Upload `content` as it was announced for round 0, without a commit."""
+    granted = UploadGrant.model_validate(member.grant(0, fragment, announcement).raise_for_status().json())
+    assert granted.url is not None
+    httpx.put(granted.url, content=content, headers=granted.headers).raise_for_status()
+
+
+def play_directly(direct: InThread, altered: Callable[[bytes], bytes] = bytes, **announced: str) -> Member:
+    """Play a round of a, b and c; return c. Its first fragment goes to the store, altered, and all else comes through
+    the coordinator."""
+    *others, c = members = crew(direct, "r", ["a", "b", "c"], min_workers=3)
+    *_, assignment = assigned(members, 0)
+    for member in others:
+        member.take_part(0)
+    first, *rest = payloads(c, assignment)
+    for p, payload in enumerate(rest, 1):
+        c.put(c.contribution_path(0, p), payload).raise_for_status()
+    assert c.contribute_directly(0, 0, altered(first), None, **announced).status_code == 201
+    step_all(members, 0)
+    return c
 
 
 def await_lost(member: Member, fragment: int) -> None:
@@ -56,12 +84,6 @@ def await_lost(member: Member, fragment: int) -> None:
     while reply.status_code == 404:
         reply = member.delta(0, fragment)
     problem(reply, "contribution-lost")
-
-
-def verdicts(running: InThread, run: str, round_: int, fragment: int = 0) -> dict[str, tuple[float, str]]:
-    with running.client() as http:
-        found = RoundDetail.model_validate(http.get(f"/v1/runs/{run}/rounds/{round_}").raise_for_status().json())
-    return {worker: (each.factor, each.reason) for worker, each in found.fragments[fragment].verdicts.items()}
 
 
 @pytest.mark.slow
@@ -102,29 +124,20 @@ def test_downloads_are_redirected_on_request(direct: InThread) -> None:
 
 
 @pytest.mark.covers("reliability:store-faults")
-def test_what_was_not_uploaded_is_not_committed(direct: InThread) -> None:
-    (member,) = crew(direct, "r", ["w"])
-    assignment = member.assignment(0)
-    payload = payloads(member, assignment)[0]
-    announcement = member.announcement(payload)
+def test_what_was_not_uploaded_is_not_committed(member: Member, sent: list[bytes]) -> None:
+    announcement = member.announcement(sent[0])
     problem(member.commit(0, 0, announcement), "not-uploaded")
-    granted = UploadGrant.model_validate(member.grant(0, 0, announcement).json())
-    assert granted.url is not None
+    member.grant(0, 0, announcement).raise_for_status()
     problem(member.commit(0, 0, announcement), "not-uploaded")
-    httpx.put(granted.url, content=payload, headers=granted.headers).raise_for_status()
+    upload(member, 0, announcement, sent[0])
     assert member.commit(0, 0, announcement).status_code == 201
 
 
 @pytest.mark.slow
-def test_only_the_announced_bytes_are_committed(direct: InThread) -> None:
+def test_only_the_announced_bytes_are_committed(direct: InThread, member: Member, sent: list[bytes]) -> None:
     """Two announcements with the same BLAKE3 digest, as of somebody who lies, have one name in the store."""
-    (member,) = crew(direct, "r", ["w"])
-    assignment = member.assignment(0)
-    payload, other = payloads(member, assignment)[0], payloads(member, assignment)[1]
-    lie = member.announcement(payload, sha256=hashlib.sha256(other).hexdigest(), bytes=len(payload))
-    granted = UploadGrant.model_validate(member.grant(0, 0, lie).raise_for_status().json())
-    assert granted.url is not None
-    httpx.put(granted.url, content=other, headers=granted.headers).raise_for_status()
+    payload, other, *_ = sent
+    upload(member, 0, member.announcement(payload, sha256=hashlib.sha256(other).hexdigest()), other)
     problem(member.commit(0, 0, member.announcement(payload)), "digest-mismatch")
     run = direct.coordinator.run("r")
     wait_until(lambda: not names(run, "contributions") and not run.uploads.deleting)  # a rejected upload leaves no blob
@@ -132,14 +145,11 @@ def test_only_the_announced_bytes_are_committed(direct: InThread) -> None:
 
 
 @pytest.mark.covers("security:direct-lies")
-def test_other_bytes_in_the_store_are_not_taken_for_a_contribution_through_the_coordinator(direct: InThread) -> None:
-    (member,) = crew(direct, "r", ["w"])
-    assignment = member.assignment(0)
-    payload, other, *_ = payloads(member, assignment)
-    lie = member.announcement(payload, sha256=hashlib.sha256(other).hexdigest())
-    granted = UploadGrant.model_validate(member.grant(0, 0, lie).raise_for_status().json())
-    assert granted.url is not None
-    httpx.put(granted.url, content=other, headers=granted.headers).raise_for_status()
+def test_other_bytes_in_the_store_are_not_taken_for_a_contribution_through_the_coordinator(
+    direct: InThread, member: Member, sent: list[bytes]
+) -> None:
+    payload, other, *_ = sent
+    upload(member, 0, member.announcement(payload, sha256=hashlib.sha256(other).hexdigest()), other)
     run = direct.coordinator.run("r")
     (name,) = names(run, "contributions")
     assert read(run.blobs, name) == other
@@ -148,22 +158,11 @@ def test_other_bytes_in_the_store_are_not_taken_for_a_contribution_through_the_c
 
 
 @pytest.mark.covers("security:direct-lies")
-def test_the_uploaded_header_is_the_announced_one(direct: InThread) -> None:
-    (member,) = crew(direct, "r", ["w"])
-    assignment = member.assignment(0)
-    payload = payloads(member, assignment)[0]
-    lied = bytearray(payload)
-    place = payload.index(b"norm") + 5
-    lied[place] ^= 1  # the norm
-    reply = member.contribute_directly(
-        0,
-        0,
-        payload,
-        bytes(lied),
-        sha256=hashlib.sha256(lied).hexdigest(),
-        digest=digest(lied).hex(),
-    )
-    problem(reply, "invalid-payload")
+def test_the_uploaded_header_is_the_announced_one(member: Member, sent: list[bytes]) -> None:
+    payload, lied = sent[0], bytearray(sent[0])
+    lied[payload.index(b"norm") + 5] ^= 1  # the norm
+    announced = {"sha256": hashlib.sha256(lied).hexdigest(), "digest": digest(lied).hex()}
+    problem(member.contribute_directly(0, 0, payload, bytes(lied), **announced), "invalid-payload")
 
 
 @pytest.mark.slow
@@ -180,16 +179,14 @@ def test_the_uploaded_header_is_the_announced_one(direct: InThread) -> None:
     ],
 )
 def test_an_announcement_is_checked_before_anything_is_signed(
-    direct: InThread, changes: dict[str, object], slug: str
+    member: Member, sent: list[bytes], changes: dict[str, object], slug: str
 ) -> None:
-    (member,) = crew(direct, "r", ["w"])
-    payload = payloads(member, member.assignment(0))[0]
-    problem(member.grant(0, 0, member.announcement(payload, **changes)), slug)
-    problem(member.commit(0, 0, member.announcement(payload, **changes)), slug)
+    announcement = member.announcement(sent[0], **changes)
+    problem(member.grant(0, 0, announcement), slug)
+    problem(member.commit(0, 0, announcement), slug)
 
 
-def test_the_header_is_checked_before_anything_is_signed(direct: InThread) -> None:
-    (member,) = crew(direct, "r", ["w"])
+def test_the_header_is_checked_before_anything_is_signed(member: Member) -> None:
     assignment = member.assignment(0)
     values = member.pseudo_gradients(0)[0]
     cases: dict[str, dict[str, object]] = {
@@ -207,25 +204,17 @@ def test_the_header_is_checked_before_anything_is_signed(direct: InThread) -> No
 @pytest.mark.covers("security:direct-lies")
 def test_a_payload_that_is_not_valid_is_left_out(direct: InThread) -> None:
     """Its values are looked at after the commit; from then on its worker has to send them through the coordinator."""
-    honest, other, bad = crew(direct, "r", ["a", "b", "c"], min_workers=3)
-    *_, assignment = assigned(honest, other, bad)
-    honest.take_part(0)
-    other.take_part(0)
-    first, *rest = payloads(bad, assignment)
-    for p, payload in enumerate(rest, 1):
-        bad.put(bad.contribution_path(0, p), payload).raise_for_status()
-    head = Payload.from_bytes(first).offsets[0]
-    nothing = first[:head] + bytes([255]) * (len(first) - head)  # neither a zstd frame nor finite scales
-    assert bad.contribute_directly(0, 0, nothing).status_code == 201
-    for member in (honest, other, bad):
-        member.step(0)
-    judged = verdicts(direct, "r", 0)
-    assert judged["c"][0] == 0
-    assert "no valid payload" in judged["c"][1]
-    assert judged["a"][0] > 0
-    with direct.client() as http:
-        events = http.get("/v1/runs/r/events?kind=screened").json()["items"]
-    assert any("contribution of c is left out: it is no valid payload" in each["message"] for each in events)
+
+    def nothing(payload: bytes) -> bytes:
+        """Neither a zstd frame nor finite scales follow the header."""
+        head = Payload.from_bytes(payload).offsets[0]
+        return payload[:head] + bytes([255]) * (len(payload) - head)
+
+    bad = play_directly(direct, nothing)
+    judged = info(direct, "r", "/rounds/0")["fragments"][0]["verdicts"]
+    assert judged["a"]["factor"] > judged["c"]["factor"] == 0
+    assert "no valid payload" in judged["c"]["reason"]
+    assert any("contribution of c is left out" in each["message"] for each in events(direct, "r", "screened"))
     assignment = bad.assignment(1)
     announcement = bad.announcement(payloads(bad, assignment)[0])
     granted = UploadGrant.model_validate(bad.grant(1, 0, announcement).raise_for_status().json())
@@ -238,28 +227,17 @@ def test_a_payload_that_is_not_valid_is_left_out(direct: InThread) -> None:
 @pytest.mark.covers("security:direct-lies")
 def test_another_digest_than_announced_is_no_lost_contribution(direct: InThread) -> None:
     """It would be collected again, and again, and the round would never end."""
-    honest, other, bad = crew(direct, "r", ["a", "b", "c"], min_workers=3)
-    *_, assignment = assigned(honest, other, bad)
-    honest.take_part(0)
-    other.take_part(0)
-    first, *rest = payloads(bad, assignment)
-    for p, payload in enumerate(rest, 1):
-        bad.put(bad.contribution_path(0, p), payload).raise_for_status()
-    assert bad.contribute_directly(0, 0, first, digest="ab" * 32).status_code == 201
-    honest.step(0)
-    judged = verdicts(direct, "r", 0)
-    assert judged["c"][0] == 0
-    assert "BLAKE3" in judged["c"][1]
+    play_directly(direct, digest="ab" * 32)
+    judged = info(direct, "r", "/rounds/0")["fragments"][0]["verdicts"]["c"]
+    assert judged["factor"] == 0
+    assert "BLAKE3" in judged["reason"]
 
 
 @pytest.mark.slow
-def test_without_a_valid_contribution_the_fragment_is_collected_again(direct: InThread) -> None:
-    (member,) = crew(direct, "r", ["w"])
-    assignment = member.assignment(0)
-    sound = payloads(member, assignment)
-    assert member.contribute_directly(0, 0, sound[0], digest="ab" * 32).status_code == 201
+def test_without_a_valid_contribution_the_fragment_is_collected_again(member: Member, sent: list[bytes]) -> None:
+    assert member.contribute_directly(0, 0, sent[0], digest="ab" * 32).status_code == 201
     await_lost(member, 0)
-    for p, payload in enumerate(sound):
+    for p, payload in enumerate(sent):
         assert member.grant(0, p, member.announcement(payload)).json()["url"] is None
         member.put(member.contribution_path(0, p), payload).raise_for_status()
     member.step(0)
@@ -271,7 +249,7 @@ def test_a_lost_blob_is_collected_again(direct: InThread, monkeypatch: pytest.Mo
     """A store that loses an object does what a disk does that loses a file. Nothing was read before."""
     monkeypatch.setattr(direct_uploads, "_examine", lambda *_: None)
     one, two = crew(direct, "r", ["a", "b"], min_workers=2)
-    first, second = assigned(one, two)
+    first, second = assigned([one, two], 0)
     assert one.contribute_directly(0, 0, payloads(one, first)[0]).status_code == 201
     run = direct.coordinator.run("r")
     (name,) = names(run, "contributions")
@@ -289,11 +267,8 @@ def test_a_lost_blob_is_collected_again(direct: InThread, monkeypatch: pytest.Mo
 
 def test_what_is_never_committed_is_deleted(direct: InThread, clock: SettableClock) -> None:
     (member,) = crew(direct, "r", ["w"], members="lease_s = 3600")
-    assignment = member.assignment(0)
-    payload = payloads(member, assignment)[0]
-    granted = UploadGrant.model_validate(member.grant(0, 0, member.announcement(payload)).json())
-    assert granted.url is not None
-    httpx.put(granted.url, content=payload, headers=granted.headers).raise_for_status()
+    payload = payloads(member, member.assignment(0))[0]
+    upload(member, 0, member.announcement(payload), payload)
     run = direct.coordinator.run("r")
     assert len(names(run, "contributions")) == 1
     clock.advance(LEFT_S + 1)
@@ -306,8 +281,7 @@ def test_what_is_never_committed_is_deleted(direct: InThread, clock: SettableClo
     problem(member.commit(0, 0, member.announcement(payload)), "not-uploaded")
 
 
-def test_a_worker_is_granted_a_few_rounds_of_uploads(direct: InThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    (member,) = crew(direct, "r", ["w"])
+def test_a_worker_is_granted_a_few_rounds_of_uploads(member: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     assignment = member.assignment(0)
     sent = [member.payload(assignment, 0, np.float32(each) * member.pseudo_gradients(0)[0]) for each in (1, 2, 3)]
     monkeypatch.setattr(direct_uploads, "max_payloads_bytes", lambda *_: len(sent[0]) * 3 // 5)  # of a round
@@ -325,11 +299,8 @@ def test_the_coordinator_restarts_between_upload_and_commit(store: SeaweedFS, tm
         assignment = member.assignment(0)
         sent = payloads(member, assignment)
         assert member.contribute_directly(0, 0, sent[0]).status_code == 201
-        granted = UploadGrant.model_validate(member.grant(0, 1, member.announcement(sent[1])).json())
-        assert granted.url is not None
-        httpx.put(granted.url, content=sent[1], headers=granted.headers).raise_for_status()
-        port = httpx.URL(running.url).port or 0
-    with coordinator_thread(tmp_path / "data", port, blobs=url):
+        upload(member, 1, member.announcement(sent[1]), sent[1])
+    with coordinator_thread(tmp_path / "data", running.port, blobs=url):
         problem(member.commit(0, 1, member.announcement(sent[1])), "not-uploaded")  # it was swept at the start
         for p, payload in enumerate(sent[1:], 1):
             assert member.contribute_directly(0, p, payload).status_code == 201

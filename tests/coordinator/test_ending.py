@@ -2,12 +2,11 @@
 
 import json
 import sqlite3
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -20,7 +19,7 @@ from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import DATA, TENSORS, Member, spec_toml
 from protocol.digest import content_digest, digest
 from protocol.messages import JoinRequest, Scope, TokenRequest
-from tests.coordinator.crew import crew, events, info, problem, recovered
+from tests.coordinator.crew import assigned, crew, events, info, problem, recovered
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -32,13 +31,11 @@ def made(running: InThread, **fields: Any) -> dict[str, Any]:
 
 
 def revoke(running: InThread, token: dict[str, Any]) -> None:
-    with running.client() as admin:
-        admin.delete(f"/v1/tokens/{token['id']}").raise_for_status()
+    running.client().delete(f"/v1/tokens/{token['id']}").raise_for_status()
 
 
 def evict(running: InThread, member: Member, state: str) -> None:
-    with running.client() as admin:
-        admin.patch(member.path(), json={"state": state}).raise_for_status()
+    running.client().patch(member.path(), json={"state": state}).raise_for_status()
 
 
 def joined(running: InThread, run: str, name: str, token: dict[str, Any]) -> Member:
@@ -52,28 +49,13 @@ def waits(running: InThread, run: str, topic: str) -> None:
     wait_until(lambda: running.coordinator.waiters.has_waiters(run, topic))
 
 
-class Asking:
-    """A request on a thread."""
-
-    def __init__(self, http: httpx.Client, method: str, path: str, **request: Any) -> None:
-        self._replies: list[httpx.Response] = []
-        self._thread = threading.Thread(target=lambda: self._replies.append(http.request(method, path, **request)))
-        self._thread.start()
-
-    def reply(self) -> httpx.Response:
-        self._thread.join(PATIENCE_S)
-        return self._replies[0]
-
-
 @pytest.mark.covers("reliability:revoked-token", "security:revoked-token")
 def test_revoking_a_token_ends_the_leases_of_its_members_at_once(shared: InThread, run: str) -> None:
     """They once went on contributing."""
     (other,) = crew(shared, run, ["a"], min_workers=2)
     token = made(shared, scope="worker", names=2)
     b, c = (joined(shared, run, name, token) for name in ("b", "c"))
-    for member in (other, b, c):
-        member.assignment(0)
-    units = b.assignment(0).units
+    units = assigned([other, b, c], 0)[1].units
     revoke(shared, token)
     for member in (b, c):
         problem(member.http.put(member.path("/lease"), json={}), "unauthorized")
@@ -117,8 +99,7 @@ def test_rotating_a_token_ends_its_streams_and_its_old_secret_alone(shared: InTh
     answers: list[dict[str, Any]] = []
 
     def rotate() -> None:
-        with shared.client() as admin:
-            answers.append(admin.post(f"/v1/tokens/{token['id']}/secret").raise_for_status().json())
+        answers.append(shared.client().post(f"/v1/tokens/{token['id']}/secret").raise_for_status().json())
 
     streamed(shared, run, token["token"], rotate)
     (rotated,) = answers
@@ -144,21 +125,19 @@ def test_revoking_a_token_ends_the_long_polls_of_its_members(shared: InThread, r
     crew(shared, run, ["a"], min_workers=3)
     token = made(shared, scope="worker")
     member = joined(shared, run, "b", token)
-    asked = Asking(
-        member.http, "PUT", member.path("/assignment"), json={"state_round": 0}, headers={"Prefer": "wait=60"}
-    )
-    waits(shared, run, ASSIGNMENTS)
-    revoke(shared, token)
-    problem(asked.reply(), "unauthorized")
+    with ThreadPoolExecutor(1) as others:
+        member.http.headers["Prefer"] = "wait=60"
+        reply = others.submit(member.http.put, member.path("/assignment"), json={"state_round": 0})
+        waits(shared, run, ASSIGNMENTS)
+        revoke(shared, token)
+        problem(reply.result(PATIENCE_S), "unauthorized")
 
 
 @pytest.mark.covers("reliability:revoked-token", "security:revoked-token")
 def test_what_was_on_its_way_when_its_worker_was_sent_away_is_refused(shared: InThread, run: str) -> None:
     """With the first fragment the units were consumed, so those that came later were taken from whoever sent them."""
     a, b = crew(shared, run, ["a", "b"], min_workers=2)
-    for member in (a, b):
-        member.assignment(0)
-    assignment = a.assignment(0)
+    assignment, _ = assigned([a, b], 0)
     elements = a.joined.layout.elements
     first, second = (a.payload(assignment, p, np.ones(elements[p], np.float32)) for p in (0, 1))
     path = f"/v1/runs/{run}/rounds/0/fragments/{{}}/contributions/a"

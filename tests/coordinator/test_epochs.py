@@ -11,7 +11,7 @@ from coordinator.units.epochs import coverage_fault
 from harness import member as member_module
 from harness.coordinator import InThread
 from protocol.messages import DataSummary
-from tests.coordinator.crew import crew, events, info, play_round
+from tests.coordinator.crew import assigned, crew, events, info, play_round, step_all
 
 pytestmark = pytest.mark.slow
 
@@ -28,8 +28,7 @@ def test_the_pool_is_shown_by_epoch_and_checked_when_an_epoch_is_over(
 ) -> None:
     members = a, b = crew(shared, run, ["a", "b"], rounds=5, min_workers=2)
     assert info(shared, run, "/units") == {"items": [], "next": None}
-    for member in members:
-        member.assignment(0)
+    assigned(members, 0)
     assert info(shared, run, "/units")["items"] == [
         {"worker": None, "epoch": 0, "first": 0, "units": 12, "consumed": 0, "assigned": {"a": 5, "b": 5}, "free": 2}
     ]
@@ -47,8 +46,7 @@ def test_the_pool_is_shown_by_epoch_and_checked_when_an_epoch_is_over(
     }
     assert [each["start"] for each in info(shared, run, "/units/ranges?after=4")["items"]] == [0, 5]
     b.take_part(0)
-    for member in members:
-        member.step(0)
+    step_all(members, 0)
     for round_ in range(1, 5):
         play_round(members, round_)
     first = info(shared, run, "/units?limit=2")
@@ -68,8 +66,7 @@ def test_units_that_come_back_keep_their_epoch_open_until_somebody_has_trained_o
     shared: InThread, run: str, small_data: None
 ) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=5)
-    for member in (a, b):
-        member.assignment(0)
+    assigned([a, b], 0)
     b.take_part(0)
     a.http.delete(a.path()).raise_for_status()
     b.step(0)

@@ -1,23 +1,25 @@
 """Workers that send the same are told of: they train on the same data, and nobody would know."""
 
+from typing import Any
+
 import pytest
 
 from coordinator.screening.judging import Evidence, SimilarityHistory, judge
 from harness.coordinator import InThread
 from harness.member import Member
-from tests.coordinator.crew import crew, events, info
+from tests.coordinator.crew import assigned, crew, events, info, step_all
 from tests.coordinator.test_screening import honest, sketched
 
 
-def play(members: list[Member], round_: int, like: dict[str, Member]) -> None:
-    """A round in which each sends its own work, or what another does, by name in `like`."""
-    assignments = [member.assignment(round_) for member in members]
-    for member, assignment in zip(members, assignments, strict=True):
-        values = like.get(member.name, member).pseudo_gradients(round_)
-        for p, each in enumerate(values):
-            member.contribute(assignment, p, each).raise_for_status()
-    for member in members:
-        member.step(round_)
+def play(members: list[Member], round_: int, sent: dict[str, Any], **losses: float | None) -> None:
+    """A round in which each sends its own work, that of the member in `sent`, or the fragments there. `losses`: those
+    that are not 1.5, by worker."""
+    for member, assignment in zip(members, assigned(members, round_), strict=True):
+        fragments = sent.get(member.name, member)
+        if isinstance(fragments, Member):
+            fragments = fragments.pseudo_gradients(round_)
+        member.contribute_all(assignment, fragments, loss=losses.get(member.name, 1.5))
+    step_all(members, round_)
 
 
 @pytest.mark.slow
@@ -46,24 +48,15 @@ def test_more_of_them_are_told_of_again(shared: InThread, run: str) -> None:
 
 def test_equal_norms_alone_are_no_equal_work(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=1)
-    assignments = [member.assignment(0) for member in (a, b)]
-    for p, values in enumerate(a.pseudo_gradients(0)):
-        a.contribute(assignments[0], p, values, loss=1.25).raise_for_status()
-        b.contribute(assignments[1], p, values, loss=1.5).raise_for_status()
-    a.step(0)
+    play([a, b], 0, {"b": a}, a=1.25)
     assert events(shared, run, "equal") == []
 
 
 def test_a_loss_that_nobody_told_is_unknown(shared: InThread, run: str) -> None:
     """And the mean is over those who have told theirs."""
     a, b = crew(shared, run, ["a", "b"], rounds=2)
-    for round_, losses in enumerate(((None, None), (None, 1.5))):
-        assignments = [member.assignment(round_) for member in (a, b)]
-        for member, assignment, loss in zip((a, b), assignments, losses, strict=True):
-            for p, values in enumerate(a.pseudo_gradients(round_)):
-                member.contribute(assignment, p, values, loss=loss).raise_for_status()
-        for member in (a, b):
-            member.step(round_)
+    play([a, b], 0, {"b": a}, a=None, b=None)
+    play([a, b], 1, {"b": a}, a=None)
     assert [info(shared, run, f"/rounds/{round_}")["loss"] for round_ in (0, 1)] == [None, 1.5]
     (told,) = events(shared, run, "equal")
     assert told["message"].startswith("round 0: a, b have sent the same contribution (norm ")
@@ -77,12 +70,8 @@ def test_another_dropout_seed_or_precision_hides_no_equal_work(shared: InThread,
         sent = {each.name: each.pseudo_gradients(round_) for each in members}
         noise = b.pseudo_gradients(200 + round_)
         sent["b"] = [0.9 * own + 0.4 * more for own, more in zip(sent["a"], noise, strict=True)]
-        assignments = [member.assignment(round_) for member in members]
-        for member, assignment in zip(members, assignments, strict=True):
-            for p, (all_have, own) in enumerate(zip(common, sent[member.name], strict=True)):
-                member.contribute(assignment, p, all_have + own, loss=float(ord(member.name))).raise_for_status()
-        for member in members:
-            member.step(round_)
+        whole = {name: [both + own for both, own in zip(common, each, strict=True)] for name, each in sent.items()}
+        play(members, round_, whole, **{name: float(ord(name)) for name in sent})
     (told,) = events(shared, run, "equal")
     assert told["data"]["workers"] == ["a", "b"]
 

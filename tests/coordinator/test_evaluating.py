@@ -7,9 +7,9 @@ import pytest
 
 from coordinator.trust.evaluating import NEAR, far_from_majority, in_turn
 from harness.coordinator import InThread
-from harness.member import Member, spec_toml
-from protocol.messages import Scope
-from tests.coordinator.crew import events, forget_events, info, play_round, problem, recovered
+from harness.member import DATA, Member, spec_toml
+from protocol.messages import DataSummary, Scope
+from tests.coordinator.crew import events, forget_events, info, play_round, problem, seeded
 
 pytestmark = pytest.mark.slow
 
@@ -47,16 +47,14 @@ def test_they_take_turns_and_are_of_different_tokens() -> None:
 # --- of a run ---------------------------------------------------------------------------------------------------------
 
 
-def crew_of_tokens(running: InThread, run: str, names: str, **spec: Any) -> list[Member]:
-    """Like `crew`, each member with a token of its own."""
+def crew_of_tokens(running: InThread, run: str, names: str, own: DataSummary = DATA, **spec: Any) -> list[Member]:
+    """Like `crew`, each member with a token of its own. `own`: the data of each."""
     given: dict[str, Any] = {"rounds": 40, "checkpoints": KEPT} | spec
     running.create_run(spec_toml(run, **given))
-    members = [Member(running.client(), run, name) for name in names]
+    members = [Member(running.client(), run, name, data=own) for name in names]
     for member in members:
         member.join(running.token(Scope.WORKER, note=member.name))
-    assert members[0].assignment(None).action == "seed"
-    members[0].seed()
-    return [recovered(member) for member in members]
+    return seeded(members)
 
 
 def who_is_asked(members: list[Member], round_: int) -> list[Member]:
@@ -65,16 +63,11 @@ def who_is_asked(members: list[Member], round_: int) -> list[Member]:
     return [member for member in members if member.assignment(round_).evaluate]
 
 
-def tell(member: Member, state: int, loss: float) -> None:
-    path = f"/v1/runs/{member.run}/rounds/{state}/evaluation"
-    member.http.put(path, json={"loss": loss, "tokens": 100}).raise_for_status()
-
-
 def play(running: InThread, members: list[Member], round_: int, lies: dict[str, float]) -> list[str]:
     """A round; who is asked says 3.0, or what it lies. Returns who was."""
     asked = who_is_asked(members, round_)
     for member in asked:
-        tell(member, round_, lies.get(member.name, 3.0))
+        member.report_loss(round_, lies.get(member.name, 3.0)).raise_for_status()
     if info(running, members[0].run)["state"] == "running":
         play_round(members, round_)
         running.await_state(members[0].run, round_ + 1)
@@ -93,9 +86,7 @@ def test_three_measure_each_state_in_turn(shared: InThread, run: str) -> None:
     ]
     assert events(shared, run, "evaluations-differ") == []
     members[0].assignment(3)
-    path = f"/v1/runs/{run}/rounds/3/evaluation"
-    refused = members[2].http.put(path, json={"loss": 0.0, "tokens": 100})  # a, b and d are
-    problem(refused, "not-asked")
+    problem(members[2].report_loss(3, 0.0), "not-asked")  # a, b and d are
 
 
 @pytest.mark.covers("security:lying-evaluator")
@@ -140,11 +131,11 @@ def test_one_liar_neither_pauses_a_run_nor_hides_a_rise(shared: InThread, run: s
 def test_the_word_of_one_waits_for_the_other(shared: InThread, run: str) -> None:
     members = crew_of_tokens(shared, run, "ab", min_workers=2)
     assert who_is_asked(members, 0) == members
-    tell(members[0], 0, 3.0)
+    members[0].report_loss(0, 3.0).raise_for_status()
     (first,) = info(shared, run, "/rounds/0")["evaluations"].values()
     assert not first["confirmed"]
     assert info(shared, run)["held_out_loss"] == 3.0
-    tell(members[1], 0, 3.01)
+    members[1].report_loss(0, 3.01).raise_for_status()
     told = info(shared, run, "/rounds/0")["evaluations"]
     assert all(each["confirmed"] for each in told.values())
     assert info(shared, run)["held_out_loss"] == pytest.approx(3.005)
@@ -156,13 +147,11 @@ def test_of_the_last_state_it_is_the_first_three_that_ask(shared: InThread, run:
     tokens = [shared.token(Scope.WORKER, names=2), *(shared.token(Scope.WORKER, note=name) for name in "cde")]
     for member, token in zip(members, [tokens[0], *tokens], strict=True):
         member.join(token)
-    members[0].assignment(None)
-    members[0].seed()
-    members = [recovered(member) for member in members]
+    members = seeded(members)
     play(shared, members, 0, {})
     asked = [member.assignment(1).evaluate for member in members]
     assert asked == [True, False, True, True, False], "b has the token of a; and three are enough"
     for member in (members[0], *members[2:4]):
-        tell(member, 1, 2.0)
+        member.report_loss(1, 2.0).raise_for_status()
     assert [member.assignment(1).evaluate for member in members] == [False] * 5
     assert info(shared, run)["held_out_loss"] == 2.0

@@ -19,6 +19,7 @@ from harness.stores import disturbed, names, read
 from protocol.digest import digest
 from tests.coordinator.crew import (
     GRACE_OF_A_SECOND,
+    assigned,
     crew,
     enlist,
     events,
@@ -27,14 +28,14 @@ from tests.coordinator.crew import (
     play_round,
     problem,
     refusing,
+    set_state,
 )
+from tests.support.threads import at_once
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
-def at_once(member: Member, path: str, bodies: list[bytes]) -> list[httpx.Response]:
-    """One PUT of each body, all at once."""
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        return list(pool.map(lambda body: member.put(path, body), bodies))
+def put_at_once(member: Member, path: str, bodies: list[bytes]) -> list[httpx.Response]:
+    return at_once(len(bodies), lambda number: member.put(path, bodies[number]))
 
 
 @contextmanager
@@ -67,7 +68,7 @@ def test_a_contribution_that_arrives_several_times_at_once_is_accepted_once_and_
         assignment = member.assignment(round_)
         for p, values in enumerate(member.pseudo_gradients(round_)):
             body = member.payload(assignment, p, values)
-            replies = at_once(member, member.contribution_path(round_, p), [body] * 4)
+            replies = put_at_once(member, member.contribution_path(round_, p), [body] * 4)
             assert sorted(reply.status_code for reply in replies) == [200, 200, 200, 201]
         member.step(round_)
     assert events(shared, run, "fault") == []
@@ -81,7 +82,7 @@ def test_a_contribution_that_waits_several_times_for_one_transaction_is_accepted
     for p, values in enumerate(member.pseudo_gradients(0)):
         body = member.payload(assignment, p, values)
         with committed_together(shared.live(run), 4):
-            replies = at_once(member, member.contribution_path(0, p), [body] * 4)
+            replies = put_at_once(member, member.contribution_path(0, p), [body] * 4)
         assert sorted(reply.status_code for reply in replies) == [200, 200, 200, 201]
     member.step(0)
     assert info(shared, run, "/workers/w")["contributions"] == 1
@@ -93,7 +94,7 @@ def test_of_two_contributions_that_wait_for_one_transaction_one_stands(shared: I
     values = member.pseudo_gradients(0)[0]
     bodies = [member.payload(assignment, 0, values), member.payload(assignment, 0, 2 * values)]
     with committed_together(shared.live(run), 2):
-        replies = at_once(member, member.contribution_path(0, 0), bodies)
+        replies = put_at_once(member, member.contribution_path(0, 0), bodies)
     accepted, refused = sorted(replies, key=lambda reply: reply.status_code)
     assert accepted.status_code == 201
     assert accepted.json()["digest"] in problem(refused, "contribution-conflict")["detail"]
@@ -174,25 +175,14 @@ def test_a_checkpoint_that_could_not_be_completed_is_completed_later(tmp_path: P
 
 
 def test_the_same_run_created_several_times_at_once_is_created_once(shared: InThread, run: str) -> None:
-    statuses: list[int] = []
-
-    def create() -> None:
-        with shared.client() as client:
-            statuses.append(client.post("/v1/runs", content=spec_toml(run)).status_code)
-
-    threads = [threading.Thread(target=create) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert sorted(statuses) == [200] * 5 + [201]
+    replies = at_once(6, lambda _: shared.client().post("/v1/runs", content=spec_toml(run)))
+    assert sorted(reply.status_code for reply in replies) == [200] * 5 + [201]
 
 
 def test_a_run_whose_tick_fails_does_not_hold_up_the_others(shared: InThread, run: str, clock: SettableClock) -> None:
     crew(shared, run, ["silent"], members="lease_s = 1")
     members = a, b, c = crew(shared, run + "-other", ["a", "b", "c"], min_workers=2, members=GRACE_OF_A_SECOND)
-    for member in members:
-        member.assignment(0)
+    assigned(members, 0)
     a.take_part(0)
     b.take_part(0)
     with refusing(shared, "UPDATE ON workers"):  # so the silent one's lease cannot be ended
@@ -209,8 +199,7 @@ def test_a_run_that_was_stopped_stays_so_though_its_last_delta_could_be_made_aft
     with coordinator_thread(tmp_path / "data", clock=clock) as running:
         member, _, blocked = play_one_round_of_two_without_deltas(running)
         wait_until(lambda: len(events(running, "r", "fault")) == 2)
-        with running.client() as admin:
-            admin.patch("/v1/runs/r", json={"state": "stopped"})
+        set_state(running, "r", "stopped")
         blocked.unblock()
         clock.advance(5)
         running.coordinator.tick()

@@ -27,18 +27,11 @@ from outerstep.cli import app
 from outerstep.common.exit_codes import Exit
 from protocol.digest import digest
 from protocol.errors import PROBLEM_PREFIX, Problem
-from tests.coordinator.crew import crew, play_round, problem, two
+from tests.coordinator.crew import connected, crew, play_rounds, problem, two
 from tests.support.http_server import Handler, serving
 from tests.support.waiting import PATIENCE_S, wait_until
 
 STATE = "/v1/runs/r/checkpoints/0/fragments/0"
-
-
-@contextmanager
-def database(postgres: PostgreSQL, name: str) -> Iterator[str]:
-    """The URL of an empty database."""
-    yield postgres.create(name)
-    postgres.drop(name)
 
 
 class Pair(NamedTuple):
@@ -48,9 +41,9 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module")
 def pair(postgres: PostgreSQL, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """A leader and a standby, with the run r and its state 0."""
+    """A leader and a standby, with the run r and its state 0. Nobody on this machine is a proxy."""
     folder = tmp_path_factory.mktemp("pair")
-    with database(postgres, "forwarding") as url, two(folder, url) as (leader, standby):
+    with postgres.database() as url, two(folder, url, proxies="192.0.2.1") as (leader, standby):
         crew(leader, "r", ["a"], rounds=1)
         yield Pair(leader, standby)
 
@@ -264,8 +257,7 @@ def ticket_for(running: InThread, **changed: Any) -> str:
 
 def addresses(leader: InThread) -> list[str]:
     """The addresses in the audit, newest first."""
-    with leader.client() as client:
-        return [entry["address"] for entry in client.get("/v1/audit").json()["items"]]
+    return [entry["address"] for entry in leader.client().get("/v1/audit").json()["items"]]
 
 
 @pytest.mark.covers("security:ticket-of-another-term")
@@ -288,6 +280,26 @@ def test_a_ticket_is_for_one_leader_in_one_term(pair: Pair) -> None:
     with pair.standby.client() as client:
         refused = client.get("/v1/runs", headers={TICKET_HEADER: ticket_for(pair.leader)})
         assert "another one led" in problem(refused, "not-ready")["detail"], "not forwarded a second time"
+
+
+@pytest.mark.covers("security:forged-forwarding")
+def test_a_client_cannot_pose_as_a_standby(pair: Pair) -> None:
+    """The leader takes a client's address from a standby, and from nobody else."""
+    forged = {TICKET_HEADER: "0" * 64, "X-Forwarded-For": "203.0.113.10"}
+    for running in pair:
+        with running.client() as client:
+            client.get("/v1/runs", headers=[(TICKET_HEADER.encode(), b"\xe9")]).raise_for_status()
+            client.post("/v1/tokens", json={"scope": "viewer", "note": ""}, headers=forged).raise_for_status()
+    assert "203.0.113.10" not in addresses(pair.leader)
+
+
+@pytest.mark.covers("security:blobs-are-named-to-standbys-alone")
+def test_a_client_is_told_no_name_of_a_blob(pair: Pair) -> None:
+    forged = ticket_for(pair.leader, secret=b"guessed", offers=True)
+    for running in pair:
+        found = running.client().get(STATE, headers={TICKET_HEADER: forged})
+        assert len(found.content) > 1000
+        assert BLOB_HEADER not in found.headers
 
 
 # --- what answers at the leader's address -----------------------------------------------------------------------------
@@ -319,7 +331,7 @@ def beside(
     """A stranger that answers at the address that the leader advertises; a leader with the run r; a standby."""
     stranger, folder = type("Answers", (Stranger,), {"requests": []}), tmp_path_factory.mktemp("stranger")
     with (
-        database(postgres, "stranger") as url,
+        postgres.database() as url,
         serving(stranger) as address,
         two(folder, url, addresses=(address, None)) as (leader, standby),
     ):
@@ -368,23 +380,19 @@ def test_a_request_arrives_as_it_was_sent(beside: tuple[type[Stranger], InThread
 @pytest.mark.covers("security:stolen-secret")
 def test_the_secret_can_be_rotated_while_coordinators_run(tmp_path: Path, postgres: PostgreSQL) -> None:
     """The same coordinator leads in a new term, so that nothing is measured with two secrets."""
-    with database(postgres, "rotated") as url, two(tmp_path, url) as (leader, standby):
+    with postgres.database() as url, two(tmp_path, url) as (leader, standby):
         members = crew(standby, "r", ["a", "b"], rounds=2, min_workers=2)
-        play_round(members, 0)
-        leader.await_state("r", 1)
+        play_rounds(leader, members, [0])
         stolen, before = ticket_for(leader), leader.live("r")
-        address = make_url(url)
-        engine = backend.engine_of(address)
         with (
-            engine.connect() as connection,
-            opened("aggregator", address, stores.MemoryBlobs(), tmp_path / "c") as aggregator,
+            connected(url) as connection,
+            opened("aggregator", make_url(url), stores.MemoryBlobs(), tmp_path / "c") as aggregator,
         ):
             old = backend.deployment(connection).secret
             done = CliRunner().invoke(app, ["coordinator", "rotate-secret", "--database", url])
             assert done.exit_code == 0, done.output
             new = backend.deployment(connection).secret
             assert aggregator._secret(connection) == new  # noqa: SLF001
-        engine.dispose()
         assert new != old
         assert len(new) == 32
 
@@ -395,8 +403,7 @@ def test_the_secret_can_be_rotated_while_coordinators_run(tmp_path: Path, postgr
 
         wait_until(lambda: leads_anew() and standby.client().get("/v1/runs").is_success)
         assert leader.live("r").context.secret == new
-        play_round(members, 1)
-        leader.await_state("r", 2)
+        play_rounds(leader, members, [1])
         with leader.client() as client:
             (entry,) = [each for each in client.get("/v1/audit").json()["items"] if each["act"] == "secret-rotated"]
             assert (entry["token"], entry["address"]) == (None, None)
@@ -407,7 +414,7 @@ def test_the_secret_can_be_rotated_while_coordinators_run(tmp_path: Path, postgr
 
 @pytest.mark.in_sqlite
 def test_the_secret_of_one_coordinator_is_rotated_while_it_is_stopped(tmp_path: Path) -> None:
-    command = ["coordinator", "rotate-secret", "--data", str(tmp_path / "data")]
+    command = ["coordinator", "rotate-secret", "--data-dir", str(tmp_path / "data")]
     assert CliRunner().invoke(app, command).exit_code == Exit.USAGE
     with coordinator_thread(tmp_path / "data") as running:
         old = running.coordinator.database.secret()

@@ -18,7 +18,7 @@ from coordinator.upkeep.storage import QUIET_S, SILENT_S
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member, spec_toml
 from protocol.digest import content_digest, digest, model_digest
-from tests.coordinator.crew import crew, events, info, play_round, problem
+from tests.coordinator.crew import assigned, crew, events, info, play_round, play_rounds, problem
 from tests.support.full_disk import FullDisk, small_disk
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -130,9 +130,7 @@ def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_ro
         disk.watch(running.coordinator.database.reading)
         a, b = crew(running, "r", ["a", "b"], rounds=3, min_workers=2, members="lease_s = 1000")
         play_round([a, b], 0)
-        for member in (a, b):
-            member.assignment(1)
-        assignment = a.assignment(1)
+        assignment, _ = assigned([a, b], 1)
         running.await_state("r", 1)
         disk.fill()
         for _ in range(5):
@@ -147,13 +145,9 @@ def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_ro
         assert (shown["held_up_by"], shown["eta_s"]) == ("storage-full", None)
         for told in (shown["reason"], info(running, "r", "/rounds/1")["reason"], heartbeat["reason"]):
             assert "disk is full" in told, "no worker is to blame"
-        with running.client() as admin:
-            assert 'held_up{cause="storage-full",run="r"} 1.0' in admin.get("/metrics").text
+        assert 'held_up{cause="storage-full",run="r"} 1.0' in running.client().get("/metrics").text
         disk.make_room()
-        for member in (a, b):
-            member.take_part(1)
-        for member in (a, b):
-            member.step(1)
+        play_round([a, b], 1)
         running.coordinator.tick()
         assert len(events(running, "r", "storage-full")) == 1
         assert events(running, "r", "storage-room") == []
@@ -165,8 +159,7 @@ def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_ro
         levels = [each.levelname for each in about_it if each.name == "coordinator.upkeep.storage"]
         assert levels == ["ERROR", "WARNING"], "when it began and when it was over, however many writes failed"
         assert len(about_it) == len(levels) + 2, "and each of the events, once it was committed"
-        play_round([a, b], 2)
-        running.await_state("r", 3)
+        play_rounds(running, [a, b], [2])
         assert_nothing_half_written(running, "r")
 
 
@@ -209,8 +202,7 @@ def test_a_database_that_another_process_has_locked_is_told_as_the_cause(
     clock = SettableClock()
     with coordinator_thread(tmp_path / "data", clock=clock) as running:
         a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2, members="lease_s = 1000")
-        for member in (a, b):
-            member.assignment(0)
+        assigned([a, b], 0)
         with closing(sqlite3.connect(tmp_path / "data" / sqlite.FILE)) as other:
             other.execute("BEGIN IMMEDIATE")
             for _ in range(5):
@@ -218,8 +210,7 @@ def test_a_database_that_another_process_has_locked_is_told_as_the_cause(
             shown = info(running, "r")
             assert (shown["held_up_by"], shown["eta_s"]) == ("storage-unavailable", None)
             assert "has locked" in shown["reason"]
-        play_round([a, b], 0)
-        running.await_state("r", 1)
+        play_rounds(running, [a, b], [0])
         clock.advance(QUIET_S)
         running.coordinator.tick()
         assert info(running, "r")["held_up_by"] is None

@@ -1,6 +1,7 @@
 """The guard: when a model looks spoilt, who stands out, and what follows in each case."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,20 @@ from coordinator.trust.guard import (
 )
 from coordinator.upkeep import rolling_back
 from harness.coordinator import InThread
-from harness.member import Member, spec_toml
-from tests.coordinator.crew import crew, enlist, events, forget_events, info, play_round, problem
+from harness.member import F32, Member, spec_toml
+from tests.coordinator.crew import (
+    assigned,
+    crew,
+    enlist,
+    events,
+    forget_events,
+    info,
+    play_round,
+    play_rounds,
+    problem,
+    set_state,
+    step_all,
+)
 from tests.coordinator.test_restart import Lives
 from tests.coordinator.test_rolling_back import joined_again
 from tests.support.waiting import wait_until
@@ -110,19 +123,27 @@ def test_half_of_the_workers_do_not_stand_out():
 def evaluate(members: list[Member], state: int, loss: float) -> str:
     """Whoever is asked to tells the held-out loss; returns who."""
     (asked,) = [member for member in members if member.assignment(state).evaluate]
-    path = f"/v1/runs/{asked.run}/rounds/{state}/evaluation"
-    reply = asked.http.put(path, json={"loss": loss, "tokens": 100})
-    assert reply.is_success, reply.text
+    asked.report_loss(state, loss).raise_for_status()
     return asked.name
 
 
-def play(running: InThread, members: list[Member], run: str, losses: list[float], first: int = 0) -> list[str]:
-    """Rounds before each of which the state has such a loss; returns who has evaluated."""
-    asked = []
+def play(
+    running: InThread,
+    members: list[Member],
+    run: str,
+    losses: list[float],
+    first: int = 0,
+    work: Callable[[Member, int], list[F32]] = Member.pseudo_gradients,
+) -> list[str]:
+    """Rounds before each of which the state has such a loss, until the guard speaks; returns who has evaluated. `work`
+    is what a member contributes to a round."""
+    asked, spoken = [], len(events(running, run, "spoilt"))
     for round_, loss in enumerate(losses, start=first):
         asked.append(evaluate(members, round_, loss))
-        if info(running, run)["state"] == "running":
-            play_round(members, round_)
+        if len(events(running, run, "spoilt")) == spoken:
+            for member, assignment in zip(members, assigned(members, round_), strict=True):
+                member.contribute_all(assignment, work(member, round_))
+            step_all(members, round_)
             running.await_state(run, round_ + 1)
     return asked
 
@@ -140,8 +161,7 @@ def test_a_risen_loss_pauses_the_run_and_the_operator_may_go_on(shared: InThread
     assert info(shared, run)["state"] == "paused"
     play_round(members, 6)  # the open one closes
     shared.await_state(run, 7)
-    with shared.client() as admin:
-        admin.patch(f"/v1/runs/{run}", json={"state": "running"}).raise_for_status()
+    set_state(shared, run, "running")
     play(shared, members, run, [3.7, 3.7, 3.6], first=7)
     assert len(events(shared, run, "spoilt")) == 1, "what was told once is judged anew"
     play(shared, members, run, [4.2, 4.2], first=10)
@@ -155,17 +175,13 @@ def test_a_loss_that_stops_falling_names_who_differs_and_nobody_else(
     """A third of the signs changed leaves a third of the agreement, which is no reason to leave anybody out."""
     members = crew(shared, run, ["a", "b", "c", "m"], rounds=20)
     flips = np.where(np.arange(max(len(theta) for theta in members[0].theta)) % 3, 1, -1).astype(np.float32)
-    for round_, loss in enumerate([5.0, 4.0, 4.1, 4.0, 4.1]):
-        evaluate(members, round_, loss)
-        assignments = {member.name: member.assignment(round_) for member in members}
-        for fragment, common in enumerate(members[0].pseudo_gradients(100 + round_)):
-            for member in members:
-                values = common + member.pseudo_gradients(round_)[fragment]
-                values = values * flips[: len(values)] if member.name == "m" else values
-                member.contribute(assignments[member.name], fragment, values).raise_for_status()
-        for member in members:
-            member.step(round_)
-        shared.await_state(run, round_ + 1)
+
+    def work(member: Member, round_: int) -> list[F32]:
+        common, own = members[0].pseudo_gradients(100 + round_), member.pseudo_gradients(round_)
+        sent = [of_all + of_one for of_all, of_one in zip(common, own, strict=True)]
+        return [values * flips[: len(values)] for values in sent] if member.name == "m" else sent
+
+    play(shared, members, run, [5.0, 4.0, 4.1, 4.0, 4.1], work=work)
     assert events(shared, run, "suspected") == []
     evaluate(members, 5, 4.05)
     (event,) = events(shared, run, "suspected")
@@ -186,24 +202,12 @@ def test_the_run_goes_back_without_who_stands_out_and_goes_on(shared: InThread, 
     guard = 'action = "rollback"'
     members = crew(shared, run, ["a", "b", "c", "m"], rounds=20, checkpoints=KEPT, guard=guard)
 
-    def rounds(first: int, losses: list[float]) -> None:
-        for round_, loss in enumerate(losses, start=first):
-            evaluate(members, round_, loss)
-            if events(shared, run, "spoilt"):
-                return
-            assignments = {member.name: member.assignment(round_) for member in members}
-            for member in members:
-                scale = 5 if member.name == "m" and round_ >= 2 else 1
-                own = member.pseudo_gradients(round_)
-                for fragment, values in enumerate(members[0].pseudo_gradients(round_)):
-                    assignment = assignments[member.name]
-                    values = (values + own[fragment] * 0.1) * scale
-                    member.contribute(assignment, fragment, values).raise_for_status()
-            for member in members:
-                member.step(round_)
-            shared.await_state(run, round_ + 1)
+    def work(member: Member, round_: int) -> list[F32]:
+        scale = 5 if member.name == "m" and round_ >= 2 else 1
+        common, own = members[0].pseudo_gradients(round_), member.pseudo_gradients(round_)
+        return [(of_all + of_one * 0.1) * scale for of_all, of_one in zip(common, own, strict=True)]
 
-    rounds(0, [5.0, 4.0, 3.0, 3.2, 3.9, 3.9])
+    play(shared, members, run, [5.0, 4.0, 3.0, 3.2, 3.9, 3.9], work=work)
     wait_until(lambda: info(shared, run)["round"] == 3)
     (spoilt,) = events(shared, run, "spoilt")
     assert "back to state 3; banned: m" in spoilt["message"]
@@ -221,12 +225,10 @@ def test_where_nobody_stands_out_the_run_goes_back_and_waits_and_a_second_time_i
     play(shared, members, run, [5.0, 3.0, 4.0, 4.0])
     wait_until(lambda: bool(events(shared, run, "rolled-back")))
     assert (info(shared, run)["round"], info(shared, run)["state"]) == (1, "paused")
-    with shared.client() as admin:
-        admin.patch(f"/v1/runs/{run}", json={"state": "running"}).raise_for_status()
+    set_state(shared, run, "running")
     forget_events(shared, run)  # no decision depends on events, which retention deletes
     members = joined_again(shared, run, ["a", "b"])
-    play_round(members, 1)
-    shared.await_state(run, 2)
+    play_rounds(shared, members, [1])
     play(shared, members, run, [4.0, 4.0], first=2)
     assert info(shared, run)["state"] == "paused"
     second = events(shared, run, "spoilt")[-1]
@@ -251,10 +253,8 @@ def test_values_out_of_bounds_pause_any_run(shared: InThread, run: str, action: 
     spec = {"checkpoints": KEPT, "guard": f'action = "{action}"', "sync": 'aggregation = "mean"'}
     members = crew(shared, run, ["a", "b"], rounds=20, **spec)
     play_round(members, 0)
-    assignments = [member.assignment(1) for member in members]
-    for member, assignment in zip(members, assignments, strict=True):
-        for fragment, values in enumerate(member.pseudo_gradients(1)):
-            member.contribute(assignment, fragment, values * 1e7).raise_for_status()
+    for member, assignment in zip(members, assigned(members, 1), strict=True):
+        member.contribute_all(assignment, [values * 1e7 for values in member.pseudo_gradients(1)])
     wait_until(lambda: bool(events(shared, run, "spoilt")))
     (event, *_) = events(shared, run, "spoilt")
     assert "state 2, fragment" in event["message"]
@@ -284,10 +284,8 @@ def test_what_the_guard_wanted_is_done_after_a_restart(tmp_path: Path, monkeypat
 @pytest.mark.covers("security:lying-evaluator")
 def test_only_who_was_asked_may_tell_the_loss_and_only_once(shared: InThread, run: str):
     _, b = members = crew(shared, run, ["a", "b"], rounds=4, min_workers=2)
-    for member in members:
-        member.assignment(0)
-    path = f"/v1/runs/{run}/rounds/0/evaluation"
-    problem(b.http.put(path, json={"loss": 0.012, "tokens": 100}), "not-asked")
+    assigned(members, 0)
+    problem(b.report_loss(0, 0.012), "not-asked")
     assert evaluate(members, 0, 5.0) == "a"
     assert evaluate(members, 0, 0.012) == "a", "it may be repeated, for an answer may be lost"
     assert info(shared, run, "/rounds/0")["evaluations"]["a"]["loss"] == 5.0

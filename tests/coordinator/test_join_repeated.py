@@ -1,13 +1,12 @@
 """A join whose answer was lost is sent again: it must be the same join, not a second process under a taken name."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
 from harness.coordinator import InThread
 from harness.member import DATA, TENSORS, Member, spec_toml
 from protocol.messages import JoinRequest
 from tests.coordinator.crew import enlist, events, problem
+from tests.support.threads import at_once
 
 TOKEN = "ost_" + "a" * 43
 MINUTE = "lease_s = 60"
@@ -60,8 +59,7 @@ def test_workers_of_many_runs_that_propose_one_token_at_once(shared: InThread, r
         shared.create_run(spec_toml(name, members=MINUTE))
     token = "ost_" + run[-1] * 43
     members = [Member(shared.client(), name, "w") for name in runs]
-    with ThreadPoolExecutor(len(members)) as threads:
-        answers = list(threads.map(lambda member: member.ask_to_join(member_token=token), members))
+    answers = at_once(len(members), lambda number: members[number].ask_to_join(member_token=token))
     refused = [answer for answer in answers if answer.status_code != 200]
     assert len(refused) == len(runs) - 1
     for answer in refused:

@@ -1,7 +1,6 @@
 """Join tokens: what boxes share, and exchange for worker tokens of their own."""
 
 import secrets
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from coordinator.store.tokens import Tokens, secret_hash
 from harness.coordinator import InThread
 from harness.member import Member, spec_toml
 from protocol.messages import JOIN_PREFIX, Scope, TokenRequest
-from tests.coordinator.crew import crew, info, problem
-from tests.support.waiting import PATIENCE_S, wait_until
+from tests.coordinator.crew import crew, info, problem, set_state
+from tests.coordinator.test_removing import remove
+from tests.support.threads import at_once
 
 
 def drawn() -> str:
@@ -24,8 +24,7 @@ def drawn() -> str:
 
 
 def exchange(running: InThread, run: str, name: str, join_token: str, secret: str) -> httpx.Response:
-    with running.client(join_token) as http:
-        return http.post(f"/v1/runs/{run}/workers/{name}/token", json={"token": secret})
+    return running.client(join_token).post(f"/v1/runs/{run}/workers/{name}/token", json={"token": secret})
 
 
 def join(running: InThread, run: str, name: str, token: str) -> httpx.Response:
@@ -80,25 +79,13 @@ def test_a_secret_that_could_be_guessed_is_refused(shared: InThread, run: str, w
 def test_uses_are_counted_right_however_many_boxes_ask_at_once(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run))
     join_token = shared.token(Scope.JOIN, uses=3)
-    codes: list[int] = []
-    threads = [
-        threading.Thread(
-            target=lambda name: codes.append(exchange(shared, run, name, join_token, drawn()).status_code),
-            args=(f"w{number}",),
-        )
-        for number in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    assert sorted(codes) == [201] * 3 + [403] * 5
+    replies = at_once(8, lambda number: exchange(shared, run, f"w{number}", join_token, drawn()))
+    assert sorted(reply.status_code for reply in replies) == [201] * 3 + [403] * 5
 
 
 def test_nobody_joins_a_run_that_has_ended(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run))
-    with shared.client() as admin:
-        admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).raise_for_status()
+    set_state(shared, run, "stopped")
     problem(exchange(shared, run, "w", shared.token(Scope.JOIN), drawn()), "run-ended")
 
 
@@ -119,12 +106,10 @@ def test_what_a_join_token_was_exchanged_for_outlives_it(shared: InThread, run: 
 def test_the_tokens_of_a_removed_run_go_with_it(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run))
     viewer = shared.token(Scope.VIEWER, run=run)
-    with shared.client() as admin:
-        admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).raise_for_status()
-        wait_until(lambda: admin.delete(f"/v1/runs/{run}").status_code == 204)  # 503 while a job works on its files
+    set_state(shared, run, "stopped")
+    remove(shared, run)
     shared.create_run(spec_toml(run))  # another one of this name
-    with shared.client(viewer) as http:
-        problem(http.get(f"/v1/runs/{run}"), "unauthorized")
+    problem(shared.client(viewer).get(f"/v1/runs/{run}"), "unauthorized")
 
 
 @pytest.mark.covers("security:clock-set")

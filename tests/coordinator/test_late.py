@@ -1,16 +1,13 @@
 """Late contributions are told with how late they were, and divergences are counted."""
 
 from harness.coordinator import InThread, SettableClock
-from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, events, info, problem
+from tests.coordinator.crew import GRACE_OF_A_SECOND, assigned, crew, events, info, play_rounds, problem, take_part
 
 
 def test_the_rounds_record_says_who_was_late_and_by_how_much(shared: InThread, run: str, clock: SettableClock) -> None:
-    members = a, b, c = crew(shared, run, ["a", "b", "c"], rounds=2, members=GRACE_OF_A_SECOND)
-    for member in members:
-        member.assignment(0)
-    assignment = c.assignment(0)
-    for member in (a, b):
-        member.take_part(0)
+    a, b, c = crew(shared, run, ["a", "b", "c"], rounds=2, members=GRACE_OF_A_SECOND)
+    *_, assignment = assigned([a, b, c], 0)
+    take_part([a, b], 0)
     clock.advance(2)
     shared.coordinator.tick()
     a.step(0)
@@ -26,9 +23,7 @@ def test_the_rounds_record_says_who_was_late_and_by_how_much(shared: InThread, r
 
 def test_a_divergence_is_counted_once_per_round_whatever_the_number_of_fragments(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=2, min_workers=2)
-    for member in (a, b):
-        member.assignment(0)
-    assignment = b.assignment(0)
+    _, assignment = assigned([a, b], 0)
     for theta in b.theta:
         theta[0] += 1
     for p, values in enumerate(b.pseudo_gradients(0)):
@@ -39,9 +34,5 @@ def test_a_divergence_is_counted_once_per_round_whatever_the_number_of_fragments
     assert len(events(shared, run, "diverged")) == 1
     for theta in b.theta:
         theta[0] -= 1
-    for member in (a, b):
-        member.take_part(0)
-    for member in (a, b):
-        member.step(0)
-    shared.await_state(run, 1)
+    play_rounds(shared, [a, b], [0])
     assert info(shared, run)["divergences"] == 1, "it was healed, and never averaged"

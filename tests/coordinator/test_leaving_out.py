@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from sqlalchemy import select
@@ -13,11 +14,11 @@ from coordinator.store.tables import FragmentRow
 from coordinator.trust.leaving_out import agreed, harm, has_risen, is_audited, liars
 from coordinator.upkeep import redoing, rolling_back
 from harness.coordinator import InThread
-from harness.member import DATA, F32, Member, spec_toml
+from harness.member import DATA, F32, Member
 from protocol.codecs import CODECS
-from protocol.messages import Assignment, Scope, WithoutLosses, WithoutReport
+from protocol.messages import Assignment, WithoutLosses, WithoutReport
 from protocol.wire import DIFFERENCES, DeltaHeader, Payload
-from tests.coordinator.crew import events, info, play_round, problem
+from tests.coordinator.crew import assigned, events, info, play_round, play_rounds, problem
 from tests.coordinator.test_backup import caught_up
 from tests.coordinator.test_evaluating import crew_of_tokens
 from tests.coordinator.test_restart import Lives
@@ -117,31 +118,24 @@ def test_of_six_two_liars_decide_nothing():
 
 def evaluate(member: Member, state: int, loss: float, redone: int = 0) -> list[str]:
     """Report the held-out loss of a state; return who is to be left out, one at a time."""
-    path = f"/v1/runs/{member.run}/rounds/{state}/evaluation?redone={redone}"
-    reply = member.http.put(path, json={"loss": loss, "tokens": 100}).raise_for_status()
-    workers: list[str] = reply.json()["without"]
-    return workers
+    return list(member.report_loss(state, loss, redone).raise_for_status().json()["without"])
 
 
-def accuse(member: Member, state: int, loss: float, without: dict[str, float]) -> None:
+def accuse(member: Member, state: int, loss: float, without: dict[str, float]) -> httpx.Response:
+    """Report the loss of a state, and what it is without each worker."""
     path = f"/v1/runs/{member.run}/rounds/{state}/evaluation/without"
-    report = {"reached": {"loss": loss, "without": without}}
-    member.http.put(path, json=report).raise_for_status()
+    return member.http.put(path, json={"reached": {"loss": loss, "without": without}})
 
 
-def begin(running: InThread, run: str, names: str = "abcm", **spec: Any) -> list[Member]:
-    """A run with its first round done, whose state 1 is to be evaluated by b, c and m."""
-    members = crew_of_tokens(running, run, names, **({"min_workers": 3} | spec))
-    for member in members:
-        member.assignment(0)
-    for member in members:
-        if member.assignment(0).evaluate:
+def begin(running: InThread, run: str, evaluators: str = "bcm", **spec: Any) -> list[Member]:
+    """A run with its first round done, whose state 1 is to be evaluated by these."""
+    members = crew_of_tokens(running, run, "abcm", min_workers=spec.pop("min_workers", 3), **spec)
+    for member, assignment in zip(members, assigned(members, 0), strict=True):
+        if assignment.evaluate:
             assert evaluate(member, 0, 5.0) == []
-    play_round(members, 0)
-    running.await_state(run, 1)
-    for member in members:
-        member.assignment(1)
-    assert [member.name for member in members if member.assignment(1).evaluate] == list("bcm")
+    play_rounds(running, members, [0])
+    asked = zip(members, assigned(members, 1), strict=True)
+    assert [member.name for member, assignment in asked if assignment.evaluate] == list(evaluators)
     return members
 
 
@@ -149,10 +143,10 @@ def find_harmful(members: list[Member]) -> None:
     """b and c find that the loss is lower without m."""
     _, b, c, m = members
     assert evaluate(m, 1, 4.0) == ["a", "b", "c", "m"]
-    accuse(m, 1, 4.0, {"a": 3.0, "b": 4.0, "c": 4.0, "m": 4.0})
+    accuse(m, 1, 4.0, {"a": 3.0, "b": 4.0, "c": 4.0, "m": 4.0}).raise_for_status()
     for judge in (b, c):
         assert evaluate(judge, 1, 9.0) == ["a", "b", "c", "m"]
-        accuse(judge, 1, 9.0, {"a": 11.0, "b": 10.0, "c": 12.0, "m": 4.0})
+        accuse(judge, 1, 9.0, {"a": 11.0, "b": 10.0, "c": 12.0, "m": 4.0}).raise_for_status()
 
 
 def recovered(member: Member) -> Member:
@@ -183,10 +177,7 @@ def test_the_round_is_done_again_without_whoever_harmed_it(shared: InThread, run
     wait_until(lambda: bool(events(shared, run, "redone")))
     (event,) = events(shared, run, "redone")
     assert (event["data"]["round"], event["data"]["workers"]) == (0, ["m"])
-    assert (
-        "without it, the held-out loss of state 1 is 4.0000 instead of 9.0000 (b), 4.0000 instead of"
-        in (event["message"])
-    )
+    assert "the held-out loss of state 1 is 4.0000 instead of 9.0000 (b), 4.0000 instead of" in event["message"]
     assert [each["data"]["worker"] for each in events(shared, run, "quarantined")] == ["m"]
     assert info(shared, run)["state"] == "running"
     assert info(shared, run)["tokens"] * 4 == tokens * 3, "its units return to the pool"
@@ -197,21 +188,17 @@ def test_the_round_is_done_again_without_whoever_harmed_it(shared: InThread, run
     assert [each.worker for each in header.contributors] == ["a", "b", "c"]
 
     problem(a.contribute(before, 0, a.theta[0]), "stale-base")
-    late = b.http.put(f"/v1/runs/{run}/rounds/1/evaluation", json={"loss": 9.0, "tokens": 100})
-    problem(late, "not-asked")  # it has measured the old state
+    problem(b.report_loss(1, 9.0), "not-asked")  # it has measured the old state
     honest = [recovered(member) for member in (a, b, c)]
     assert m.assignment(0).action == "recover"
     assert "quarantine" in m.assignment(1).reason
-    of_old = b.http.put(f"/v1/runs/{run}/rounds/1/evaluation", json={"loss": 9.0, "tokens": 100})
-    detail = problem(of_old, "not-asked")["detail"]  # nor when it has dropped that state: it was long on its way
-    assert "measured for an assignment with redone = 0, and 1 rounds were done again by now" in detail
+    refused = problem(b.report_loss(1, 9.0), "not-asked")  # nor when it has dropped that state: it was long on its way
+    assert "measured for an assignment with redone = 0, and 1 rounds were done again" in refused["detail"]
     assert b.assignment(1).evaluate
     assert evaluate(b, 1, 4.0, b.assignment(1).redone)
-    play_round(honest, 1)
-    shared.await_state(run, 2)
+    play_rounds(shared, honest, [1])
     assert info(shared, run)["divergences"] == 0
-    with shared.client() as admin:
-        listed = admin.get(f"/v1/runs/{run}/units/ranges?limit=1000").raise_for_status().json()["items"]
+    listed = info(shared, run, "/units/ranges?limit=1000")["items"]
     assert all(each["state"] == "consumed" for each in listed if each["start"] < 20), "m's units are trained again"
 
 
@@ -240,19 +227,13 @@ def test_an_evaluator_gets_what_makes_the_state_without_a_worker(shared: InThrea
 def test_one_evaluator_alone_leaves_nobody_out(shared: InThread, run: str):
     _, b, c, m = members = begin(shared, run)
     assert evaluate(m, 1, 9.0)
-    accuse(m, 1, 9.0, {"a": 4.0, "b": 9.0, "c": 9.0, "m": 9.0})
+    accuse(m, 1, 9.0, {"a": 4.0, "b": 9.0, "c": 9.0, "m": 9.0}).raise_for_status()
     for judge in (b, c):
         assert evaluate(judge, 1, 4.5), "the first rounds are always audited"
-        accuse(judge, 1, 4.5, {"a": 4.6, "b": 4.6, "c": 4.6, "m": 4.6})
-    play_round(members, 1)
-    shared.await_state(run, 2)
+        accuse(judge, 1, 4.5, {"a": 4.6, "b": 4.6, "c": 4.6, "m": 4.6}).raise_for_status()
+    play_rounds(shared, members, [1])
     assert not events(shared, run, "redone")
-    problem(
-        members[0].http.put(
-            f"/v1/runs/{run}/rounds/1/evaluation/without", json={"reached": {"loss": 1, "without": {"b": 1}}}
-        ),
-        "not-asked",
-    )
+    problem(accuse(members[0], 1, 1.0, {"b": 1.0}), "not-asked")
 
 
 @pytest.mark.slow
@@ -261,8 +242,7 @@ def test_a_worker_without_which_there_are_too_few_takes_part_and_does_not_count(
     find_harmful(members)
     wait_until(lambda: bool(events(shared, run, "redone")))
     members = [recovered(member) for member in members]
-    play_round(members, 1)
-    shared.await_state(run, 2)
+    play_rounds(shared, members, [1])
     verdicts = info(shared, run, "/rounds/1")["fragments"][0]["verdicts"]
     assert {worker: verdict["factor"] for worker, verdict in verdicts.items()} == {"a": 1, "b": 1, "c": 1, "m": 0}
     assert len(events(shared, run, "quarantined")) == 1
@@ -271,20 +251,11 @@ def test_a_worker_without_which_there_are_too_few_takes_part_and_does_not_count(
 
 @pytest.mark.slow
 def test_the_last_round_is_done_again_too(shared: InThread, run: str):
-    members = crew_of_tokens(shared, run, "abcm", min_workers=3, rounds=1)
-    for member in members:
-        member.assignment(0)
-    for member in members:
-        if member.assignment(0).evaluate:
-            evaluate(member, 0, 5.0)
-    play_round(members, 0)
-    shared.await_state(run, 1)
-    a, b, c, _ = members
-    assert all(member.assignment(1).evaluate for member in (a, b, c))
+    a, b, *_ = begin(shared, run, "abc", rounds=1)
     before = info(shared, run)["state_digest"]
     for judge in (a, b):
         assert "m" in evaluate(judge, 1, 9.0)
-        accuse(judge, 1, 9.0, {"a": 11.0, "b": 10.0, "c": 12.0, "m": 4.0})
+        accuse(judge, 1, 9.0, {"a": 11.0, "b": 10.0, "c": 12.0, "m": 4.0}).raise_for_status()
     wait_until(lambda: bool(events(shared, run, "redone")))
     wait_until(lambda: info(shared, run)["state_digest"] not in (None, before))
     assert info(shared, run)["state"] == "finished"
@@ -315,8 +286,7 @@ def test_a_start_keeps_the_checkpoint_before_a_round_that_may_be_done_again(tmp_
 
 def test_sent_back_without_a_checkpoint_a_worker_holds_no_state(shared: InThread, run: str):
     members = crew_of_tokens(shared, run, "ab", checkpoints="every_rounds = 1\nkeep = 1")
-    for member in members:
-        member.assignment(0)
+    assigned(members, 0)
     play_round(members, 0)
     wait_until(lambda: [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [1])
     client, member = Client(shared.client(), run, shared.admin_token), members[0]
@@ -328,20 +298,11 @@ def test_sent_back_without_a_checkpoint_a_worker_holds_no_state(shared: InThread
 
 def test_nobody_is_left_out_of_a_private_run(shared: InThread, run: str):
     """An evaluator could compute each contribution."""
-    shared.create_run(spec_toml(run, rounds=4, min_workers=4, data="private = true"))
-    data = DATA.model_copy(update={"digest": None})
-    members = [Member(shared.client(), run, name, data=data) for name in "abcm"]
-    for member in members:
-        member.join(shared.token(Scope.WORKER, note=member.name))
-    assert members[0].assignment(None).action == "seed"
-    members[0].seed()
-    members = [caught_up(member) for member in members]
-    play_round(members, 0)
-    shared.await_state(run, 1)
-    for member in members:
-        member.assignment(1)
-    (asked, *_) = [member for member in members if member.assignment(1).evaluate]
-    assert evaluate(asked, 1, 9.0) == []
+    own = DATA.model_copy(update={"digest": None})
+    members = crew_of_tokens(shared, run, "abcm", own, min_workers=4, data="private = true")
+    play_rounds(shared, members, [0])
+    asked = [member for member, each in zip(members, assigned(members, 1), strict=True) if each.evaluate]
+    assert evaluate(asked[0], 1, 9.0) == []
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------
@@ -389,8 +350,7 @@ def test_killed_at_any_point_the_next_start_does_it_or_has_done_it(
         honest = [caught_up(member) for member in members[:3]]
         for member in honest:
             member.assignment(0)  # and are sent to the new one
-        play_round(honest, 1)
-        running.await_state("r", 2)
+        play_rounds(running, honest, [1])
         assert info(running, "r")["divergences"] == 0
 
 

@@ -16,14 +16,9 @@ def test_a_lease_lasts_its_term_and_no_longer() -> None:
     assert members.remaining_s("w", now=104) == 6
     assert members.expired(now=110.001) == ["w"]
     assert members.remaining_s("w", now=120) == 0
-
-
-def test_a_heartbeat_gives_a_full_new_term() -> None:
-    members = Members(lease_s=10)
-    members.join("w", b"", now=0)
-    assert members.renew("w", now=9, metrics=Metrics())
-    assert members.expired(now=19) == []
-    assert members.last_seen_s("w", now=19) == 10
+    assert members.renew("w", now=109, metrics=Metrics())
+    assert members.expired(now=119) == []
+    assert members.last_seen_s("w", now=119) == 10
 
 
 def test_an_expired_lease_stays_live_until_it_is_ended_so_that_its_end_is_handled_once() -> None:

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from protocol.errors import Problem
 from protocol.fragments import TensorSpec
 from protocol.messages import DataSummary, FrozenSummary, JoinRequest, LeaveRequest, Metrics, data_difference
 from protocol.spec.sections import DataSpec
-from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
+from tests.coordinator.crew import crew, enlist, events, info, play_round, play_rounds, problem, ready, recovered
 from tests.support.waiting import PATIENCE_S
 
 MINUTE = "lease_s = 60"
@@ -64,14 +65,8 @@ def test_a_live_workers_name_is_taken_and_the_refusal_says_until_when(
     refused = second.ask_to_join()
     assert "its lease ends in 44 s" in problem(refused, "worker-name-taken")["detail"]
     assert refused.headers["retry-after"] == "45"
+    problem(second.ask_to_join(previous=shared.admin_token), "worker-name-taken")  # no token of its member
     assert heartbeat(first) == 200
-
-
-def test_a_wrong_previous_token_does_not_take_a_name_over(shared: InThread, run: str) -> None:
-    shared.create_run(spec_toml(run, members=MINUTE))
-    enlist(shared, run, "w")
-    thief = Member(shared.client(), run, "w")
-    problem(thief.ask_to_join(previous=shared.admin_token), "worker-name-taken")
 
 
 def test_the_same_worker_restarted_rejoins_at_once_keeps_its_units_and_its_old_token_ends(
@@ -122,7 +117,6 @@ def test_another_training_set_is_refused_and_both_are_named(
     refused = Member(shared.client(), run, "v", data=data).ask_to_join()
     detail = problem(refused, "data-mismatch")["detail"]
     assert "abab" in detail
-    assert "python-stdlib" in detail
     assert ("cdcd" in detail) == (data is not None)
     assert "`outerstep data show DIR`" in detail
 
@@ -155,7 +149,6 @@ def test_frozen_parameters_are_those_of_the_first_worker(shared: InThread, run: 
         refused = Member(shared.client(), run, "u").ask_to_join(frozen=frozen)
         detail = problem(refused, "model-mismatch")["detail"]
         assert "frozen parameters" in detail
-        assert "load the same weights everywhere" in detail
         assert "without --param-dtype bf16" in detail, "rounded, they are others"
         assert ("none" in detail) == (frozen is None)
 
@@ -220,33 +213,27 @@ def test_a_silent_worker_is_lost_its_token_ends_and_its_units_go_to_others(
     assert units_of(shared, run, "free") == []
 
 
-def lapsed(shared: InThread, run: str, clock: SettableClock) -> LiveRun:
-    """The run, in which the lease of `w` has ended: for calls as a handler makes them, having checked the token before."""
+@pytest.mark.parametrize(
+    ("call", "slug"),
+    [
+        pytest.param(lambda live: leases.renew(live, "w", Metrics()), "unauthorized", id="heartbeat"),
+        # A worker that gives its lease up in order to join again joins then, too.
+        pytest.param(lambda live: leases.leave(live, "w", LeaveRequest(), None), "unauthorized", id="goodbye"),
+        pytest.param(lambda live: leases.leave(live, "w", LeaveRequest(), Actor()), "not-found", id="eviction"),
+    ],
+)
+def test_what_was_on_its_way_when_the_lease_ended_does_not_revive_it(
+    shared: InThread, run: str, clock: SettableClock, call: Callable[[LiveRun], object], slug: str
+) -> None:
+    """Calls as a handler makes them, which has checked the token before."""
     crew(shared, run, ["w"], members=MINUTE)
     clock.advance(61)
     shared.coordinator.tick()
-    return shared.live(run)
-
-
-def test_a_heartbeat_on_its_way_does_not_revive_a_lease_that_has_ended(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    live = lapsed(shared, run, clock)
+    live = shared.live(run)
     with pytest.raises(Problem) as refused:
-        leases.renew(live, "w", Metrics())
-    assert refused.value.slug == "unauthorized"
+        call(live)
+    assert refused.value.slug == slug
     assert live.members.live() == set()
-
-
-def test_a_goodbye_on_its_way_is_told_that_the_lease_has_ended_as_every_request_of_the_worker_is(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    """A worker that gives its lease up in order to join again joins then, too."""
-    live = lapsed(shared, run, clock)
-    for operator, slug in ((None, "unauthorized"), (Actor(), "not-found")):
-        with pytest.raises(Problem) as refused:
-            leases.leave(live, "w", LeaveRequest(), operator)
-        assert refused.value.slug == slug
 
 
 @pytest.mark.usefixtures("endless_polls")
@@ -292,8 +279,7 @@ def test_a_worker_that_leaves_gives_its_units_back_and_its_last_state_is_shown(s
 
 def test_units_are_assigned_in_worker_id_order_whoever_asks_first(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["w2", "w0", "w1"], min_workers=3)
-    for member in members:
-        member.assignment(0)
+    ready(members, 0)
     units = {member.name: member.assignment(0).units for member in members}
     assert units == {"w0": [[0, 5]], "w1": [[5, 10]], "w2": [[10, 15]]}
     assert [member.assignment(0).units for member in members] == list(units.values()), "asking again changes it"
@@ -302,8 +288,7 @@ def test_units_are_assigned_in_worker_id_order_whoever_asks_first(shared: InThre
 
 def test_a_joiner_in_the_middle_of_a_round_takes_part_in_it(shared: InThread, run: str) -> None:
     first, second = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    for member in (first, second):
-        member.assignment(0)
+    ready([first, second], 0)
     first.take_part(0)
     joiner = enlist(shared, run, "c")
     assert joiner.assignment(None).action == "recover"
@@ -321,12 +306,9 @@ def test_a_joiner_that_is_not_ready_does_not_stall_the_others(shared: InThread, 
     assert info(shared, run)["round"] == 1
 
 
-def test_a_run_waits_for_min_workers_and_says_so(shared: InThread, run: str) -> None:
+def test_a_run_waits_for_min_workers_that_are_ready(shared: InThread, run: str) -> None:
     (a,) = crew(shared, run, ["a"], min_workers=2)
-    waiting = a.assignment(0)
-    assert waiting.action == "wait"
-    assert waiting.reason == "round 0 waits for workers: 1 of at least 2 are ready"
-    assert info(shared, run)["reason"] == waiting.reason
+    assert a.assignment(0).action == "wait"
     b = enlist(shared, run, "b")
     assert a.assignment(0).action == "wait", "b is there, but holds no state yet"
     recovered(b)
@@ -338,8 +320,7 @@ def test_an_open_round_waits_when_too_few_are_left_and_goes_on_with_a_newcomer(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    for member in (a, b):
-        member.assignment(0)
+    ready([a, b], 0)
     a.take_part(0)
     b.http.delete(b.path())
     clock.advance(5)
@@ -354,8 +335,7 @@ def test_an_open_round_waits_when_too_few_are_left_and_goes_on_with_a_newcomer(
 
 def test_two_members_that_are_told_a_round_hear_of_its_end_by_the_same_state(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    play_round(members, 0)
-    shared.await_state(run, 1)
+    play_rounds(shared, members, range(1))
     assert [member.assignment(1).action for member in members] == ["finish", "finish"]
     assert {member.name for member in members if member.assignment(1).evaluate} == {"a"}
     assert members[0].assignment(0).action == "recover"
@@ -371,16 +351,12 @@ def test_two_members_that_are_told_a_round_hear_of_its_end_by_the_same_state(sha
 
 def test_a_worker_that_left_with_another_final_state_is_recorded_as_diverged(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    play_round([a, b], 0)
-    shared.await_state(run, 1)
+    play_rounds(shared, [a, b], range(1))
     final = info(shared, run)["state_digest"]
     a.http.request("DELETE", a.path(), json={"state_round": 1, "state_digest": final})
     assert events(shared, run, "diverged") == []
     b.http.request("DELETE", b.path(), json={"state_round": 1, "state_digest": "12" * 32})
     assert [event["data"]["worker"] for event in events(shared, run, "diverged")] == ["b"]
-
-
-# --- pause, resume, stop ------------------------------------------------------------------------------------------
 
 
 # --- a restart ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import errno
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,13 @@ from protocol.messages import Cause
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[sa.Engine]:
-    Database(sqlite.url_in(tmp_path)).close()
+def database(tmp_path: Path) -> Iterator[Database]:
+    with closing(Database(sqlite.url_in(tmp_path))) as database:
+        yield database
+
+
+@pytest.fixture
+def engine(tmp_path: Path, database: Database) -> Iterator[sa.Engine]:
     engine = sa.create_engine(sqlite.url_in(tmp_path))
     yield engine
     engine.dispose()
@@ -66,49 +72,38 @@ def test_down_to_nothing_and_up_again_gives_the_same_schema(engine: sa.Engine) -
         assert definitions(connection) == before
 
 
-def test_migrating_again_changes_nothing_and_keeps_the_rows(tmp_path: Path) -> None:
-    Database(sqlite.url_in(tmp_path)).close()
-    database = Database(sqlite.url_in(tmp_path))
-    with database.write() as session:
-        session.execute(
-            sa.text(
-                "INSERT INTO tokens (id, scope, note, secret_hash, created_at) VALUES ('a', 'admin', '', x'00', 0.0)"
-            )
-        )
-    database.close()
-    Database(sqlite.url_in(tmp_path)).close()
-    database = Database(sqlite.url_in(tmp_path))
+TOKEN = "INSERT INTO tokens (id, scope, note, secret_hash, created_at) VALUES ('{}', 'worker', '', x'01', 0)"
+
+
+def tokens(database: Database) -> int:
     with database.read() as session:
-        assert session.scalar(sa.text("SELECT count(*) FROM tokens")) == 1
+        return session.scalar(sa.text("SELECT count(*) FROM tokens")) or 0
+
+
+def test_migrating_again_changes_nothing_and_keeps_the_rows(tmp_path: Path, database: Database) -> None:
+    with database.write() as session:
+        session.execute(sa.text(TOKEN.format("a")))
     database.close()
+    with closing(Database(sqlite.url_in(tmp_path))) as again:
+        assert tokens(again) == 1
 
 
-def test_the_database_is_as_durable_as_the_design_says(tmp_path: Path) -> None:
-    database = Database(sqlite.url_in(tmp_path))
+def test_the_database_is_as_durable_as_the_design_says(database: Database) -> None:
     with database.read() as session:
         assert session.scalar(sa.text("PRAGMA journal_mode")) == "wal"
         assert session.scalar(sa.text("PRAGMA synchronous")) == 2  # FULL
         assert session.scalar(sa.text("PRAGMA foreign_keys")) == 1
-    database.close()
 
 
-def test_what_fails_within_a_write_leaves_nothing(tmp_path: Path) -> None:
-    database = Database(sqlite.url_in(tmp_path))
-
+def test_what_fails_within_a_write_leaves_nothing(database: Database) -> None:
     def fail_halfway() -> None:
         with database.write() as session:
-            session.execute(
-                sa.text(
-                    "INSERT INTO tokens (id, scope, note, secret_hash, created_at) VALUES ('a', 'admin', '', x'00', 0.0)"
-                )
-            )
+            session.execute(sa.text(TOKEN.format("a")))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail_halfway()
-    with database.read() as session:
-        assert session.scalar(sa.text("SELECT count(*) FROM tokens")) == 0
-    database.close()
+    assert tokens(database) == 0
 
 
 def test_a_full_disk_is_told_from_other_faults(tmp_path: Path) -> None:
@@ -146,80 +141,42 @@ FRAGMENT = "INSERT INTO fragments (run_id, round, fragment, state, reason, delta
 CONTRIBUTION = "INSERT INTO contributions VALUES ({}, 0, 0, 'w', x'00', NULL, 1, 1, 1, 1.0, 1.0, 0.0, NULL)"
 
 
-@pytest.mark.slow
+WORKER = "INSERT INTO workers (run_id, name, place, state, epoch, token_hash, joined_at, host, metrics) VALUES (1, '{}', {}, 'live', 1, x'{}', 0, '{{}}', '{{}}')"
+OF_REQUESTS = {"uq_runs_name", "uq_tokens_secret_hash", "uq_workers_token_hash"}
+
+
 @pytest.mark.parametrize(
     ("statements", "constraint"),
     [
-        pytest.param([RUN.format(2, "r")], "UNIQUE.*runs.name", id="a run's name is its own"),
+        pytest.param([RUN.format(2, "r")], "uq_runs_name", id="a run's name is its own"),
+        pytest.param([TOKEN.format("a"), TOKEN.format("b")], "uq_tokens_secret_hash", id="a token's secret is its own"),
+        pytest.param([WORKER.format("a", 0, "02"), WORKER.format("b", 1, "02")], "uq_workers_token_hash", id="so is a member's"),
+        pytest.param([WORKER.format("a", 0, "02"), WORKER.format("b", 0, "03")], "ix_workers_run_id_place", id="a worker's place is its own"),
         pytest.param([UNITS.format(5, 5, "'free'", "NULL", "NULL")], "ck_unit_ranges_not_empty", id="no empty range"),
         pytest.param([UNITS.format(0, 5, "'lost'", "'w'", "NULL")], "ck_unit_ranges_state", id="no other state of units"),
         pytest.param([UNITS.format(0, 5, "'free'", "'w'", "NULL")], "ck_unit_ranges_free_has_no_worker", id="free units have no worker"),
         pytest.param([UNITS.format(0, 5, "'assigned'", "NULL", "NULL")], "ck_unit_ranges_free_has_no_worker", id="assigned units have a worker"),
         pytest.param([UNITS.format(0, 5, "'consumed'", "'w'", "NULL")], "ck_unit_ranges_consumed_once", id="consumed units have a round"),
         pytest.param([UNITS.format(0, 5, "'assigned'", "'w'", "3")], "ck_unit_ranges_consumed_once", id="only consumed units have"),
-        pytest.param([UNITS.format(0, 5, "'assigned'", "'w'", "NULL")] * 2, "UNIQUE.*unit_ranges.run_id, unit_ranges.start", id="units are assigned once"),
+        pytest.param([UNITS.format(0, 5, "'assigned'", "'w'", "NULL")] * 2, "uq_unit_ranges_run_id_start", id="units are assigned once"),
         pytest.param([FRAGMENT.format(0, "'open'", "NULL")], "ck_fragments_state", id="no other state of a fragment"),
         pytest.param([FRAGMENT.format(0, "'published'", "NULL")], "ck_fragments_published_has_delta", id="what is published has a delta"),
         pytest.param([FRAGMENT.format(0, "'aggregating'", "x'00'")], "ck_fragments_published_has_delta", id="what has a delta is published"),
-        pytest.param([CONTRIBUTION.format(1)] * 2, "UNIQUE.*contributions", id="one contribution per fragment and worker"),
-        pytest.param([CONTRIBUTION.format(7)], "FOREIGN KEY", id="no contribution without its run"),
+        pytest.param([CONTRIBUTION.format(1)] * 2, "pk_contributions", id="one contribution per fragment and worker"),
+        pytest.param([CONTRIBUTION.format(7)], None, id="no contribution without its run"),  # SQLite does not name it
     ],
 )  # fmt: skip
-def test_the_database_itself_refuses(tmp_path: Path, statements: list[str], constraint: str) -> None:
-    database = Database(sqlite.url_in(tmp_path))
-    with database.write() as session:
-        session.execute(sa.text(RUN.format(1, "r")))
-    with database.read() as session:
-        for statement in statements[:-1]:
-            session.execute(sa.text(statement))
-        with pytest.raises(sa.exc.IntegrityError, match=constraint):
-            session.execute(sa.text(statements[-1]))
-    database.close()
-
-
-TOKEN = "INSERT INTO tokens (id, scope, note, secret_hash, created_at) VALUES ('{}', 'worker', '', x'01', 0)"
-WORKER = "INSERT INTO workers (run_id, name, place, state, epoch, token_hash, joined_at, host, metrics) VALUES (1, '{0}', {1}, 'live', 1, x'02', 0, '{{}}', '{{}}')"
-
-
-@pytest.mark.parametrize(
-    ("constraint", "statements"),
-    [
-        ("uq_runs_name", [RUN.format(2, "r")]),
-        ("uq_tokens_secret_hash", [TOKEN.format("a"), TOKEN.format("b")]),
-        ("uq_workers_token_hash", [WORKER.format("a", 0), WORKER.format("b", 1)]),
-    ],
-)
-def test_what_a_request_can_violate_is_answered_with_a_problem(
-    tmp_path: Path, constraint: str, statements: list[str]
+def test_the_database_itself_refuses_and_what_a_request_can_violate_is_a_problem(
+    database: Database, statements: list[str], constraint: str | None
 ) -> None:
-    database = Database(sqlite.url_in(tmp_path))
+    *before, last = statements
     with database.write() as session:
-        session.execute(sa.text(RUN.format(1, "r")))
-        for statement in statements[:-1]:
+        for statement in (RUN.format(1, "r"), *before):
             session.execute(sa.text(statement))
-    with pytest.raises(Problem) as refused, database.write() as session:
-        session.execute(sa.text(statements[-1]))
-    assert refused.value.slug == VIOLATIONS[constraint][0]
-    with pytest.raises(sa.exc.IntegrityError), database.write() as session:
-        session.execute(sa.text(UNITS.format(5, 5, "'free'", "NULL", "NULL")))  # no request can
-    database.close()
-
-
-def test_the_name_of_a_violated_constraint_is_found(tmp_path: Path) -> None:
-    database = Database(sqlite.url_in(tmp_path))
-    twice = {
-        "pk_contributions": CONTRIBUTION.format(1),
-        "uq_unit_ranges_run_id_start": UNITS.format(0, 5, "'free'", "NULL", "NULL"),
-        "ix_workers_run_id_place": WORKER.format("a", 0),
-    }
-    with database.write() as session:
-        session.execute(sa.text(RUN.format(1, "r")))
-        for statement in twice.values():
-            session.execute(sa.text(statement))
-    twice["ix_workers_run_id_place"] = WORKER.format("b", 0).replace("x'02'", "x'03'")
-    once = {"ck_unit_ranges_not_empty": UNITS.format(5, 5, "'free'", "NULL", "NULL")}
-    for name, statement in (twice | once).items():
-        with database.read() as session, pytest.raises(sa.exc.IntegrityError) as error:
-            session.execute(sa.text(statement))
-        assert sqlite.violated(error.value) == name
-    database.close()
+    with database.read() as session, pytest.raises(sa.exc.IntegrityError, match="constraint failed") as error:
+        session.execute(sa.text(last))
+    assert sqlite.violated(error.value) == constraint
+    with pytest.raises((sa.exc.IntegrityError, Problem)) as refused, database.write() as session:
+        session.execute(sa.text(last))
+    slug = refused.value.slug if isinstance(refused.value, Problem) else None
+    assert slug == (VIOLATIONS[str(constraint)][0] if constraint in OF_REQUESTS else None)

@@ -8,22 +8,13 @@ import pytest
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member, spec_toml
 from protocol.messages import Scope
-from tests.coordinator.crew import crew, info, problem
+from tests.coordinator.crew import crew, info, problem, set_state
 
 MINUTE = "lease_s = 60"
 
 
 def join(running: InThread, run: str, name: str, token: str) -> httpx.Response:
-    with running.client(token) as http:
-        return Member(http, run, name).ask_to_join()
-
-
-def release(running: InThread, run: str, name: str) -> dict[str, Any]:
-    with running.client() as admin:
-        reply = admin.patch(f"/v1/runs/{run}/workers/{name}", json={"state": "released"})
-        reply.raise_for_status()
-        found: dict[str, Any] = reply.json()
-        return found
+    return Member(running.client(), run, name).ask_to_join(token)
 
 
 def lose_all(shared: InThread, clock: SettableClock) -> None:
@@ -59,7 +50,7 @@ def test_a_released_name_is_the_next_ones(shared: InThread, run: str, clock: Set
     own, other = (shared.token(Scope.WORKER, names=1) for _ in range(2))
     join(shared, run, "w", own).raise_for_status()
     assert info(shared, run, "/workers/w")["token"]
-    assert release(shared, run, "w")["token"] is None
+    assert set_state(shared, f"{run}/workers/w", "released")["token"] is None
     problem(join(shared, run, "w", other), "worker-name-taken")  # it is alive
     lose_all(shared, clock)
     assert join(shared, run, "w", other).status_code == 200
@@ -76,7 +67,7 @@ def test_the_name_of_a_revoked_token_is_not_free(shared: InThread, run: str) -> 
         assert admin.delete(f"/v1/tokens/{made['id']}").status_code == 204
     other = shared.token(Scope.WORKER, names=1)
     problem(join(shared, run, "w", other), "worker-name-owned")
-    release(shared, run, "w")
+    set_state(shared, f"{run}/workers/w", "released")
     assert join(shared, run, "w", other).status_code == 200
 
 
@@ -98,7 +89,7 @@ def test_a_token_is_for_so_many_names_over_all_runs(shared: InThread, run: str) 
     assert [worker["name"] for worker in info(shared, runs[0], "/workers")["items"]] == ["w"]
     assert [join(shared, each, name, two).status_code for each, name in zip(runs, "xy", strict=True)] == [200, 200]
     problem(join(shared, runs[0], "z", two), "forbidden")
-    release(shared, runs[0], "x")
+    set_state(shared, f"{runs[0]}/workers/x", "released")
     assert join(shared, runs[0], "z", two).status_code == 200, "a name that was released does not count"
 
 

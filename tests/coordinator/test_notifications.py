@@ -9,7 +9,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from email.message import Message
@@ -33,7 +33,7 @@ from outerstep.cli import app
 from outerstep.common.exit_codes import Exit
 from protocol.errors import OuterstepError
 from protocol.messages import RunState, ServerStatus
-from tests.coordinator.crew import crew, play_round
+from tests.coordinator.crew import crew, play_round, play_rounds, ready, set_state
 from tests.support.http_server import Handler, serving
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -164,14 +164,6 @@ def test_redirects_are_not_followed_and_answers_are_cut(sink: Sink) -> None:
         assert hidden not in str(refused.value)
 
 
-@pytest.mark.covers("security:hostile-webhook")
-def test_a_webhook_that_never_answers_gets_its_time_and_no_more(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "TIMEOUT_S", 0.3)
-    sink.hold.clear()
-    with pytest.raises(DeliveryError, match="no answer"):
-        webhook.send(f"{sink.url}/hook", None, a_notification(), NOW)
-
-
 def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     with receiving() as gone:
         pass
@@ -218,10 +210,21 @@ def test_what_apprise_says_has_no_part_of_the_url(sink: Sink) -> None:
 
 
 @pytest.mark.covers("security:hostile-webhook")
-def test_a_service_that_never_answers_gets_its_time_and_no_more(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "TIMEOUT_S", 0.1)
+@pytest.mark.parametrize(
+    "send",
+    [
+        pytest.param(lambda sink: webhook.send(f"{sink.url}/hook", None, a_notification(), NOW), id="webhook"),
+        pytest.param(lambda sink: services.send(sink.service, a_notification()), id="service"),
+    ],
+)
+def test_one_that_never_answers_gets_its_time_and_no_more(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch, send: Callable[[Sink], None]
+) -> None:
+    for module in (services, webhook):
+        monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
+    sink.hold.clear()
     with pytest.raises(DeliveryError, match="no answer"):
-        services.send(sink.service, a_notification())
+        send(sink)
 
 
 def test_a_missing_apprise_is_named_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +257,7 @@ def test_settings_take_secrets_from_files_and_show_none(tmp_path: Path) -> None:
 def test_the_command_sends_a_test(sink: Sink, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTERSTEP_COORDINATOR_NOTIFY_SECRET", SECRET)
     (tmp_path / "urls").write_text(f"{sink.url}/hook-of-9999\n{sink.service}\n")
-    command = ["coordinator", "notify-test", "--notify", f"@{tmp_path}/urls"]
+    command = ["coordinator", "notify-test", "--notify-url", f"@{tmp_path}/urls"]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     assert (sink.bodies[0]["type"], sink.bodies[1]["title"]) == ("test", "Outerstep coordinator: test")
@@ -300,8 +303,7 @@ def test_one_that_does_not_answer_holds_up_no_round_and_no_other(
             for number in range(MAX_QUEUED + 5):
                 stuck.post(a_notification(message=str(number)))
             (a,) = crew(running, "r", ["a"], rounds=1)
-            play_round([a], 0)
-            running.await_state("r", 1)
+            play_rounds(running, [a], range(1))
             done(good, 1)
             assert (stuck.sent, good.sent) == (0, 1)
             assert stuck.failed >= 4
@@ -350,8 +352,7 @@ def test_a_stalled_run_is_notified_once_and_once_more_when_it_goes_on(tmp_path: 
     patient = "lease_s = 86400"
     with watched(tmp_path, sink, clock) as found:
         a, b = crew(found.running, "r", ["a", "b"], rounds=2, min_workers=2, members=patient)
-        for each in (a, b):
-            each.assignment(0)
+        ready([a, b], 0)
         a.take_part(0)
         assert found.look() == []
         clock.advance(ROUND_S)
@@ -366,9 +367,8 @@ def test_a_stalled_run_is_notified_once_and_once_more_when_it_goes_on(tmp_path: 
         assert found.look() == []
         clock.advance(NO_ROUND_S + 1)
         assert ("run-stalled", "firing") in found.look()
-        with found.running.client() as admin:
-            admin.patch("/v1/runs/idle", json={"state": RunState.STOPPED}).raise_for_status()
-            assert ("run-stalled", "resolved") in found.look()
+        set_state(found.running, "idle", RunState.STOPPED)
+        assert ("run-stalled", "resolved") in found.look()
 
 
 @pytest.mark.slow

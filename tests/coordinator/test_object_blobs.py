@@ -68,6 +68,13 @@ def asked(s3: S3Server, method: str) -> int:
     return sum(request.method == method for request in s3.asked)
 
 
+def gets(s3: S3Server, blobs: ObjectBlobs, name: str, content: bytes) -> int:
+    """Read a blob, whose content is given; how often the store was asked for it."""
+    s3.asked.clear()
+    assert read(blobs, name) == content
+    return asked(s3, "GET")
+
+
 # --- local copies -----------------------------------------------------------------------------------------------------
 
 
@@ -86,11 +93,8 @@ def test_local_copies_stay_within_their_limit(s3: S3Server, blobs: ObjectBlobs, 
         blobs.put(name, bytes(900))
         read(blobs, name)
     assert copies(data) == [900] * 4
-    s3.asked.clear()
-    read(blobs, names[5])
-    assert asked(s3, "GET") == 0
-    read(blobs, names[0])  # its copy made room for others
-    assert asked(s3, "GET") == 1
+    assert gets(s3, blobs, names[5], bytes(900)) == 0
+    assert gets(s3, blobs, names[0], bytes(900)) == 1, "its copy made room for others"
     blobs.delete(*names)
     assert copies(data) == []
 
@@ -112,9 +116,7 @@ def test_a_file_that_is_put_is_its_copy(s3: S3Server, blobs: ObjectBlobs, data: 
     source.write_bytes(b"some bytes")
     blobs.put(NAME, source)
     source.unlink()
-    s3.asked.clear()
-    assert read(blobs, NAME) == b"some bytes"
-    assert asked(s3, "GET") == 0
+    assert gets(s3, blobs, NAME, b"some bytes") == 0
 
 
 def test_a_blob_is_examined_in_the_store_and_not_in_its_copy(s3: S3Server, blobs: ObjectBlobs, prefix: str) -> None:

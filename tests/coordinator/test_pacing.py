@@ -11,10 +11,9 @@ from coordinator.rounds.opening import inner_steps_of
 from coordinator.run.open_round import OpenRound
 from coordinator.run.step_rates import MAX_LEAD, StepRates, fastest, first_steps, inner_steps
 from harness.coordinator import InThread, SettableClock
-from harness.member import Member, spec_toml
-from protocol.errors import SpecError
-from protocol.spec.run import parse_spec
-from tests.coordinator.crew import enlist, info, recovered
+from harness.member import Member
+from protocol.messages import Assignment
+from tests.coordinator.crew import crew, enlist, info, play_round, recovered
 from tests.coordinator.test_restart import Lives
 from tests.support.waiting import wait_until
 
@@ -109,21 +108,10 @@ def test_who_uploads_at_once_without_training_does_not_leave_a_single_step_to_th
     assert fastest(many, {"liar1": "c", "liar2": "c"}) == MAX_LEAD, "names of one token are one"
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [("inner_steps = 5\nround_s = 10.0", "round_s"), ('inner_steps = "often"', "inner_steps")],
-)
-def test_a_spec_that_does_not_fit_together_is_refused(lines: str, said: str) -> None:
-    with pytest.raises(SpecError, match=said):
-        parse_spec(f'name = "r"\n[model]\npreset = "tiny"\n[sync]\nrounds = 1\n{lines}')
-
-
 # --- of a run ---------------------------------------------------------------------------------------------------------
 
 
-def auto(run: str, h: int, **spec: object) -> str:
-    text = spec_toml(run, sync='wait = "never"', **spec)  # type: ignore[arg-type]
-    return text.replace("inner_steps = 5\n", f"inner_steps = {h}\n", 1)
+AUTO = 'wait = "never"'
 
 
 def say_pace(member: Member, inner_steps_per_second: float) -> None:
@@ -131,29 +119,37 @@ def say_pace(member: Member, inner_steps_per_second: float) -> None:
     member.http.put(member.path("/lease"), json=told).raise_for_status()
 
 
+PACES = {"fast": 2.0, "slow": 0.5}
+
+
+def assigned(members: list[Member], round_: int) -> list[Assignment]:
+    """What each is assigned, once all have said their pace."""
+    for member in members:
+        say_pace(member, PACES[member.name])
+        member.assignment(round_)
+    return [member.assignment(round_) for member in members]
+
+
+def hand_in(members: list[Member], assignments: list[Assignment], clock: SettableClock) -> None:
+    """All contribute and step, one after the other."""
+    for member, each in zip(members, assignments, strict=True):
+        clock.advance(each.inner_steps / PACES[member.name] / 2)
+        member.contribute_all(each)
+    for member in members:
+        member.step(each.round)
+
+
 def test_a_fast_and_a_slow_worker_get_what_they_manage(shared: InThread, run: str, clock: SettableClock) -> None:
-    shared.create_run(auto(run, 20, rounds=4, min_workers=2))
-    fast, slow = enlist(shared, run, "fast"), enlist(shared, run, "slow")
-    assert fast.assignment(None).action == "seed"
-    fast.seed()
-    for theta in slow.theta:
-        theta[:] = 0.5
-    speeds, members, steps = {"fast": 2.0, "slow": 0.5}, (fast, slow), 0
+    _, slow = members = crew(shared, run, ["fast", "slow"], rounds=4, inner_steps=20, min_workers=2, sync=AUTO)
+    steps = 0
     for round_, expected in enumerate([(2, 2), (20, 5), (20, 5)]):  # nobody has shown a pace in the first round
-        for member in members:
-            say_pace(member, speeds[member.name])
-            member.assignment(round_)
-        assignments = [member.assignment(round_) for member in members]
+        assignments = assigned(members, round_)
         assert tuple(each.inner_steps for each in assignments) == expected
         assert [(each.step, each.schedule_steps) for each in assignments] == [(steps, expected[0])] * 2
         say_pace(slow, 9.0)
         assert slow.assignment(round_).inner_steps == expected[1], "what is assigned stays"
-        say_pace(slow, speeds["slow"])
-        for member, each in zip(members, assignments, strict=True):
-            clock.advance(each.inner_steps / speeds[member.name] / 2)
-            member.contribute_all(each)
-        for member in members:
-            member.step(round_)
+        say_pace(slow, PACES["slow"])
+        hand_in(members, assignments, clock)
         steps += expected[0]
     assert info(shared, run, "/rounds/1")["tokens"] == 25 * 32
     assert info(shared, run)["rounds"] == 5, "the short one is added"
@@ -170,11 +166,7 @@ def test_what_a_slow_worker_began_earlier_does_not_close_the_round_on_the_fastes
 ) -> None:
     """With a second box of a twentieth of the speed, most rounds closed without the work of the fast one."""
     grace = "grace_factor = 0\ngrace_min_s = 2\ngrace_max_s = 2\nlease_s = 1000"
-    shared.create_run(auto(run, 20, rounds=4, members=grace))
-    fast, slow = members = [enlist(shared, run, name) for name in ("fast", "slow")]
-    assert fast.assignment(None).action == "seed"
-    fast.seed()
-    recovered(slow)
+    fast, slow = members = crew(shared, run, ["fast", "slow"], rounds=4, inner_steps=20, sync=AUTO, members=grace)
     for round_ in range(2):
         for member, pace in zip(members, (2.0, 0.1), strict=True):
             say_pace(member, pace)
@@ -191,10 +183,7 @@ def test_what_a_slow_worker_began_earlier_does_not_close_the_round_on_the_fastes
 
 
 def test_who_joins_or_was_restarted_within_a_round_gets_less(shared: InThread, run: str, clock: SettableClock) -> None:
-    shared.create_run(auto(run, 40, rounds=4, members="lease_s = 100"))
-    first = enlist(shared, run, "first")
-    assert first.assignment(None).action == "seed"
-    first.seed()
+    (first,) = crew(shared, run, ["first"], rounds=4, inner_steps=40, sync=AUTO, members="lease_s = 100")
     say_pace(first, 4.0)
     assert first.assignment(0).inner_steps == 4
     clock.advance(1)
@@ -214,19 +203,13 @@ def test_who_joins_or_was_restarted_within_a_round_gets_less(shared: InThread, r
 
 def after_round_0(shared: InThread, run: str, clock: SettableClock, *names: str) -> list[Member]:
     """Return two workers that have taken part in round 0 of a run with H = 40, each with 4 inner steps in a second."""
-    shared.create_run(auto(run, 40, rounds=4, min_workers=2, members="lease_s = 100"))
-    members = [enlist(shared, run, name) for name in names]
-    members[0].assignment(None)
-    members[0].seed()
-    recovered(members[1])
+    spec = {"rounds": 4, "inner_steps": 40, "min_workers": 2, "sync": AUTO, "members": "lease_s = 100"}
+    members = crew(shared, run, list(names), **spec)
     for member in members:
         say_pace(member, 4.0)
         member.assignment(0)
     clock.advance(1)
-    for member in members:
-        member.take_part(0)
-    for member in members:
-        member.step(0)
+    play_round(members, 0)
     return members
 
 
@@ -253,22 +236,11 @@ def test_one_in_quarantine_does_not_begin_the_round_for_the_others(
 def test_after_a_restart_each_gets_what_it_has_contributed_to_the_last_round(tmp_path: Path) -> None:
     lives, clock = Lives(tmp_path / "data"), SettableClock()
     with lives.life(clock=clock, now=clock) as running:
-        running.create_run(auto("r", 20, rounds=9, min_workers=2))
-        members = [enlist(running, "r", name) for name in ("fast", "slow")]
-        assert members[0].assignment(None).action == "seed"
-        members[0].seed()
-        recovered(members[1])
+        members = crew(running, "r", ["fast", "slow"], rounds=9, inner_steps=20, min_workers=2, sync=AUTO)
         for round_, expected in enumerate([(2, 2), (20, 5)]):
-            for member, pace in zip(members, (2.0, 0.5), strict=True):
-                say_pace(member, pace)
-                member.assignment(round_)
-            assignments = [member.assignment(round_) for member in members]
+            assignments = assigned(members, round_)
             assert tuple(each.inner_steps for each in assignments) == expected
-            for member, each, pace in zip(members, assignments, (2.0, 0.5), strict=True):
-                clock.advance(each.inner_steps / pace / 2)
-                member.contribute_all(each)
-            for member in members:
-                member.step(round_)
+            hand_in(members, assignments, clock)
     with lives.life(clock=clock, now=clock) as running:
         live = running.live("r")
         assert live.open is not None

@@ -35,11 +35,6 @@ def faults(body: bytes) -> list[Any]:
     return list(caught.value.errors())
 
 
-def test_a_message_is_what_pydantic_makes_of_it() -> None:
-    asked = JoinRequest(tensors=TENSORS, host={"gpus": 2, "name": "box"})
-    assert parse(asked.model_dump_json().encode(), JOIN, JOIN_VALUES) == asked
-
-
 @pytest.mark.slow
 def test_the_largest_messages_are_taken() -> None:
     largest = join_of(*(b'{"name":"model.layers.%d.weight","shape":[1,2,3,4]}' % n for n in range(MAX_TENSORS)))

@@ -8,11 +8,11 @@ import pytest
 from sqlalchemy import select
 
 from coordinator.store.tables import RunRow
-from harness.coordinator import InThread, SettableClock
+from harness.coordinator import InThread
 from harness.member import Member, spec_toml
 from protocol.messages import DataSummary
 from protocol.spec.run import PRIVATE_WORKERS, UNITS_PER_WORKER
-from tests.coordinator.crew import crew, events, info, play_round, problem, recovered
+from tests.coordinator.crew import events, info, play_round, play_rounds, problem, ready, recovered, set_state
 from tests.support.waiting import wait_until
 
 B = UNITS_PER_WORKER  # the first unit of the second worker
@@ -40,22 +40,6 @@ def private_crew(running: InThread, run: str, sets: dict[str, int | None], **spe
     assert members[0].assignment(None).action == "seed"
     members[0].seed()
     return members
-
-
-def ready(members: list[Member], round_: int) -> None:
-    """The round opens, as the last of them asks."""
-    for member in members:
-        member.assignment(round_)
-
-
-def left_behind(running: InThread, run: str) -> Member:
-    """Member b, that has ended round 0, which a has left; each has 100 units."""
-    a, b = private_crew(running, run, {"a": 100, "b": 100}, rounds=3)
-    ready([a, b], 0)
-    a.http.delete(a.path()).raise_for_status()
-    b.take_part(0)
-    b.step(0)
-    return b
 
 
 @pytest.mark.slow
@@ -100,49 +84,46 @@ def test_a_worker_too_many_is_refused(shared: InThread, run: str, monkeypatch: p
     with pytest.raises(httpx.HTTPStatusError) as refused:
         bring(shared, run, "c", 7)
     assert "2 workers with private data have joined" in problem(refused.value.response, "run-full")["detail"]
-    ready(members, 0)
     play_round(members, 0)
 
 
-def test_units_that_come_back_are_dealt_to_nobody_but_their_worker(shared: InThread, run: str) -> None:
-    b = left_behind(shared, run)
-    assert b.take_part(1).units == [[B + 5, B + 10]]
-    b.step(1)
-    assert info(shared, run, "/units")["items"][1]["free"] == 100, "all of a's"
+@pytest.mark.parametrize("how", ["left", "evicted", "banned"])
+def test_units_that_come_back_are_dealt_to_nobody_but_their_worker(shared: InThread, run: str, how: str) -> None:
+    a, b = private_crew(shared, run, {"a": 100, "b": 100}, rounds=3)
+    ready([a, b], 0)
+    if how == "left":
+        a.http.delete(a.path()).raise_for_status()
+    else:
+        set_state(shared, f"{run}/workers/a", how)
+    for round_ in range(2):
+        assert b.take_part(round_).units == [[B + 5 * round_, B + 5 * round_ + 5]]
+        b.step(round_)
+    of_a = info(shared, run, "/units")["items"][1]
+    assert (of_a["worker"], of_a["free"]) == ("a", 100)
+    if how == "banned":
+        set_state(shared, f"{run}/workers/a", "readmitted")
     again = bring(shared, run, "a", 100)
-    for theta, momentum, of_b, momentum_of_b in zip(again.theta, again.momentum, b.theta, b.momentum, strict=True):
-        theta[:], momentum[:] = of_b, momentum_of_b
+    again.theta, again.momentum = b.theta, b.momentum
     assert again.assignment(2).units == [[0, 5]], "those that it had before"
 
 
-@pytest.mark.parametrize("what", ["evicted", "banned"])
-def test_the_units_of_whom_the_operator_sends_away_wait_for_it(shared: InThread, run: str, what: str) -> None:
+def test_a_worker_cannot_take_the_units_of_another_as_work_that_it_carries(shared: InThread, run: str) -> None:
     a, b = private_crew(shared, run, {"a": 100, "b": 100}, rounds=3)
     ready([a, b], 0)
-    with shared.client() as operator:
-        operator.patch(a.path(), json={"state": what}).raise_for_status()
-        b.take_part(0)
-        b.step(0)
-        assert b.take_part(1).units == [[B + 5, B + 10]]
-        b.step(1)
-        if what == "banned":
-            operator.patch(a.path(), json={"state": "readmitted"}).raise_for_status()
-    assert bring(shared, run, "a", 100).assignment(1).action == "recover"
-    of_a = info(shared, run, "/units")["items"][1]
-    assert (of_a["worker"], of_a["free"]) == ("a", 100)
-
-
-def test_a_worker_cannot_take_the_units_of_another_as_work_that_it_carries(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    b = left_behind(shared, run)
+    a.http.delete(a.path()).raise_for_status()
+    b.take_part(0)
+    b.step(0)
     refused = b.http.put(b.path("/assignment"), json={"state_round": 1, "carried": [[0, 5]]})
     assert "but was assigned only 0 since" in problem(refused, "units-not-held")["detail"]
 
 
-def test_private_sets_are_of_one_tokenizer(shared: InThread, run: str) -> None:
-    """The same ids must mean the same text, whatever the text is."""
+@pytest.mark.parametrize("first", ["tells it", "tells nothing"])
+def test_private_sets_are_of_one_tokenizer(shared: InThread, run: str, first: str) -> None:
+    """The same ids must mean the same text, whatever the text is. A script that told nothing came first: then no
+    tokenizers were compared at all."""
     shared.create_run(spec_toml(run, data="private = true", rounds=3))
+    if first == "tells nothing":
+        bring(shared, run, "first", None)
     told = DataSummary(tokenizer="words", tokenizer_digest="ab" * 32, units=12)
     assert asked(shared, run, "a", told).status_code == 200
     assert asked(shared, run, "b", told.model_copy(update={"units": 5})).status_code == 200
@@ -150,16 +131,6 @@ def test_private_sets_are_of_one_tokenizer(shared: InThread, run: str) -> None:
     assert "made by the tokenizer words (BLAKE3 cdcd" in problem(other, "data-mismatch")["detail"]
     in_bytes = asked(shared, run, "d", summary(12))
     assert "made by the tokenizer bytes" in problem(in_bytes, "data-mismatch")["detail"]
-
-
-def test_the_tokenizer_is_that_of_the_first_worker_that_tells_one(shared: InThread, run: str) -> None:
-    """A script that told nothing came first: then no tokenizers were compared at all."""
-    private_crew(shared, run, {"a": None}, rounds=3)
-    told = DataSummary(tokenizer="words", tokenizer_digest="ab" * 32, units=12)
-    assert asked(shared, run, "b", told).status_code == 200
-    assert asked(shared, run, "c", told).status_code == 200
-    other = asked(shared, run, "d", told.model_copy(update={"tokenizer_digest": "cd" * 32}))
-    assert "made by the tokenizer words" in problem(other, "data-mismatch")["detail"]
 
 
 @pytest.mark.covers("security:training-data-leak")
@@ -170,13 +141,10 @@ def test_nothing_but_the_length_of_a_set_is_told(shared: InThread, run: str) -> 
         assert session.scalars(select(RunRow.data).where(RunRow.name == run)).one() == {"units": 12}
     refused = asked(shared, run, "c", DataSummary(digest="ab" * 32, units=12))
     assert "with data.private = true" in problem(refused, "data-mismatch")["detail"]
+    shared.create_run(spec_toml(f"{run}-shared"))
+    refused = asked(shared, f"{run}-shared", "c", summary(12))
+    assert "with data.private = false" in problem(refused, "data-mismatch")["detail"], "there it is needed"
     assert {worker["name"] for worker in info(shared, run, "/workers")["items"]} == {"a", "b"}
-
-
-def test_a_set_that_all_have_is_not_taken_without_its_digest(shared: InThread, run: str) -> None:
-    shared.create_run(spec_toml(run))
-    refused = asked(shared, run, "c", summary(12))
-    assert "with data.private = false" in problem(refused, "data-mismatch")["detail"]
 
 
 @pytest.mark.parametrize("units", [13, None])
@@ -201,9 +169,7 @@ def test_the_held_out_loss_is_the_mean_of_what_the_workers_measure(shared: InThr
     assert [event["data"] for event in events(shared, run, "evaluated")] == [{"round": 0, "worker": "a"}], "told once"
     by_worker = info(shared, run, "/rounds/0")["evaluations"]
     assert {worker: each["loss"] for worker, each in by_worker.items()} == {"a": 2.0, "b": 3.0}
-    for round_ in range(2):
-        play_round(members, round_)
-    shared.await_state(run, 2)
+    play_rounds(shared, members, range(2))
     assert all(member.assignment(2).evaluate for member in members), "the last state as well"
     members[1].http.put(f"/v1/runs/{run}/rounds/2/evaluation", json={"loss": 1.5, "tokens": 1}).raise_for_status()
     assert [member.assignment(2).evaluate for member in members] == [True, False]
@@ -220,16 +186,8 @@ def test_the_mean_outlives_what_it_was_made_of(shared: InThread, run: str) -> No
         member.assignment(0)
         report = {"loss": loss, "tokens": 100, "bytes": 500}
         member.http.put(f"/v1/runs/{run}/rounds/0/evaluation", json=report).raise_for_status()
-    for round_ in range(4):
-        play_round(members, round_)
-        shared.await_state(run, round_ + 1)
+    play_rounds(shared, members, range(4))
     wait_until(lambda: info(shared, run, "/rounds/0")["evaluations"] == {})
     old = info(shared, run, "/rounds/0")
     assert old["held_out_loss"] == 2.5
     assert old["held_out_bits_per_byte"] == pytest.approx(2.5 / math.log(2) / 5)
-
-
-def test_one_worker_measures_for_all_where_they_hold_out_the_same(shared: InThread, run: str) -> None:
-    members = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    ready(members, 0)
-    assert [member.assignment(0).evaluate for member in members] == [True, False]

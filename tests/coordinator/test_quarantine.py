@@ -6,7 +6,7 @@ from coordinator.trust.quarantine import BACK, MOST_ROUNDS, QUARANTINED, Reputat
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
 from protocol.messages import Scope
-from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
+from tests.coordinator.crew import crew, enlist, events, info, play_rounds, problem, recovered, set_state
 
 pytestmark = pytest.mark.slow
 
@@ -81,8 +81,7 @@ def test_it_takes_no_part_until_its_time_is_over(shared: InThread, run: str) -> 
         play(shared, members, hostile, round_)
         contributors = info(shared, run, f"/rounds/{round_}")["fragments"][0]["contributors"]
         assert sorted(contributors) == ["a", "b", "c"]
-    play_round([*members, hostile], 15)
-    shared.await_state(run, 16)
+    play_rounds(shared, [*members, hostile], range(15, 16))
     assert "m" in info(shared, run, "/rounds/15")["fragments"][0]["contributors"]
     assert info(shared, run, "/workers/m")["quarantined_until"] is None
     assert info(shared, run, "/workers/m")["score"] > BACK
@@ -104,8 +103,7 @@ def test_a_round_that_needs_everybody_waits_no_longer_than_the_grace_for_who_is_
     *members, hostile = crew(
         shared, run, ["a", "b", "m"], rounds=30, min_workers=3, members=f"lease_s = 86400\n{GRACE}"
     )
-    play_round([*members, hostile], 0)
-    shared.await_state(run, 1)
+    play_rounds(shared, [*members, hostile], range(1))
     assignment = hostile.assignment(1)
     for fragment in range(2):
         problem(hostile.put(hostile.contribution_path(1, fragment), b"nothing of the kind"), "invalid-payload")
@@ -123,8 +121,7 @@ def test_a_round_that_needs_everybody_waits_for_who_may_still_contribute(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
     *members, slow = crew(shared, run, ["a", "b", "m"], rounds=30, min_workers=3, members=f"lease_s = 86400\n{GRACE}")
-    play_round([*members, slow], 0)
-    shared.await_state(run, 1)
+    play_rounds(shared, [*members, slow], range(1))
     slow.assignment(1)
     for member in members:
         member.take_part(1, wait_s=0)
@@ -140,8 +137,7 @@ def test_the_operator_ends_it(shared: InThread, run: str) -> None:
     for round_ in range(5):
         play(shared, members, hostile, round_)
     assert hostile.assignment(5).action == "wait"
-    with shared.client() as admin:
-        admin.patch(f"/v1/runs/{run}/workers/m", json={"state": "readmitted"}).raise_for_status()
+    set_state(shared, f"{run}/workers/m", "readmitted")
     (event,) = events(shared, run, "readmitted")
     assert event["message"] == "m takes part again"
     assert hostile.assignment(5).action == "train"

@@ -2,17 +2,12 @@
 
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member
-from tests.coordinator.crew import crew, info, play_round, problem
+from tests.coordinator.crew import crew, info, play_round, problem, ready, set_state
 
 
 def heartbeat(member: Member) -> tuple[str, str]:
     reply = member.http.put(member.path("/lease"), json={}).raise_for_status().json()
     return reply["directive"], reply["reason"]
-
-
-def steer(shared: InThread, run: str, state: str) -> None:
-    with shared.client() as admin:
-        admin.patch(f"/v1/runs/{run}", json={"state": state}).raise_for_status()
 
 
 def why_not(shared: InThread, run: str, round_: int) -> str:
@@ -39,12 +34,11 @@ def test_while_a_round_waits_for_workers_and_while_it_is_open(shared: InThread, 
 def test_once_the_run_is_stopped_nothing_is_open_or_waited_for(shared: InThread, run: str) -> None:
     """The lease still said that round 0 is open, and the round's record when it would close."""
     members = crew(shared, run, ["a", "b", "c", "d"], rounds=2, members="lease_s = 100\nround_max_s = 60")
-    for member in members:
-        member.assignment(0)
+    ready(members, 0)
     a = members[0]
     a.take_part(0)
     assert info(shared, run, "/rounds/0")["fragments"][0]["closes_in_s"] == 60
-    steer(shared, run, "stopped")
+    set_state(shared, run, "stopped")
     assert heartbeat(a) == ("stop", "the run is stopped")
     assert info(shared, run)["reason"] == "the run is stopped after 0 of 2 rounds"
     record = info(shared, run, "/rounds/0")
@@ -57,8 +51,7 @@ def test_a_silent_worker_is_the_reason_until_it_is_heard_of_again(
 ) -> None:
     """An open round said that it waits for the worker, as if that were training."""
     a, b = crew(shared, run, ["a", "b"], rounds=2, min_workers=2, members="lease_s = 60")
-    for member in (a, b):
-        member.assignment(0)
+    ready([a, b], 0)
     a.take_part(0)
     for round_ in (0, 1):  # the open one waits for b; then the next one, for b to be ready
         for member in (a, b):

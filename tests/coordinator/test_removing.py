@@ -11,16 +11,14 @@ from coordinator.store.tables import Base
 from coordinator.upkeep import removing
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import Member, spec_toml
-from tests.coordinator.crew import crew, enlist, info, play_round, problem
+from tests.coordinator.crew import crew, enlist, info, play_rounds, problem, set_state
 from tests.support.waiting import wait_until
 
 
 def finished(running: InThread, run: str) -> Member:
     """The only member of a run of two rounds that is over."""
     (member,) = crew(running, run, ["w"])
-    for round_ in range(2):
-        play_round([member], round_)
-    running.await_state(run, 2)
+    play_rounds(running, [member], range(2))
     return member
 
 
@@ -73,7 +71,7 @@ def test_a_run_that_goes_on_is_not_removed(shared: InThread, run: str) -> None:
     (member,) = crew(shared, run, ["w"])
     with shared.client() as admin:
         assert "stop it first" in problem(admin.delete(f"/v1/runs/{run}"), "run-not-ended")["detail"]
-        assert admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).is_success
+        set_state(shared, run, "stopped")
         document = problem(admin.delete(f"/v1/runs/{run}"), "not-ready")
         assert document["detail"] == f"workers are still leaving the run {run}: w"
     leave(member)
@@ -85,7 +83,7 @@ def test_a_run_that_another_is_to_start_from_is_not_removed(shared: InThread, ru
     shared.create_run(spec_toml(f"{run}-next").replace('preset = "tiny"', f'preset = "tiny"\nrun = "{run}"'))
     with shared.client() as admin:
         assert f"{run}-next" in problem(admin.delete(f"/v1/runs/{run}"), "run-not-ended")["detail"]
-        assert admin.patch(f"/v1/runs/{run}-next", json={"state": "stopped"}).is_success
+    set_state(shared, f"{run}-next", "stopped")
     remove(shared, run)
 
 

@@ -11,7 +11,7 @@ from harness.coordinator import InThread, coordinator_thread
 from harness.member import Member
 from harness.stores import read, rounds, spoil, the
 from protocol.wire import Payload
-from tests.coordinator.crew import crew, events, info, play_round
+from tests.coordinator.crew import crew, events, info, play_round, play_rounds
 from tests.coordinator.test_rolling_back import KEPT, joined_again, roll_back
 from tests.support.backing_up import back_up, restored
 
@@ -25,17 +25,11 @@ def two_of(running: InThread, run: str = "r", checkpoints: str = "every_rounds =
     return crew(running, run, ["a", "b"], rounds=ROUNDS, min_workers=2, sync=SYNC, checkpoints=checkpoints)
 
 
-def play(running: InThread, members: list[Member], rounds_: range, run: str = "r") -> None:
-    for round_ in rounds_:
-        play_round(members, round_)
-        running.await_state(run, round_ + 1)
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of the state after all rounds, undisturbed."""
     with coordinator_thread(tmp_path_factory.mktemp("undisturbed") / "data") as running:
-        play(running, two_of(running), range(ROUNDS))
+        play_rounds(running, two_of(running), range(ROUNDS))
         return str(info(running, "r")["state_digest"])
 
 
@@ -67,17 +61,17 @@ def mean_of(members: list[Member], round_: int, fragment: int) -> np.ndarray:
 def test_a_start_changes_nothing(tmp_path: Path, expected: str, over: int) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         members = two_of(running)
-        play(running, members, range(over))
+        play_rounds(running, members, range(over))
         port = int(running.url.rsplit(":", 1)[1])
     with coordinator_thread(tmp_path / "data", port) as running:
-        play(running, members, range(over, ROUNDS))
+        play_rounds(running, members, range(over, ROUNDS))
         assert info(running, "r")["state_digest"] == expected
 
 
 def test_it_is_kept_from_the_newest_checkpoint_on(shared: InThread, run: str) -> None:
     members, kept = two_of(shared, run, "every_rounds = 2\nkeep = 2"), {}
     for round_ in range(ROUNDS):
-        play(shared, members, range(round_, round_ + 1), run)
+        play_rounds(shared, members, range(round_, round_ + 1))
         kept[round_] = [rounds(shared.live(run), kind) for kind in ("residuals", "deltas")]
     assert kept[2] == [[1, 2], [0, 1, 2]]
     assert kept[4] == [[4], [4]]
@@ -85,11 +79,11 @@ def test_it_is_kept_from_the_newest_checkpoint_on(shared: InThread, run: str) ->
 
 def test_a_damaged_residual_is_reported_once_and_not_used(shared: InThread, run: str) -> None:
     members = two_of(shared, run)
-    play(shared, members, range(1), run)
+    play_rounds(shared, members, range(1))
     live = shared.live(run)
     spoil(live.blobs, the(live, "residuals", 0, 0))
     live.blobs.delete(the(live, "residuals", 0, 1))
-    play(shared, members, range(1, ROUNDS), run)
+    play_rounds(shared, members, range(1, ROUNDS))
     told = sorted(event["message"] for event in events(shared, run, "corrupt"))
     assert told == [
         "the residual of the delta of round 0, fragment 0, is corrupt on disk; the next delta is made without it",
@@ -101,7 +95,7 @@ def test_a_damaged_residual_is_reported_once_and_not_used(shared: InThread, run:
 
 def test_a_damaged_delta_is_rebuilt_with_the_residual_before_it(shared: InThread, run: str) -> None:
     members = two_of(shared, run, "every_rounds = 100")
-    play(shared, members, range(2), run)
+    play_rounds(shared, members, range(2))
     live = shared.live(run)
     name = the(live, "deltas", 1, 0)
     before = read(live.blobs, name)
@@ -117,10 +111,10 @@ def test_a_damaged_delta_is_rebuilt_with_the_residual_before_it(shared: InThread
 @pytest.mark.parametrize("to", [2, 4])
 def test_a_rollback_to_any_checkpoint_goes_on(shared: InThread, run: str, to: int) -> None:
     members = two_of(shared, run, KEPT)
-    play(shared, members, range(4), run)
+    play_rounds(shared, members, range(4))
     assert roll_back(shared, run, to).json()["round"] == to
     assert all(round_ < to for round_ in rounds(shared.live(run), "residuals"))
-    play(shared, joined_again(shared, run, ["a", "b"]), range(to, ROUNDS), run)
+    play_rounds(shared, joined_again(shared, run, ["a", "b"]), range(to, ROUNDS))
     assert events(shared, run, "corrupt") == events(shared, run, "fault") == []
     assert info(shared, run)["divergences"] == 0
 
@@ -129,12 +123,12 @@ def test_a_rollback_to_any_checkpoint_goes_on(shared: InThread, run: str, to: in
 @pytest.mark.in_sqlite
 def test_a_backup_has_the_residuals_of_the_newest_deltas(tmp_path: Path, expected: str) -> None:
     with coordinator_thread(tmp_path / "data") as running:
-        play(running, two_of(running, checkpoints=KEPT), range(3))
+        play_rounds(running, two_of(running, checkpoints=KEPT), range(3))
         old_token = running.admin_token
         back_up(tmp_path / "data", tmp_path / "backups")
     restored(tmp_path / "backups", tmp_path / "restored")
     with coordinator_thread(tmp_path / "restored") as running:
         running.admin_token = old_token
-        play(running, joined_again(running, "r", ["a", "b"]), range(3, ROUNDS))
+        play_rounds(running, joined_again(running, "r", ["a", "b"]), range(3, ROUNDS))
         assert info(running, "r")["state_digest"] == expected
         assert events(running, "r", "corrupt") == []

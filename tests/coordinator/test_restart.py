@@ -18,13 +18,11 @@ from coordinator.server import make_server
 from coordinator.settings import Settings
 from coordinator.store.data_directory import StateFiles
 from coordinator.store.database import Database
-from coordinator.store.tables import (
-    RunRow,
-)
+from coordinator.store.tables import RunRow
 from coordinator.sync import outer_state
 from harness import stores
 from harness.coordinator import InThread, SettableClock, coordinator_thread
-from harness.member import spec_toml
+from harness.member import Member, spec_toml
 from harness.stores import names
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import (
@@ -34,7 +32,10 @@ from tests.coordinator.crew import (
     play_one_round_of_two,
     play_one_round_of_two_without_deltas,
     play_round,
+    play_rounds,
     problem,
+    ready,
+    set_state,
 )
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -69,13 +70,22 @@ def lives(tmp_path: Path) -> Lives:
     return Lives(tmp_path / "data")
 
 
+def two_of_whom_a_has_contributed(running: InThread) -> list[Member]:
+    a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
+    ready([a, b], 0)
+    a.take_part(0)
+    return [a, b]
+
+
+def checkpoint(running: InThread, round_: int | str) -> list[str]:
+    """The digests of a checkpoint of run r."""
+    return [each["state_digest"] for each in info(running, "r", f"/checkpoints/{round_}")["fragments"]]
+
+
 @pytest.mark.covers("reliability:coordinator-restart")
 def test_an_open_round_goes_on_with_what_was_acknowledged(lives: Lives) -> None:
     with lives.life() as running:
-        a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
-        for member in (a, b):
-            member.assignment(0)
-        a.take_part(0)
+        a, b = two_of_whom_a_has_contributed(running)
         units = b.assignment(0).units
     with lives.life() as running:
         assert info(running, "r", "/rounds/current")["fragments"][0]["contributors"] == ["a"]
@@ -83,8 +93,7 @@ def test_an_open_round_goes_on_with_what_was_acknowledged(lives: Lives) -> None:
         for member in (a, b):
             member.step(0)
         running.await_state("r", 1)
-        digests = [each["state_digest"] for each in info(running, "r", "/checkpoints/1")["fragments"]]
-        assert digests == [a.base(p).hex() for p in (0, 1)] == [b.base(p).hex() for p in (0, 1)]
+        assert checkpoint(running, 1) == [a.base(p).hex() for p in (0, 1)] == [b.base(p).hex() for p in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -120,30 +129,22 @@ def flip(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
-    [
-        pytest.param(Path.unlink, id="missing"),
-        pytest.param(flip, id="one bit flipped"),
-    ],
+    [pytest.param(Path.unlink, id="missing"), pytest.param(flip, id="one bit flipped")],
 )
 def test_the_outer_state_is_derived_again_from_checkpoint_and_deltas(
     lives: Lives, damage: Callable[[Path], None]
 ) -> None:
     with lives.life() as running:
         (member,) = crew(running, "r", ["w"], rounds=4)
-        for round_ in range(2):
-            play_round([member], round_)
-        running.await_state("r", 2)
+        play_rounds(running, [member], range(2))
     damage(lives.states.path(1, 2))
     with lives.life() as running:
         assert [event["message"] for event in events(running, "r", "rederived")] == [
             "fragment 1 of the outer state is rebuilt from checkpoint 0"
         ]
         assert running.live("r").outer.states == [(2, member.base(0)), (2, member.base(1))]
-        for round_ in (2, 3):
-            play_round([member], round_)
-        running.await_state("r", 4)
-        digests = [each["state_digest"] for each in info(running, "r", "/checkpoints/4")["fragments"]]
-        assert digests == [member.base(p).hex() for p in (0, 1)]
+        play_rounds(running, [member], range(2, 4))
+        assert checkpoint(running, 4) == [member.base(p).hex() for p in (0, 1)]
 
 
 def test_a_start_on_a_full_disk_is_refused_and_is_no_damage(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +155,7 @@ def test_a_start_on_a_full_disk_is_refused_and_is_no_damage(lives: Lives, monkey
 
     with lives.life() as running:
         (member,) = crew(running, "r", ["w"])
-        play_round([member], 0)
-        running.await_state("r", 1)
+        play_rounds(running, [member], range(1))
         (running.data_dir / "runs" / "r" / "state" / "0.1").unlink()
         with monkeypatch.context() as patch:
             patch.setattr(outer_state, "write_state", no_room)
@@ -167,10 +167,7 @@ def test_a_start_on_a_full_disk_is_refused_and_is_no_damage(lives: Lives, monkey
 
 def test_uploads_that_were_never_acknowledged_are_swept_and_acknowledged_ones_stay(lives: Lives) -> None:
     with lives.life() as running:
-        a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
-        for member in (a, b):
-            member.assignment(0)
-        a.take_part(0)
+        _, b = two_of_whom_a_has_contributed(running)
         live = running.live("r")
         acknowledged = names(live, "contributions")
         assert len(acknowledged) == 2
@@ -184,11 +181,8 @@ def test_uploads_that_were_never_acknowledged_are_swept_and_acknowledged_ones_st
     (lives.data_dir / "incoming" / "17").write_bytes(b"half an upl")
     with lives.life() as running:
         live = running.live("r")
-        assert [names(live, kind) for kind in ("contributions", "deltas", "checkpoints")] == [
-            acknowledged,
-            [],
-            checkpoints,
-        ]
+        kept = [names(live, kind) for kind in ("contributions", "deltas", "checkpoints")]
+        assert kept == [acknowledged, [], checkpoints]
         assert list((lives.data_dir / "incoming").iterdir()) == []
         b.take_part(0)
         assert b.delta(0, 0).status_code == 200
@@ -208,29 +202,22 @@ def test_a_run_keeps_the_defaults_of_the_version_that_created_it(lives: Lives) -
         assert info(running, "r")["spec"] == older
 
 
+def everything(running: InThread) -> list[Any]:
+    shown = [("r", ""), ("another", ""), ("r", "/rounds"), ("r", "/workers")]
+    return [info(running, run, path) for run, path in shown]
+
+
 @pytest.mark.slow
 def test_all_runs_tokens_and_history_are_there_again(lives: Lives) -> None:
     with lives.life() as running:
         (member,) = crew(running, "r", ["w"], rounds=2)
-        play_round([member], 0)
-        running.await_state("r", 1)
+        play_rounds(running, [member], range(1))
         running.create_run(spec_toml("another"))
-        with running.client() as admin:
-            admin.patch("/v1/runs/another", json={"state": "paused"})
+        set_state(running, "another", "paused")
         running.coordinator.tick()  # a round that has just opened tells so until the first tick
-        before = (
-            info(running, "r"),
-            info(running, "another"),
-            info(running, "r", "/rounds"),
-            info(running, "r", "/workers"),
-        )
+        before = everything(running)
     with lives.life() as running:
-        after = (
-            info(running, "r"),
-            info(running, "another"),
-            info(running, "r", "/rounds"),
-            info(running, "r", "/workers"),
-        )
+        after = everything(running)
         for whole in (before[0], before[1], after[0], after[1]):
             whole["disk_bytes"].pop("state")  # derived, and of the newest state alone after a start
             whole.pop("eta_s")  # which passes
@@ -254,7 +241,9 @@ def test_a_stored_run_with_a_setting_of_another_version_is_refused_by_name(lives
 
 def test_a_second_coordinator_on_the_same_directory_is_refused_and_the_first_is_not_harmed(lives: Lives) -> None:
     with lives.life() as running:
-        with pytest.raises(OuterstepError, match="is in use by another coordinator; stop it or choose another --data"):
+        with pytest.raises(
+            OuterstepError, match="is in use by another coordinator; stop it or choose another --data-dir"
+        ):
             make_server(Settings(data_dir=lives.data_dir, port=0))
         (member,) = crew(running, "r", ["w"], rounds=1)
         play_round([member], 0)

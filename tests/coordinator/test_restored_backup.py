@@ -7,14 +7,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.backup.directory import DirectoryBackups
-from coordinator.backup.restore import Target, restore
-from coordinator.store.database import url_of
 from harness.coordinator import coordinator_thread
 from harness.member import Member
 from protocol.digest import model_digest
 from protocol.messages import LeaveRequest
-from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
+from tests.coordinator.crew import crew, enlist, events, info, play_round, play_rounds, problem, ready, recovered
 from tests.coordinator.test_backup import caught_up
 from tests.support.backing_up import back_up, restored
 from tests.support.waiting import wait_until
@@ -48,9 +45,7 @@ def test_the_crew_goes_on_from_the_backup_and_ends_with_one_model(tmp_path: Path
         ahead.join(running.admin_token)
         assert (ahead.assignment(5).action, ahead.assignment(5).round) == ("recover", 2)
         members = [caught_up(ahead), caught_up(enlist(running, "r", "b"))]
-        for round_ in range(2, 6):
-            play_round(members, round_)
-        running.await_state("r", 6)
+        play_rounds(running, members, range(2, 6))
         digests = {model_digest(member.base(p) for p in range(len(member.theta))).hex() for member in members}
         detail = info(running, "r")
         assert digests == {detail["state_digest"]}
@@ -63,8 +58,7 @@ def test_the_crew_goes_on_from_the_backup_and_ends_with_one_model(tmp_path: Path
 def test_what_was_acknowledged_in_the_open_round_is_in_its_delta(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         a, b = crew(running, "r", ["a", "b"], rounds=1, min_workers=2)
-        for member in (a, b):
-            member.assignment(0)
+        ready([a, b], 0)
         a.take_part(0)
         back_up(running.data_dir, tmp_path / "backups")
         old_token = running.admin_token
@@ -76,23 +70,19 @@ def test_what_was_acknowledged_in_the_open_round_is_in_its_delta(tmp_path: Path)
     with coordinator_thread(tmp_path / "new") as running:
         running.admin_token = old_token
         assert info(running, "r", "/rounds/current")["fragments"][0]["contributors"] == ["a"]
-        b = enlist(running, "r", "b")
-        for theta in b.theta:
-            theta[:] = 0.5
+        b = recovered(enlist(running, "r", "b"))
         b.take_part(0)
         b.step(0)
         running.await_state("r", 1)
         assert model_digest(b.base(p) for p in range(len(b.theta))) == undisturbed
-        assert [fragment["contributors"] for fragment in info(running, "r", "/rounds/0")["fragments"]] == [
-            ["a", "b"]
-        ] * 2
+        fragments = info(running, "r", "/rounds/0")["fragments"]
+        assert [fragment["contributors"] for fragment in fragments] == [["a", "b"]] * 2
 
 
 def test_a_run_that_had_ended_is_as_it_was(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         (a,) = crew(running, "r", ["a"], rounds=1)
-        play_round([a], 0)
-        running.await_state("r", 1)
+        play_rounds(running, [a], range(1))
         digest = info(running, "r")["state_digest"]
         told = LeaveRequest(state_round=1, state_digest=digest).model_dump(mode="json")
         a.http.request("DELETE", a.path(), json=told).raise_for_status()
@@ -101,19 +91,6 @@ def test_a_run_that_had_ended_is_as_it_was(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "new") as running:
         wait_until(lambda: info(running, "r")["state_digest"] is not None)
         assert (info(running, "r")["state"], info(running, "r")["state_digest"]) == ("finished", digest)
-
-
-def test_half_of_a_restore_is_no_data_directory(tmp_path: Path) -> None:
-    with coordinator_thread(tmp_path / "data") as running:
-        crew(running, "r", ["a"], rounds=1)
-        back_up(running.data_dir, tmp_path / "backups")
-    restore(DirectoryBackups(tmp_path / "backups"), None, Target(tmp_path / "new"))
-    (tmp_path / "new" / "outerstep.db").unlink()
-    with pytest.raises(ValueError, match="incomplete: run `outerstep coordinator restore` again"):
-        url_of(None, tmp_path / "new")
-    restored(tmp_path / "backups", tmp_path / "new")
-    with coordinator_thread(tmp_path / "new") as running:
-        assert info(running, "r")["round"] == 0
 
 
 def test_a_backup_is_for_its_user_alone_and_has_no_token(tmp_path: Path) -> None:

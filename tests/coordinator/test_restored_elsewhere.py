@@ -2,9 +2,9 @@
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import URL, make_url
@@ -18,11 +18,12 @@ from coordinator.settings import Settings
 from coordinator.store import sqlite
 from coordinator.store.opening import reader_of
 from harness.coordinator import InThread, coordinator_thread
+from harness.member import Member
 from harness.postgres import PostgreSQL
 from harness.seaweedfs import SeaweedFS
 from harness.stores import names, read
 from protocol.errors import OuterstepError
-from tests.coordinator.crew import crew, enlist, info, play_round
+from tests.coordinator.crew import crew, enlist, info, play_round, ready
 from tests.coordinator.test_backup import caught_up
 from tests.coordinator.test_bucket_backups import at_rest
 from tests.coordinator.test_removing import leave
@@ -47,16 +48,20 @@ def database(postgres: PostgreSQL) -> str:
     return postgres.create(f"restored{next(_numbers)}")
 
 
+def after_two_rounds(running: InThread) -> list[Member]:
+    members = crew(running, "r", ["a", "b"], rounds=20, min_workers=2, checkpoints=CHECKPOINTS)
+    for round_ in range(2):
+        play_round(members, round_)
+        at_rest(running, "r", round_ + 1)
+    return members
+
+
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """A data directory in which a run of two workers has played two rounds and begun a third."""
     with coordinator_thread(tmp_path / "data") as running:
-        members = crew(running, "r", ["a", "b"], rounds=20, min_workers=2, checkpoints=CHECKPOINTS)
-        for round_ in range(2):
-            play_round(members, round_)
-            at_rest(running, "r", round_ + 1)
-        for member in members:
-            member.assignment(2)
+        members = after_two_rounds(running)
+        ready(members, 2)
         members[0].take_part(2)
         for member in members:
             leave(member)
@@ -102,9 +107,8 @@ def test_into_a_bucket_and_back_and_the_run_goes_on_in_each(tmp_path: Path, url:
         Coordinator(Settings(data_dir=tmp_path / "b", blobs=f"{url}-empty"))
     restore(backed_up(tmp_path / "b", tmp_path / "more"), None, Target(tmp_path / "c"))
     with coordinator_thread(tmp_path / "c", token_in=tmp_path / "data") as running:
-        assert {name: before[name] for name in before if "/contributions/" not in name}.items() <= contents(
-            running
-        ).items()
+        kept = {name: content for name, content in before.items() if "/contributions/" not in name}
+        assert kept.items() <= contents(running).items()
         go_on(running, 3)
 
 
@@ -127,13 +131,26 @@ def test_into_postgresql_and_back(tmp_path: Path, url: str, database: str, data:
 @pytest.mark.covers("reliability:restored-elsewhere")
 def test_a_backup_in_a_bucket_leaves_its_files_there(tmp_path: Path, url: str, database: str) -> None:
     with coordinator_thread(tmp_path / "a", blobs=url) as running:
-        members = crew(running, "r", ["a", "b"], rounds=20, min_workers=2, checkpoints=CHECKPOINTS)
-        for round_ in range(2):
-            play_round(members, round_)
-            at_rest(running, "r", round_ + 1)
+        after_two_rounds(running)
     restore(BucketBackups.of(Objects(url)), None, Target(tmp_path / "b", database=make_url(database)))
     with coordinator_thread(tmp_path / "b", token_in=tmp_path / "a", blobs=url, database=database) as running:
         go_on(running, 2)
+
+
+@contextmanager
+def killed(owner: object, step: str, when: str) -> Iterator[None]:
+    """Within the block a function of `owner` is killed before or after it has done anything, and so is the block."""
+    real: Callable[..., object] = getattr(owner, step)
+
+    def dies(*arguments: object) -> None:
+        if when == "after":
+            real(*arguments)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(owner, step, dies)
+        with pytest.raises(KeyboardInterrupt):
+            yield
 
 
 STEPS = [
@@ -150,15 +167,7 @@ STEPS = [
 @pytest.mark.covers("reliability:restored-elsewhere")
 @pytest.mark.parametrize(("from_bucket", "owner", "step", "when"), STEPS)
 def test_a_restore_that_is_killed_can_be_repeated(
-    tmp_path: Path,
-    url: str,
-    database: str,
-    data: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    from_bucket: bool,
-    owner: object,
-    step: str,
-    when: str,
+    tmp_path: Path, url: str, database: str, data: Path, from_bucket: bool, owner: object, step: str, when: str
 ) -> None:
     backups: Backups = backed_up(data, tmp_path / "backups")
     target = Target(tmp_path / "c", None if from_bucket else url, make_url(database))
@@ -167,17 +176,8 @@ def test_a_restore_that_is_killed_can_be_repeated(
         with coordinator_thread(tmp_path / "b", token_in=tmp_path / "data", blobs=url):
             pass
         backups = BucketBackups.of(Objects(url))
-    real: Callable[..., object] = getattr(owner, step)
-
-    def killed(*arguments: object) -> object:
-        if when == "after":
-            real(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(owner, step, killed)
-        with pytest.raises(KeyboardInterrupt):
-            restore(backups, None, target)
+    with killed(owner, step, when):
+        restore(backups, None, target)
     restore(BucketBackups.of(Objects(url)) if from_bucket else backups, None, target)
     with coordinator_thread(tmp_path / "c", token_in=tmp_path / "data", blobs=url, database=database) as running:
         go_on(running, 2)
@@ -185,21 +185,12 @@ def test_a_restore_that_is_killed_can_be_repeated(
 
 @pytest.mark.slow
 def test_a_repeated_restore_undoes_nothing_that_was_done_since(
-    tmp_path: Path, url: str, database: str, data: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, url: str, database: str, data: Path
 ) -> None:
     """It was killed at its end, and somebody started a coordinator all the same, from another data directory."""
     backups, target = backed_up(data, tmp_path / "backups"), Target(tmp_path / "b", url, make_url(database))
-
-    fill = restoring._fill  # noqa: SLF001 the last step
-
-    def killed(*arguments: Any) -> None:
-        fill(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(restoring, "_fill", killed)
-        with pytest.raises(KeyboardInterrupt):
-            restore(backups, None, target)
+    with killed(restoring, "_fill", "after"):  # its last step
+        restore(backups, None, target)
     with coordinator_thread(tmp_path / "other", token_in=data, blobs=url, database=database) as running:
         go_on(running, 2)
     restore(backups, None, target)

@@ -1,21 +1,19 @@
 """What is left on disk and in the database after many rounds, and that it is enough."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from coordinator.store.blobs import KINDS, Blobs, Kind, round_of
+from coordinator.store.blobs import KINDS, Kind, round_of
 from coordinator.store.tables import CheckpointFragmentRow, CheckpointRow, ContributionRow
 from coordinator.sync import retention
 from harness.coordinator import InThread, coordinator_thread
 from harness.stores import names, rounds
 from protocol.outer_step import outer_step
 from protocol.wire import Payload
-from tests.coordinator.crew import crew, info, play_round
+from tests.coordinator.crew import crew, info, play_round, play_rounds
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
@@ -51,6 +49,8 @@ def test_the_rule_keeps_what_it_says_and_it_is_enough_to_recover(
     for kind in KINDS:
         for round_ in rounds(shared.live(run), kind):
             assert len(names(shared.live(run), kind, round_)) == 2, "one blob per fragment"
+    assert len(list(shared.live(run).outer.files.folder.iterdir())) == 4, "two state files per fragment"
+    assert list((shared.data_dir / "incoming").iterdir()) == []
     listed = sorted(each["round"] for each in info(shared, run, "/checkpoints")["items"])
     assert listed == at_the_end[0]
     with shared.coordinator.database.read() as session:
@@ -59,7 +59,7 @@ def test_the_rule_keeps_what_it_says_and_it_is_enough_to_recover(
         assert sorted({row.round for row in rows}) == at_the_end[0]
         assert session.query(ContributionRow).filter_by(run_id=live.id).count() == 14, "rows are the history"
 
-    oldest = at_the_end[0][0]
+    oldest, outer = at_the_end[0][0], member.spec.outer
     for p, elements in enumerate(member.joined.layout.elements):
         both = np.empty(2 * elements, np.float32)
         checkpoint = member.http.get(f"/v1/runs/{run}/checkpoints/{oldest}/fragments/{p}")
@@ -68,32 +68,9 @@ def test_the_rule_keeps_what_it_says_and_it_is_enough_to_recover(
         for round_ in range(oldest, 7):
             values = np.empty(elements, np.float32)
             Payload.from_bytes(member.delta(round_, p).content).decode(values)
-            outer_step(theta, momentum, values, learning_rate=1.0, beta=0.8)
+            outer_step(theta, momentum, values, learning_rate=outer.learning_rate, beta=outer.momentum)
         assert np.array_equal(theta, member.theta[p])
         assert np.array_equal(momentum, member.momentum[p])
-
-
-def test_the_coordinator_keeps_two_state_files_per_fragment_and_no_scratch(shared: InThread, run: str) -> None:
-    (member,) = crew(shared, run, ["w"], rounds=3)
-    for round_ in range(3):
-        play_round([member], round_)
-    shared.await_state(run, 3)
-    assert sorted(path.name for path in shared.live(run).outer.files.folder.iterdir()) == ["0.0", "0.1", "1.0", "1.1"]
-    assert [path.name for path in (shared.data_dir / "incoming").iterdir()] == []
-
-
-class Deleting:
-    """Blobs, except that `delete` calls `on_delete` with the name and the real method."""
-
-    def __init__(self, real: Blobs, on_delete: Callable[[str, Callable[[str], None]], None]) -> None:
-        self._real, self._on_delete = real, on_delete
-
-    def delete(self, *names: str) -> None:
-        for name in names:
-            self._on_delete(name, self._real.delete)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
 
 
 def is_free(lock: "threading.RLock") -> bool:
@@ -111,22 +88,23 @@ def is_free(lock: "threading.RLock") -> bool:
     return found[0]
 
 
-def test_blobs_are_deleted_after_their_rows_and_without_the_lock(shared: InThread, run: str) -> None:
+def test_blobs_are_deleted_after_their_rows_and_without_the_lock(
+    shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (member,) = crew(shared, run, ["w"], rounds=4, checkpoints="every_rounds = 1\nkeep = 1")
     live = shared.live(run)
-    seen: list[tuple[str, int, bool]] = []
+    real, seen = live.blobs.delete, list[tuple[str, int, bool]]()
 
-    def on_delete(name: str, delete: Callable[[str], None]) -> None:
-        if name.startswith(live.names.kind("checkpoints")):
-            with shared.coordinator.database.read() as session:
-                (oldest,) = session.query(CheckpointRow.round).filter_by(run_id=live.id).all()[:1]
-            seen.append((name, oldest.round, is_free(live.lock)))
-        delete(name)
+    def delete(*names: str) -> None:
+        for name in names:
+            if name.startswith(live.names.kind("checkpoints")):
+                with shared.coordinator.database.read() as session:
+                    (oldest,) = session.query(CheckpointRow.round).filter_by(run_id=live.id).all()[:1]
+                seen.append((name, oldest.round, is_free(live.lock)))
+        real(*names)
 
-    live.blobs = Deleting(live.blobs, on_delete)
-    for round_ in range(4):
-        play_round([member], round_)
-    shared.await_state(run, 4)
+    monkeypatch.setattr(live.blobs, "delete", delete)
+    play_rounds(shared, [member], range(4))
     assert kept_below(shared, run, 8) == ([4], [3], [])
     assert len(seen) == 8, "four checkpoints of two fragments"
     assert all(round_of(name) < oldest for name, oldest, _ in seen), "the row goes first"
@@ -140,9 +118,7 @@ def test_killed_before_the_rows_the_next_start_deletes_rows_and_blobs(
     with coordinator_thread(tmp_path / "data") as running, monkeypatch.context() as patched:
         (member,) = crew(running, "r", ["w"], rounds=6, checkpoints="every_rounds = 2\nkeep = 1")
         patched.setattr(retention, "clean", lambda run: None)
-        for round_ in range(4):
-            play_round([member], round_)
-        running.await_state("r", 4)
+        play_rounds(running, [member], range(4))
     with coordinator_thread(tmp_path / "data") as running:
         assert kept_below(running, "r", 8) == ([4], [3], [])
         with running.coordinator.database.read() as session:

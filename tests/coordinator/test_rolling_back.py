@@ -12,8 +12,9 @@ from coordinator.sync import outer_state
 from coordinator.upkeep import rolling_back
 from harness.coordinator import InThread
 from harness.member import Member
+from harness.stores import read
 from protocol.messages import RollBack
-from tests.coordinator.crew import crew, enlist, events, info, play_round, problem
+from tests.coordinator.crew import crew, enlist, events, info, play_rounds, problem, ready, set_state
 from tests.coordinator.test_backup import caught_up
 from tests.coordinator.test_restart import Lives
 from tests.support.waiting import wait_until
@@ -48,17 +49,12 @@ def joined_again(running: InThread, run: str, names: list[str]) -> list[Member]:
 def played(running: InThread, run: str, over: int, rounds: int = 6, **spec: Any) -> list[Member]:
     """A run whose first rounds are over, with a checkpoint of each state."""
     members = crew(running, run, ["a", "b"], checkpoints=KEPT, rounds=rounds, **spec)
-    for round_ in range(over):
-        play_round(members, round_)
-    running.await_state(run, over)
+    play_rounds(running, members, range(over))
     return members
 
 
 def digests(running: InThread, run: str) -> dict[int, str]:
-    with running.client() as admin:
-        return {
-            each["round"]: each["state_digest"] for each in admin.get(f"/v1/runs/{run}/checkpoints").json()["items"]
-        }
+    return {each["round"]: each["state_digest"] for each in info(running, run, "/checkpoints")["items"]}
 
 
 @pytest.mark.covers("security:slow-poison")
@@ -73,14 +69,10 @@ def test_the_run_is_at_the_checkpoint_again_and_the_same_rounds_lead_to_the_same
     assert set(digests(shared, run)) == {0, 1, 2}
     problem(members[0].http.put(members[0].path("/lease"), json={}), "unauthorized")
     members = joined_again(shared, run, ["a", "b"])
-    for round_ in (2, 3):
-        play_round(members, round_)
-    shared.await_state(run, 4)
+    play_rounds(shared, members, range(2, 4))
     assert digests(shared, run) == before, "as if nothing had happened"
     assert info(shared, run, "/units") == epochs
-    for round_ in (4, 5):
-        play_round(members, round_)
-    shared.await_state(run, 6)
+    play_rounds(shared, members, range(4, 6))
     assert info(shared, run)["divergences"] == 0
     assert info(shared, run)["tokens"] == 2 * 6 * 5 * 32
 
@@ -93,10 +85,7 @@ def test_what_was_of_later_rounds_is_set_aside_with_its_rows(shared: InThread, r
     folders = {name.rpartition("/")[0] for name in aside}
     assert {"0", "0/deltas/1", "0/deltas/2", "0/checkpoints/2", "0/checkpoints/3"} <= folders
     assert not {name for name in aside if "/deltas/0/" in name or "/checkpoints/1/" in name}
-    with live.blobs.open(f"{live.names.set_aside}0/rows.json") as reader:
-        content = bytearray(reader.size)
-        reader.read_into(memoryview(content), 0)
-    rows = json.loads(content)
+    rows = json.loads(read(live.blobs, f"{live.names.set_aside}0/rows.json"))
     assert {row["worker"] for row in rows["contributions"]} == {"a", "b"}
     assert {row["round"] for row in rows["fragments"]} >= {1, 2}
     assert rows["fragments"][0]["verdicts"]["a"]["factor"] == 1
@@ -105,22 +94,15 @@ def test_what_was_of_later_rounds_is_set_aside_with_its_rows(shared: InThread, r
 
 def test_an_open_round_is_given_up_with_what_was_contributed_to_it(shared: InThread, run: str):
     a, b = played(shared, run, 2, rounds=4, min_workers=2)
-    for member in (a, b):
-        member.assignment(2)
-    late = a.assignment(2)
-    assert late.action == "train"
-    for fragment, values in enumerate(a.pseudo_gradients(2)):
-        a.contribute(late, fragment, values).raise_for_status()
+    ready([a, b], 2)
+    late = a.take_part(2)
     assert info(shared, run)["tokens"] == (4 + 1) * 5 * 32
     assert roll_back(shared, run, 2).json()["round"] == 2
     assert info(shared, run)["tokens"] == 4 * 5 * 32
     members = joined_again(shared, run, ["a", "b"])
-    for member in members:
-        member.assignment(2)
+    ready(members, 2)
     assert members[0].assignment(2).units == late.units, "they are trained on again"
-    for round_ in (2, 3):
-        play_round(members, round_)
-    shared.await_state(run, 4)
+    play_rounds(shared, members, range(2, 4))
 
 
 def test_a_worker_that_holds_a_state_of_the_same_number_as_before_is_found_out(shared: InThread, run: str):
@@ -128,10 +110,9 @@ def test_a_worker_that_holds_a_state_of_the_same_number_as_before_is_found_out(s
     roll_back(shared, run, 1)
     (other,) = joined_again(shared, run, ["a"])
     other.assignment(1)
-    values = [gradient * 2 for gradient in other.pseudo_gradients(1)]
     assignment = other.assignment(1)
-    for fragment, each in enumerate(values):
-        other.contribute(assignment, fragment, each).raise_for_status()
+    for fragment, values in enumerate(other.pseudo_gradients(1)):
+        other.contribute(assignment, fragment, values * 2).raise_for_status()
     other.step(1)
     b.join(shared.admin_token)  # with the state that it had before
     other.assignment(2)
@@ -149,23 +130,20 @@ def test_a_worker_may_be_left_out_until_it_is_readmitted(shared: InThread, run: 
     assert "banned: b" in event["message"]
     again = Member(shared.client(), run, "b")
     problem(again.ask_to_join(shared.admin_token), "banned")
-    with shared.client() as admin:
-        assert admin.patch(f"/v1/runs/{run}/workers/b", json={"state": "readmitted"}).is_success
+    set_state(shared, f"{run}/workers/b", "readmitted")
     again.join(shared.admin_token)
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped", "paused"])
 def test_a_run_that_had_ended_is_paused_and_can_go_on(shared: InThread, run: str, state: str):
     played(shared, run, 2, rounds=2 if state == "finished" else 3)
-    with shared.client() as admin:
-        if state != "finished":
-            admin.patch(f"/v1/runs/{run}", json={"state": state}).raise_for_status()
-        assert info(shared, run)["state"] == state
-        assert roll_back(shared, run, 1).json()["state"] == "paused"
-        admin.patch(f"/v1/runs/{run}", json={"state": "running"}).raise_for_status()
+    if state != "finished":
+        set_state(shared, run, state)
+    assert info(shared, run)["state"] == state
+    assert roll_back(shared, run, 1).json()["state"] == "paused"
+    set_state(shared, run, "running")
     members = joined_again(shared, run, ["a", "b"])
-    play_round(members, 1)
-    shared.await_state(run, 2)
+    play_rounds(shared, members, range(1, 2))
 
 
 def test_what_cannot_be_gone_back_to_is_refused_and_nothing_has_changed(shared: InThread, run: str):
@@ -188,9 +166,7 @@ def test_what_cannot_be_gone_back_to_is_refused_and_nothing_has_changed(shared: 
     after = info(shared, run)
     passing = {"disk_bytes": None, "eta_s": None}
     assert after | passing == before | passing
-    for round_ in (2, 3):
-        play_round([a, b], round_)
-    shared.await_state(run, 4)
+    play_rounds(shared, [a, b], range(2, 4))
 
 
 @pytest.mark.covers("reliability:rollback")
@@ -201,26 +177,22 @@ def test_killed_in_the_middle_it_is_done_at_the_next_start(tmp_path: Path, monke
     with lives.life() as running:
         played(running, "r", 4, rounds=6)
         before = digests(running, "r")
-        moves = []
+        live = running.live("r")
+        rename, done = live.blobs.rename, iter(range(2 if point == "half of the blobs" else 0))
 
         def dies(*arguments: Any) -> None:
-            raise KeyboardInterrupt
-
-        def moves_two(*arguments: Any) -> None:
-            moves.append(arguments)
-            if len(moves) > 2:
+            """At once, or after two blobs."""
+            if next(done, None) is None:
                 raise KeyboardInterrupt
-            original(*arguments)
+            rename(*arguments)
 
-        original = running.live("r").blobs.rename
         with monkeypatch.context() as patch:
             if point == "rows":
                 patch.setattr(outer_state, "fetch_checkpoint", dies)
             elif point == "checkpoint":
                 patch.setattr(rolling_back, "set_aside", dies)
             else:
-                patch.setattr(running.live("r").blobs, "rename", moves_two)
-            live = running.live("r")
+                patch.setattr(live.blobs, "rename", dies)
             patch.setattr(live, "restored", lambda opening: None)  # nothing follows: it is dead
             order = RollBack(to=2, from_round=4)
             with pytest.raises(KeyboardInterrupt):
@@ -233,9 +205,7 @@ def test_killed_in_the_middle_it_is_done_at_the_next_start(tmp_path: Path, monke
         aside = {name.split("/")[3] for name, _ in live.blobs.list(live.names.set_aside)}
         assert aside == {"0"}
         members = joined_again(running, "r", ["a", "b"])
-        for round_ in range(2, 6):
-            play_round(members, round_)
-        running.await_state("r", 6)
+        play_rounds(running, members, range(2, 6))
         after = digests(running, "r")
         assert {round_: after[round_] for round_ in before} == before
         assert info(running, "r")["divergences"] == 0

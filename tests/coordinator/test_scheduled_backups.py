@@ -15,13 +15,13 @@ import pytest
 
 from coordinator.backup.directory import BackupSource, DirectoryBackups
 from coordinator.backup.restore import Target, restore
-from coordinator.backup.scheduled import RETRY_S
+from coordinator.backup.scheduled import RETRY_S, ScheduledBackups
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.blobs import Reader
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from protocol.errors import OuterstepError
-from tests.coordinator.crew import crew, events, play_round
+from tests.coordinator.crew import crew, events, play_rounds
 from tests.support.backing_up import back_up, check_restored, damages
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -53,9 +53,13 @@ def await_backup(running: InThread, after: float | None) -> float:
     return at
 
 
+def scheduled_of(running: InThread) -> ScheduledBackups:
+    assert running.coordinator.backups is not None
+    return running.coordinator.backups
+
+
 def set_now(running: InThread, monkeypatch: pytest.MonkeyPatch, now: float) -> None:
-    scheduled = running.coordinator.backups
-    assert scheduled is not None
+    scheduled = scheduled_of(running)
     monkeypatch.setattr(scheduled, "_now", lambda: now)
     make = scheduled.make
     assert isinstance(make, partial)
@@ -64,9 +68,7 @@ def set_now(running: InThread, monkeypatch: pytest.MonkeyPatch, now: float) -> N
 
 def await_rest(running: InThread) -> None:
     """Return once the thread has nothing to do until the clock moves."""
-    scheduled = running.coordinator.backups
-    assert scheduled is not None
-    wait_until(lambda: scheduled.due < math.inf)
+    wait_until(lambda: scheduled_of(running).due < math.inf)
 
 
 def test_one_is_made_at_the_first_start_and_again_after_a_while(
@@ -80,8 +82,7 @@ def test_one_is_made_at_the_first_start_and_again_after_a_while(
     running.coordinator.tick()
     assert numbers(tmp_path) == [1], "not before its time"
     (a,) = crew(running, "r", ["a"], rounds=2, members="lease_s = 86400")
-    play_round([a], 0)
-    running.await_state("r", 1)
+    play_rounds(running, [a], range(1))
     clock.advance(EVERY_S)
     assert await_backup(running, first) == first + EVERY_S + 1
     assert damages(DirectoryBackups(tmp_path / "backups")) == {2: "", 1: ""}
@@ -165,8 +166,7 @@ def test_it_waits_for_nobody_and_nobody_for_it(tmp_path: Path, clock: SettableCl
             context.closing.wait()
             return context.blobs.open(name)
 
-        scheduled = running.coordinator.backups
-        assert scheduled is not None
+        scheduled = scheduled_of(running)
         make = scheduled.make
         assert isinstance(make, partial)
         source, *rest = make.args
@@ -175,9 +175,7 @@ def test_it_waits_for_nobody_and_nobody_for_it(tmp_path: Path, clock: SettableCl
         shutil.rmtree(root)
         clock.advance(EVERY_S)
         assert reached.wait(PATIENCE_S)
-        for round_ in range(2):
-            play_round([a], round_)
-        running.await_state("r", 2)
+        play_rounds(running, [a], range(2))
         assert httpx.get(f"{running.url}/readyz").status_code == 200
     assert numbers(tmp_path) == []
 

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,8 @@ from coordinator.screening.judging import (
 from coordinator.screening.measuring import SKETCHED, Measure, Signs, Sketcher, measure_payload, unit
 from protocol.codecs import CODECS
 from protocol.compiled import COMPILED, kernels
-from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, pack_frames, pack_header
+from protocol.wire import CHUNK_ELEMENTS
+from tests.coordinator.test_aggregating import contribution
 
 F32 = npt.NDArray[np.float32]
 KEY = b"of this round and fragment"
@@ -47,12 +48,24 @@ def cosine_of(a: Measure, b: Measure) -> float:
     return float(a.direction.astype(np.float64) @ b.direction.astype(np.float64))
 
 
-def honest(count: int, cosine: float = 0.3, n: int = N, seed: int = 0) -> list[F32]:
-    """Return vectors of norm 1, about, of which each two have this cosine, about."""
+def honest(
+    count: int, cosine: float = 0.3, n: int = N, seed: int = 0, times: Mapping[int, float] | None = None
+) -> list[F32]:
+    """Return vectors of norm 1, about, of which each two have this cosine, about. Some are `times` as long."""
     rng = np.random.default_rng(seed)
     common, own = math.sqrt(cosine / n), math.sqrt((1 - cosine) / n)
     direction = rng.standard_normal(n)
-    return [(common * direction + own * rng.standard_normal(n)).astype(np.float32) for _ in range(count)]
+    found = [(common * direction + own * rng.standard_normal(n)).astype(np.float32) for _ in range(count)]
+    return [each * np.float32((times or {}).get(index, 1.0)) for index, each in enumerate(found)]
+
+
+def evidence_of(vectors: Sequence[F32], **of_the_last: Any) -> dict[str, Evidence]:
+    """Return the evidence of as many workers. `of_the_last`: fields of the last one's."""
+    found = {f"w{index}": Evidence(sketched(each), 1 / len(vectors), 1.0) for index, each in enumerate(vectors)}
+    if of_the_last:
+        last = f"w{len(vectors) - 1}"
+        found[last] = replace(found[last], **of_the_last)
+    return found
 
 
 def judged(
@@ -64,10 +77,9 @@ def judged(
     rule: str = "screened",
     usual_spread: float | None = None,
 ) -> Judgement:
-    evidence = {
-        f"w{index}": Evidence(sketched(each), 1 / len(vectors), work[index] if work else 1.0)
-        for index, each in enumerate(vectors)
-    }
+    evidence = evidence_of(vectors)
+    for worker, asked in zip(evidence, work, strict=False):
+        evidence[worker] = replace(evidence[worker], work=asked)
     return judge(evidence, usual, plausible, rule=rule, usual_spread=usual_spread)
 
 
@@ -130,26 +142,7 @@ def test_without_the_key_nobody_can_aim_at_the_sketch() -> None:
 @pytest.mark.parametrize("n", [5, CHUNK_ELEMENTS + 3])
 def test_a_payload_is_measured_as_it_decodes(codec: str, n: int) -> None:
     values = np.random.default_rng(n).standard_normal(n).astype(np.float32)
-    frames = pack_frames(values, CODECS[codec], zstd=True)
-    header = ContributionHeader(
-        run="r",
-        round=0,
-        fragment=0,
-        codec=codec,
-        elements=n,
-        chunk_elements=CHUNK_ELEMENTS,
-        frame_bytes=[len(each) for each in frames],
-        worker="w",
-        base=bytes(32),
-        tokens=1,
-        inner_steps=1,
-        loss=None,
-        norm=1.0,
-        units=[[0, 1]],
-        carried=[],
-        carried_share=1.0,
-    )
-    payload = Payload.from_bytes(b"".join([pack_header(header), *map(bytes, frames)]))
+    payload = contribution(values, "w", codec)
     decoded = np.empty(n, np.float32)
     payload.decode(decoded)
     expected, found = sketched(decoded), measure_payload(payload, KEY)
@@ -162,6 +155,10 @@ def test_a_norm_whose_square_is_beyond_fp32_is_measured_all_the_same() -> None:
     most = values * np.float32(2.0**100 / np.abs(values).max())
     assert sketched(most).norm == pytest.approx(sketched(values).norm * 2.0**100 / np.abs(values).max())
     np.testing.assert_allclose(sketched(most).direction, sketched(values).direction, atol=1e-5)
+
+
+# How workers with data of their own are judged.
+OF_OTHER_DATA: dict[str, Any] = {"clipped": CLIPPED_OF_OTHER_DATA, "least_agreement": 0.0}
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -177,92 +174,70 @@ def test_honest_workers_keep_all_of_their_weight() -> None:
 @pytest.mark.parametrize("times", [100.0, 1e6])
 @pytest.mark.parametrize("workers", [3, 8])
 def test_what_is_far_too_long_is_left_out(times: float, workers: int) -> None:
-    vectors = honest(workers)
-    vectors[1] = vectors[1] * np.float32(times)
-    judgement = judged(vectors)
+    judgement = judged(honest(workers, times={1: times}))
     assert factors(judgement) == [1.0, 0.0] + [1.0] * (workers - 2)
-    assert (
-        f"{times:.3g} times" in judgement.verdicts["w1"].reason
-        or "times the round's" in judgement.verdicts["w1"].reason
-    )
+    assert "more than 10 times" in judgement.verdicts["w1"].reason
 
 
 @pytest.mark.covers("security:scaled-gradient")
 def test_what_is_too_long_is_shortened() -> None:
-    vectors = honest(4)
-    vectors[1] = vectors[1] * np.float32(5)
-    judgement = judged(vectors)
+    judgement = judged(honest(4, times={1: 5.0}))
     assert judgement.verdicts["w1"].factor == pytest.approx(1 / 5, rel=0.05)
     assert factors(judgement)[2:] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("clipped", [CLIPPED_WITH_FEEDBACK, CLIPPED_OF_OTHER_DATA])
 def test_error_feedback_and_other_data_may_lengthen_a_norm(clipped: float) -> None:
-    vectors = honest(3)
-    vectors[1] = vectors[1] * np.float32(0.95 * clipped)
-    evidence = {f"w{index}": Evidence(sketched(each), 1 / 3, 1.0) for index, each in enumerate(vectors)}
+    evidence = evidence_of(honest(3, times={1: 0.95 * clipped}))
     assert factors(judge(evidence))[1] < 1
     assert factors(judge(evidence, clipped=clipped)) == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.covers("security:zero-gradient")
 def test_zeros_are_left_out_and_do_not_count_as_the_usual() -> None:
-    vectors = honest(6)
-    for lazy in (0, 2, 3, 5):  # four names of one token
-        vectors[lazy] = np.zeros(N, np.float32)
-    assert factors(judged(vectors)) == [0, 1, 0, 0, 1, 0]
-
-
-@pytest.mark.covers("security:zero-gradient")
-def test_next_to_nothing_is_left_out() -> None:
-    vectors = honest(4)
-    vectors[3] = vectors[3] * np.float32(1e-3)
-    judgement = judged(vectors)
+    """And so is next to nothing."""
+    four_names_of_one_token = dict.fromkeys((0, 2, 3, 5), 0.0)
+    assert factors(judged(honest(6, times=four_names_of_one_token))) == [0, 1, 0, 0, 1, 0]
+    judgement = judged(honest(4, times={3: 1e-3}))
     assert factors(judgement) == [1, 1, 1, 0]
     assert "less than 0.1 times" in judgement.verdicts["w3"].reason
 
 
 def test_who_was_asked_for_less_or_more_work_is_judged_by_it() -> None:
     """Of a twentieth of the steps comes a twentieth of the norm, of ten times as many up to ten times as much."""
-    vectors = honest(5)
-    vectors[0], vectors[1] = vectors[0] * np.float32(0.05), vectors[1] * np.float32(10)
+    vectors = honest(5, times={0: 0.05, 1: 10.0})
     assert factors(judged(vectors, work=[5, 1000, 100, 100, 100])) == [1.0] * 5
 
 
 @pytest.mark.covers("security:scaled-gradient")
 def test_a_worker_that_always_sends_too_much_never_weighs_more_than_the_others() -> None:
     """Its own history once raised its bound: one of eight that sent ten times as much had the weight of three."""
-    vectors = honest(4)
     for times in (1.6, 2.7, 9.0):
-        vectors[1] = honest(4)[1] * np.float32(times)
-        assert judged(vectors, usual=1.0).verdicts["w1"].factor == pytest.approx(1 / times, rel=0.05)
+        assert judged(honest(4, times={1: times}), usual=1.0).verdicts["w1"].factor == pytest.approx(
+            1 / times, rel=0.05
+        )
 
 
 @pytest.mark.covers("security:hoarded-work")
 @pytest.mark.parametrize("late", [1, 2, 19])
 def test_late_work_may_be_longer_by_half_however_many_rounds_were_missed(late: int) -> None:
     """Two rounds named as carried once allowed 3.9 times the norm, and units held for 19 rounds 36 times."""
-    vectors = honest(4)
     for norm, expected in ((1.4, 1.0), (2.0, CLIPPED_UNEQUAL / 2.0), (9.0, CLIPPED_UNEQUAL / 9.0)):
-        evidence = {f"w{i}": Evidence(sketched(each), 0.25, 5.0) for i, each in enumerate(vectors)}
-        evidence["w1"] = Evidence(sketched(vectors[1] * np.float32(norm)), 0.25, 5.0, late=late)
-        assert judge(evidence).verdicts["w1"].factor == pytest.approx(expected, rel=0.05)
+        evidence = evidence_of(honest(4, times={3: norm}), late=late)
+        assert factors(judge(evidence))[3] == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize(("late", "allowed"), [(0, 2.0), (1, 2.0 * math.sqrt(2)), (3, 4.0), (19, 4.0)])
 def test_where_data_differs_late_work_may_be_as_long_as_work_with_nothing_in_common(late: int, allowed: float) -> None:
     """A worker that had been late four times in a row was shortened."""
-    vectors = honest(4, 0.0)
     for norm in (0.95 * allowed, 1.05 * allowed):
-        evidence = {f"w{i}": Evidence(sketched(each), 0.25, 5.0) for i, each in enumerate(vectors)}
-        evidence["w1"] = Evidence(sketched(vectors[1] * np.float32(norm)), 0.25, 5.0, late=late)
-        factor = judge(evidence, clipped=CLIPPED_OF_OTHER_DATA, least_agreement=0.0).verdicts["w1"].factor
-        assert (factor == 1.0) == (norm < allowed)
+        evidence = evidence_of(honest(4, 0.0, times={3: norm}), late=late)
+        assert (factors(judge(evidence, **OF_OTHER_DATA))[3] == 1.0) == (norm < allowed)
 
 
 def test_among_newcomers_whose_norms_are_short_the_others_may_be_as_long_as_ever() -> None:
     """As with error feedback: what a codec leaves out at first comes later."""
-    vectors = [each * np.float32(0.7 if i < 3 else 1.0) for i, each in enumerate(honest(4))]
+    vectors = honest(4, times=dict.fromkeys(range(3), 0.7))
     assert judged(vectors).verdicts["w3"].factor < 1
     assert factors(judged(vectors, usual=1.0)) == [1.0] * 4
 
@@ -275,9 +250,8 @@ def test_a_majority_cannot_take_the_reference_out_of_reach_of_what_is_usual() ->
 
 
 def test_in_the_first_round_of_two_the_plausible_one_stays() -> None:
-    a, b = honest(2)
-    assert factors(judged([a, b * np.float32(1e6)], plausible=100.0)) == [1.0, 0.0]
-    assert factors(judged([a, b * np.float32(1e-6)], plausible=100.0)) == [1.0, 0.0]
+    for times in (1e6, 1e-6):
+        assert factors(judged(honest(2, times={1: times}), plausible=100.0)) == [1.0, 0.0]
 
 
 def test_a_worker_alone_is_shortened_to_what_is_usual_and_never_left_out() -> None:
@@ -303,10 +277,7 @@ def test_a_round_of_zeros_is_one_of_equals() -> None:
 @pytest.mark.parametrize("cosine", [0.05, 0.3, 0.9])
 @pytest.mark.parametrize("hostile", [1, 2])
 def test_who_opposes_the_others_is_left_out(times: float, cosine: float, hostile: int) -> None:
-    vectors = honest(8, cosine)
-    for index in range(hostile):
-        vectors[index] = vectors[index] * np.float32(-times)
-    judgement = judged(vectors)
+    judgement = judged(honest(8, cosine, times=dict.fromkeys(range(hostile), -times)))
     assert factors(judgement) == [0.0] * hostile + [1.0] * (8 - hostile)
     assert "opposes" in judgement.verdicts["w0"].reason
 
@@ -417,77 +388,65 @@ def test_a_minority_cannot_widen_the_spread() -> None:
 def test_less_agreement_is_asked_of_less_work_and_none_of_workers_with_data_of_their_own() -> None:
     vectors = honest(4, 0.4)
     stranger = 0.2 * vectors[0] + honest(1, seed=7)[0]  # agrees with the others, a fifth as much as they do
-    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 100.0) for i, each in enumerate([*vectors[1:], stranger])}
+    evidence = evidence_of([*vectors[1:], stranger])
+    evidence = {worker: replace(each, work=100.0) for worker, each in evidence.items()}
     assert factors(judge(evidence)) == [1.0, 1.0, 1.0, 0.0]
     assert factors(judge(evidence, least_agreement=0.0)) == [1.0] * 4
-    evidence["w3"] = Evidence(sketched(stranger), 0.25, 10.0)
+    evidence["w3"] = replace(evidence["w3"], work=10.0)
     assert factors(judge(evidence)) == [1.0] * 4
 
 
 def test_late_work_may_hide_the_agreement_of_its_own_round() -> None:
     """One that had missed two short rounds was left out: of its length only a part was of its own round."""
-    vectors = honest(4, 0.4)
-    vectors[3] = vectors[3] + 6 * honest(1, seed=5)[0]
-    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate(vectors)}
-    assert factors(judge(evidence)) == [1.0, 1.0, 1.0, 0.0]
-    evidence["w3"] = replace(evidence["w3"], late=2)
-    assert 0 < factors(judge(evidence))[3] < 1
-    evidence["w3"] = Evidence(sketched(half_flipped(vectors[0]) * np.float32(4)), 0.25, 1.0, late=2)
-    assert factors(judge(evidence))[3] == 0.0
+    *others, own = honest(4, 0.4)
+    vectors = [*others, own + 6 * honest(1, seed=5)[0]]
+    assert factors(judge(evidence_of(vectors))) == [1.0, 1.0, 1.0, 0.0]
+    assert 0 < factors(judge(evidence_of(vectors, late=2)))[3] < 1
+    vectors = [*others, half_flipped(others[0]) * np.float32(4)]
+    assert factors(judge(evidence_of(vectors, late=2)))[3] == 0.0
 
 
 def test_where_data_differs_late_work_opposes_the_work_in_the_means_that_it_missed() -> None:
     """One that had missed three rounds of two workers was left out: they repeated their data in the next round."""
-    own, *vectors = honest(4, 0.0)
-    late = own - (vectors[0] + vectors[1]) * np.float32(0.5)
-    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate([*vectors[:2], vectors[0]])}
-    evidence["w2"] = Evidence(sketched(vectors[0] + vectors[2] * np.float32(0.3)), 0.25, 1.0)
-    evidence["w3"] = Evidence(sketched(late), 0.25, 1.0, late=1)
-    assert factors(judge(evidence, clipped=CLIPPED_OF_OTHER_DATA, least_agreement=0.0)) == [1.0, 1.0, 1.0, 0.0]
-    evidence["w3"] = replace(evidence["w3"], missed=0.5)
-    assert factors(judge(evidence, clipped=CLIPPED_OF_OTHER_DATA, least_agreement=0.0)) == [1.0] * 4
-    evidence["w3"] = Evidence(sketched(-vectors[0]), 0.25, 1.0, late=1, missed=0.5)
-    assert factors(judge(evidence, clipped=CLIPPED_OF_OTHER_DATA, least_agreement=0.0)) == [1.0, 1.0, 1.0, 0.0]
+    own, a, b, c = honest(4, 0.0)
+    late = own - (a + b) * np.float32(0.5)
+    others = [a, b, a + c * np.float32(0.3)]
+    for vector, missed, expected in ((late, 0.0, 0.0), (late, 0.5, 1.0), (-a, 0.5, 0.0)):
+        evidence = evidence_of([*others, vector], late=1, missed=missed)
+        assert factors(judge(evidence, **OF_OTHER_DATA)) == [1.0, 1.0, 1.0, expected]
 
 
 def test_where_directions_have_nothing_in_common_late_work_opposes_what_others_still_send_of_the_missed_round() -> None:
     """Codecs had left it out: a cosine of -0.18, and the late one was left out."""
     *missed, late = honest(4, 0.0)
     others = [own + each for own, each in zip(honest(3, 0.0, seed=1), missed, strict=True)]
-    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate(others)}
     late -= sum(missed) / np.float32(3)
-    evidence["w3"] = Evidence(sketched(late), 0.25, 1.0, late=1, missed=1 / 3, all_late=True)
-    assert factors(judge(evidence)) == [1.0] * 4
-    evidence["w3"] = replace(evidence["w3"], missed=0.0)
-    assert factors(judge(evidence)) == [1.0, 1.0, 1.0, 0.0]
-    alike = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate(honest(3))}
-    alike["w3"] = Evidence(sketched(-honest(4)[3]), 0.25, 1.0, late=1, missed=1.0, all_late=True)
+    for share, expected in ((1 / 3, 1.0), (0.0, 0.0)):
+        evidence = evidence_of([*others, late], late=1, missed=share, all_late=True)
+        assert factors(judge(evidence)) == [1.0, 1.0, 1.0, expected]
+    alike = evidence_of([*honest(3), -honest(4)[3]], late=1, missed=1.0, all_late=True)
     assert factors(judge(alike)) == [1.0, 1.0, 1.0, 0.0], "where they have, it may not"
 
 
 def test_the_little_that_remains_of_late_work_is_no_measure_of_the_others() -> None:
     """Two of three were late and had a fifth of the usual norm: the third was shortened to theirs."""
-    vectors = honest(3, 0.0)
-    evidence = {f"w{i}": Evidence(sketched(each * np.float32(0.2)), 1 / 3, 1.0) for i, each in enumerate(vectors[:2])}
-    evidence["w2"] = Evidence(sketched(vectors[2]), 1 / 3, 1.0)
+    a, b, own = honest(3, 0.0)
+    evidence = evidence_of([a * np.float32(0.2), b * np.float32(0.2), own])
     usual = evidence["w2"].measure.norm
-    rule: dict[str, Any] = {"clipped": CLIPPED_OF_OTHER_DATA, "least_agreement": 0.0}
-    assert factors(judge(evidence, usual, **rule))[2] < 1
-    evidence |= {f"w{i}": replace(evidence[f"w{i}"], late=1) for i in (0, 1)}
-    assert factors(judge(evidence, usual, **rule)) == [1.0] * 3
-    evidence["w2"] = Evidence(sketched(vectors[2] * np.float32(5)), 1 / 3, 1.0)
-    assert judge(evidence, usual, **rule).reference == pytest.approx(usual), "no higher than usual"
+    assert factors(judge(evidence, usual, **OF_OTHER_DATA))[2] < 1
+    evidence |= {worker: replace(evidence[worker], late=1) for worker in ("w0", "w1")}
+    assert factors(judge(evidence, usual, **OF_OTHER_DATA)) == [1.0] * 3
+    evidence["w2"] = replace(evidence["w2"], measure=sketched(own * np.float32(5)))
+    assert judge(evidence, usual, **OF_OTHER_DATA).reference == pytest.approx(usual), "no higher than usual"
 
 
 def test_nobody_is_compared_with_late_work() -> None:
     """Two that had missed the same round came less its mean, which was the third one's: they agreed that it opposed them."""
     in_time, *late = honest(3, 0.05)
-    late = [each - in_time for each in late]
-    evidence = {"w0": Evidence(sketched(in_time), 1 / 3, 1.0)}
-    evidence |= {f"w{i}": Evidence(sketched(each), 1 / 3, 1.0, late=1) for i, each in enumerate(late, start=1)}
-    assert all(each > 0 for each in factors(judge(evidence)))
-    evidence |= {f"w{i}": replace(evidence[f"w{i}"], late=0) for i in (1, 2)}
+    evidence = evidence_of([in_time, *(each - in_time for each in late)])
     assert factors(judge(evidence))[0] == 0.0
+    evidence |= {worker: replace(evidence[worker], late=1) for worker in ("w1", "w2")}
+    assert all(each > 0 for each in factors(judge(evidence)))
 
 
 @pytest.mark.covers("security:flipped-gradient")
@@ -526,20 +485,18 @@ def test_what_another_one_has_sent_counts_once() -> None:
 def test_late_work_of_which_nothing_is_left_counts() -> None:
     """It comes less the delta of its round: a worker that had done just what the others did sent zeros, and was left out
     as lazy. Work of its own round it has to bring."""
-    a, b, late = honest(3)
-    evidence = {f"w{i}": Evidence(sketched(each), 1 / 3, 1.0) for i, each in enumerate([a, b])}
-    nothing = Measure(0.0, sketched(late).direction)
+    evidence, nothing = evidence_of(honest(3)), Measure(0.0, sketched(honest(3)[2]).direction)
     for all_late, expected in ((True, 1.0), (False, 0.0)):
-        evidence["w2"] = Evidence(nothing, 1 / 3, 1.0, late=1, all_late=all_late)
+        evidence["w2"] = replace(evidence["w2"], measure=nothing, late=1, all_late=all_late)
         assert factors(judge(evidence)) == [1.0, 1.0, expected]
 
 
 def test_two_of_whose_late_work_nothing_is_left_are_compared() -> None:
     """Their norms are both 0, and the one was divided by the other: the fragment could never be aggregated."""
-    a, b, late = honest(3)
-    evidence = {f"w{i}": Evidence(sketched(each), 0.25, 1.0) for i, each in enumerate([a, b])}
+    evidence = evidence_of([*honest(3), honest(3)[2]])
     for worker in ("w2", "w3"):
-        evidence[worker] = Evidence(Measure(0.0, sketched(late).direction), 0.25, 1.0, late=1, all_late=True)
+        nothing = Measure(0.0, evidence[worker].measure.direction)
+        evidence[worker] = replace(evidence[worker], measure=nothing, late=1, all_late=True)
     assert factors(judge(evidence)) == [1.0, 1.0, 1.0, 0.0]
 
 

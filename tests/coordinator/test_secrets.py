@@ -1,7 +1,7 @@
 """Secrets of tokens: made, kept as hashes, listed without; the first admin token; the last one."""
 
 import sqlite3
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,6 @@ from harness.coordinator import InThread, coordinator_thread
 from outerstep.cli.errors import UsageError, validated
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, problem
-from tests.support.waiting import PATIENCE_S
 
 
 def test_the_last_admin_token_cannot_be_revoked(tmp_path: Path) -> None:
@@ -27,20 +26,13 @@ def test_the_last_admin_token_cannot_be_revoked(tmp_path: Path) -> None:
             problem(other.delete(f"/v1/tokens/{second['id']}"), "forbidden")
 
 
-def test_tokens_made_at_the_same_time_all_work(shared: InThread) -> None:
-    made: list[str] = []
-    threads = [threading.Thread(target=lambda: made.append(shared.token(Scope.VIEWER))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+def test_tokens_made_at_the_same_time_all_work_and_are_listed_page_by_page(shared: InThread) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: shared.token(Scope.VIEWER), range(8)))
     assert len(set(made)) == 8
     for token in made:
         with shared.client(token) as client:
             assert client.get("/v1/runs").status_code == 200
-
-
-def test_tokens_are_listed_page_by_page(shared: InThread) -> None:
     with shared.client() as admin:
         everything = [token["id"] for token in admin.get("/v1/tokens?limit=1000").json()["items"]]
         pages, after = [], ""
@@ -49,6 +41,7 @@ def test_tokens_are_listed_page_by_page(shared: InThread) -> None:
             pages += [token["id"] for token in page["items"]]
             after = page["next"]
     assert pages == everything == sorted(everything)
+    assert len(pages) > 8
 
 
 @pytest.mark.in_sqlite
@@ -100,12 +93,9 @@ def test_the_first_admin_token_may_come_from_the_environment(
         assert service.tokens.find(secret_hash(other)) is None
         service.close()
     assert not (tmp_path / "admin.token").exists()
-    assert [record.message for record in caplog.records if "admin token" in record.message] == [
-        "created the admin token in the settings",
-        "the admin token in the settings is ignored: another one exists since the first start",
-    ]
+    assert "the admin token in the settings is ignored" in caplog.text
     assert own not in caplog.text
     monkeypatch.setenv("OUTERSTEP_COORDINATOR_ADMIN_TOKEN", "short-and-secret")
     with pytest.raises(UsageError, match="OUTERSTEP_COORDINATOR_ADMIN_TOKEN: a token is ost_ and 43") as refusal:
-        validated(Settings, {}, {})
+        validated(Settings, {})
     assert "short-and-secret" not in str(refusal.value)

@@ -69,28 +69,21 @@ def test_a_seeder_that_only_beats_is_replaced(shared: InThread, run: str, clock:
     assert info(shared, run)["state"] == "running"
 
 
-def test_a_silent_seeder_that_is_alone_is_asked_again(shared: InThread, run: str, clock: SettableClock) -> None:
-    shared.create_run(spec_toml(run, members=f"lease_s = {3 * SEEDER_S:.0f}"))
-    a = enlist(shared, run, "a")
-    assert a.assignment(None).action == "seed"
-    clock.advance(SEEDER_S + 1)
-    shared.coordinator.tick()
-    assert a.assignment(None).action == "seed"
-    a.seed(0.5)
-
-
 @pytest.mark.covers("security:idle-seeder")
-def test_a_silent_seeder_is_asked_again_where_the_others_only_beat(
-    shared: InThread, run: str, clock: SettableClock
+@pytest.mark.parametrize("others", ["", "b"], ids=["alone", "the others only beat"])
+def test_a_silent_seeder_is_asked_again_where_nobody_else_asks(
+    shared: InThread, run: str, clock: SettableClock, others: str
 ) -> None:
     shared.create_run(spec_toml(run, members=f"lease_s = {3 * SEEDER_S:.0f}"))
-    a, _ = enlist(shared, run, "a"), enlist(shared, run, "b")
+    a, *_ = [enlist(shared, run, name) for name in "a" + others]
     assert a.assignment(None).action == "seed"
     clock.advance(SEEDER_S + 1)
     shared.coordinator.tick()
-    assert a.assignment(None).action == "wait"
-    clock.advance(OTHERS_ASK_S + 1)
+    if others:
+        assert a.assignment(None).action == "wait"
+        clock.advance(OTHERS_ASK_S + 1)
     assert a.assignment(None).action == "seed"
+    a.seed(0.5)
 
 
 def test_only_the_appointed_worker_seeds_and_only_once(shared: InThread, run: str) -> None:

@@ -4,12 +4,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from coordinator.metrics.server import ServerMetrics
+from coordinator.quotas import ALL_TOKENS, BURST_S, SWEEP_AT, Quotas, RateLimiter
 from coordinator.run.live_run import LiveRun
+from coordinator.settings import Settings
 from coordinator.store.partial_uploads import BYTES_PER_OWNER, RETRY_S, PartialUploads
 from coordinator.store.tokens import new_secret
 from harness.coordinator import InThread, SettableClock, coordinator_thread
@@ -73,22 +76,19 @@ def test_members_train_while_a_viewer_is_refused(strict: InThread, run: str) -> 
 @pytest.mark.covers("security:stream-flood")
 def test_streams_of_one_token_are_counted_while_they_last(strict: InThread, run: str, clock: SettableClock) -> None:
     strict.create_run(spec_toml(run))
-    stream = f"/v1/runs/{run}/events", {"Accept": "text/event-stream"}
+    stream: dict[str, Any] = {"url": f"/v1/runs/{run}/events", "headers": {"Accept": "text/event-stream"}}
     with viewer(strict) as client, viewer(strict) as another:
         with ExitStack() as held:
-            answers = [
-                held.enter_context(each.stream("GET", stream[0], headers=stream[1]))
-                for each in (client, client, another)
-            ]
+            answers = [held.enter_context(each.stream("GET", **stream)) for each in (client, client, another)]
             lines = [answer.iter_lines() for answer in answers]  # which close their streams when nobody has them
             assert all(next(each).startswith("id: ") for each in lines)
-            refused = client.get(stream[0], headers=stream[1])
+            refused = client.get(**stream)
             assert "2 streams" in problem(refused, "too-many-requests")["detail"]
             assert client.get(f"/v1/runs/{run}/events").status_code == 200
 
         def is_taken() -> bool:
             clock.advance(1)
-            with client.stream("GET", stream[0], headers=stream[1]) as answer:
+            with client.stream("GET", **stream) as answer:
                 return answer.status_code == 200
 
         wait_until(is_taken)
@@ -215,3 +215,66 @@ def test_the_bound_on_parts_is_the_setting(tmp_path: Path) -> None:
         get(("a", "1"), 1, bytes(32), lambda: memoryview(bytearray(1)))
         with pytest.raises(Problem, match="too-many-requests"):
             get(("a", "2"), 1, bytes(32), lambda: memoryview(bytearray(1)))
+
+
+# --- rates and bytes, without HTTP ------------------------------------------------------------------------------------
+
+A, B = b"a", b"b"
+
+
+def refused(rates: RateLimiter, caller: bytes, cost: float = 1.0) -> float:
+    """Return the seconds until a retry."""
+    with pytest.raises(Problem, match="too-many-requests") as caught:
+        rates.take(caller, cost)
+    assert caught.value.retry_after_s is not None
+    return caught.value.retry_after_s
+
+
+def test_so_many_at_once_and_then_as_many_as_time_allows() -> None:
+    clock = SettableClock()
+    rates = RateLimiter(10, clock)
+    at_once = int(10 * BURST_S)
+    for passed_s, allowed, then_s in ((0, at_once, 0.1), (0.35, 3, 0.05), (1000, at_once, 0.1)):
+        clock.advance(passed_s)
+        for _ in range(allowed):
+            rates.take(A)
+        assert refused(rates, A) == pytest.approx(then_s)
+        rates.take(B)  # another's are not touched
+    for _ in range(100):
+        clock.advance(refused(rates, A) + 1e-9)
+        rates.take(A)  # who obeys is served
+
+
+def test_what_costs_more_than_is_left_is_served_once_and_waited_for_afterwards() -> None:
+    clock = SettableClock()
+    rates = RateLimiter(10, clock)
+    rates.take(A, 200)
+    assert refused(rates, A) == pytest.approx(20 - BURST_S + 0.1)
+    clock.advance(20 - BURST_S + 0.101)
+    rates.take(A)
+
+
+def test_those_with_nothing_to_remember_of_are_forgotten() -> None:
+    clock = SettableClock()
+    rates = RateLimiter(1000, clock)
+    for number in range(10 * SWEEP_AT):
+        rates.take(number.to_bytes(4, "big"))
+        clock.advance(0.01)
+    assert len(rates) <= SWEEP_AT
+
+
+@pytest.mark.covers("security:slow-bodies")
+def test_bytes_of_messages_are_counted_per_token_and_in_all(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    counted, most = Quotas(settings, SettableClock()), settings.message_bytes_per_token
+    with ExitStack() as held:
+        held.enter_context(counted.message(A, most - 1))
+        with pytest.raises(Problem, match="too-many-requests"):
+            held.enter_context(counted.message(A, 2))
+        for number in range(1, ALL_TOKENS):
+            held.enter_context(counted.message(bytes([number]), most))
+        held.enter_context(counted.message(B, 1))
+        with pytest.raises(Problem, match="of all tokens"):
+            held.enter_context(counted.message(B, 1))
+    with counted.message(A, most):
+        pass

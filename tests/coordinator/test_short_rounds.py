@@ -1,9 +1,9 @@
 """Rounds that all workers hand in early: the schedule follows what was trained, and the run has a round for the rest."""
 
 from harness.coordinator import InThread
-from harness.member import Member, spec_toml
+from harness.member import Member
 from protocol.messages import Assignment
-from tests.coordinator.crew import crew, enlist, events, info, play_round
+from tests.coordinator.crew import crew, enlist, events, info, play_round, play_rounds, ready
 
 
 def hand_in(member: Member, assignment: Assignment, steps: int) -> None:
@@ -45,11 +45,9 @@ def test_a_round_that_all_hand_in_is_as_long_as_its_longest_part(shared: InThrea
     assert "after 2 of 5 inner steps" in events(shared, run, "short-round")[0]["message"]
 
     members = come_again(shared, run, members, 2)
-    for member in members:
-        member.assignment(2)
+    ready(members, 2)
     assert [place(member.assignment(2)) for member in members] == [(7, 3, 3), (7, 3, 3)]
-    play_round(members, 2)
-    shared.await_state(run, 3)
+    play_rounds(shared, members, range(2, 3))
     shown = info(shared, run)
     assert (shown["state"], shown["round"], shown["rounds"], shown["step"]) == ("finished", 3, 3, 10)
     assert shown["reason"] == "the run is finished after 3 of 3 rounds"
@@ -72,12 +70,7 @@ def test_who_leaves_early_shortens_nobody_else_s_round(shared: InThread, run: st
 
 def test_with_an_h_of_their_own_every_round_is_a_whole_one(shared: InThread, run: str) -> None:
     """Who was restarted in the middle of a round has a smaller H, and has trained all of it."""
-    sync = 'wait = "never"'
-    spec = spec_toml(run, rounds=2, sync=sync).replace("inner_steps = 5\n", "inner_steps = 100\n", 1)
-    shared.create_run(spec)
-    member = enlist(shared, run, "a")
-    assert member.assignment(None).action == "seed"
-    member.seed()
+    (member,) = crew(shared, run, ["a"], rounds=2, inner_steps=100, sync='wait = "never"')
     hand_in(member, member.assignment(0), 8)
     shared.await_state(run, 1)
     assert info(shared, run)["step"] == 10

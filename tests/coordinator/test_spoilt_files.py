@@ -17,13 +17,8 @@ from coordinator.upkeep.verifying import verify
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import Member
 from harness.stores import names, read, spoil, the
-from tests.coordinator.crew import crew, events, info, play_round, problem
+from tests.coordinator.crew import crew, events, info, play_rounds, problem, ready
 from tests.support.waiting import wait_until
-
-
-def contribute_all(member: Member, round_: int = 0) -> None:
-    member.assignment(round_)
-    member.take_part(round_)
 
 
 def verified(running: InThread, run: str) -> LiveRun:
@@ -33,12 +28,18 @@ def verified(running: InThread, run: str) -> LiveRun:
     return live
 
 
+def played(running: InThread, run: str, names: str, rounds: int, checkpoints: str) -> tuple[list[Member], LiveRun]:
+    """The members of a run that has played so many rounds, and the run, verified."""
+    members = crew(running, run, list(names), rounds=300, checkpoints=checkpoints)
+    play_rounds(running, members, range(rounds))
+    return members, verified(running, run)
+
+
 def two_of_whom_a_has_contributed(running: InThread, run: str, **spec: Any) -> tuple[Member, Member, list[str]]:
     """a, b, and the blobs of what a has contributed to round 0."""
     a, b = crew(running, run, ["a", "b"], rounds=1, **spec)
-    for member in (a, b):
-        member.assignment(0)
-    contribute_all(a)
+    ready([a, b], 0)
+    a.take_part(0)
     return a, b, names(running.live(run), "contributions", 0)
 
 
@@ -55,29 +56,36 @@ def state_of(running: InThread, run: str) -> str:
 @pytest.mark.slow
 @pytest.mark.covers("reliability:damaged-files")
 @pytest.mark.usefixtures("no_room")
+@pytest.mark.parametrize("everything", [False, True], ids=["one fragment", "all of it"])
 def test_a_contribution_that_the_disk_lost_is_asked_for_again_and_nothing_else_changes(
-    shared: InThread, run: str
+    shared: InThread, run: str, everything: bool
 ) -> None:
-    for name in (f"{run}-sound", run):
-        a, b = crew(shared, name, ["a", "b"], rounds=1, min_workers=2)
-        for member in (a, b):
-            member.assignment(0)
-        contribute_all(a)
-        if name == run:
-            spoil(shared.live(run).blobs, the(shared.live(run), "contributions", 0, 0))
-        contribute_all(b)
-        if name == run:
-            problem(a.delta(0, 0), "contribution-lost")
-            assert events(shared, run, "contribution-lost")[0]["data"]["workers"] == ["a"]
-            assert "waiting for 1 of 2 workers (a)" in info(shared, run, "/rounds/0")["fragments"][0]["reason"]
-            reply = a.contribute(a.assignment(0), 0, a.pseudo_gradients(0)[0])
-            assert reply.status_code == 201
-        for member in (a, b):
-            member.step(0)
+    """Of its units, those of which the disk lost everything are consumed again with it."""
+    a, b, _ = two_of_whom_a_has_contributed(shared, f"{run}-sound", min_workers=2)
+    b.take_part(0)
+    for member in (a, b):
+        member.step(0)
+    a, b, contributions = two_of_whom_a_has_contributed(shared, run, min_workers=2)
+    if everything:
+        for name in contributions:
+            shared.live(run).blobs.delete(name)
+    else:
+        spoil(shared.live(run).blobs, the(shared.live(run), "contributions", 0, 0))
+    b.take_part(0)
+    lost = (0, 1) if everything else (0,)
+    for p in lost:
+        problem(a.delta(0, p), "contribution-lost")
+    assert events(shared, run, "contribution-lost")[0]["data"]["workers"] == ["a"]
+    assert "waiting for 1 of 2 workers (a)" in info(shared, run, "/rounds/0")["fragments"][0]["reason"]
+    assert info(shared, run)["tokens"] == (5 if everything else 10) * 32
+    for p in lost:
+        assert a.contribute(a.assignment(0), p, a.pseudo_gradients(0)[p]).status_code == 201
+    for member in (a, b):
+        member.step(0)
+    for name in (run, f"{run}-sound"):
         shared.await_state(name, 1)
-        for member in info(shared, name, "/workers")["items"]:
-            assert (member["contributions"], member["tokens"]) == (1, 5 * 32)
-        assert info(shared, name)["tokens"] == 10 * 32
+        workers = [(each["contributions"], each["tokens"]) for each in info(shared, name, "/workers")["items"]]
+        assert (workers, info(shared, name)["tokens"]) == ([(1, 5 * 32)] * 2, 10 * 32)
     assert state_of(shared, run) == state_of(shared, f"{run}-sound")
 
 
@@ -87,31 +95,11 @@ def test_a_contribution_that_the_disk_lost_while_it_was_in_memory_is_averaged_al
     a, b, contributions = two_of_whom_a_has_contributed(shared, run, min_workers=2)
     for name in contributions:
         spoil(shared.live(run).blobs, name)
-    contribute_all(b)
+    b.take_part(0)
     for member in (a, b):
         member.step(0)
     shared.await_state(run, 1)
     assert events(shared, run, "contribution-lost") == []
-
-
-@pytest.mark.usefixtures("no_room")
-def test_units_are_consumed_again_with_a_contribution_of_which_the_disk_lost_everything(
-    shared: InThread, run: str
-) -> None:
-    a, b, contributions = two_of_whom_a_has_contributed(shared, run, min_workers=2)
-    for name in contributions:
-        shared.live(run).blobs.delete(name)
-    contribute_all(b)
-    pseudo_gradients = a.pseudo_gradients(0)
-    for p in range(len(pseudo_gradients)):
-        problem(a.delta(0, p), "contribution-lost")
-    assert info(shared, run)["tokens"] == 5 * 32
-    for p, values in enumerate(pseudo_gradients):
-        assert a.contribute(a.assignment(0), p, values).status_code == 201
-    for member in (a, b):
-        member.step(0)
-    assert info(shared, run)["tokens"] == 10 * 32
-    assert [each["tokens"] for each in info(shared, run, "/workers")["items"]] == [5 * 32, 5 * 32]
 
 
 @pytest.mark.usefixtures("no_room")
@@ -122,7 +110,7 @@ def test_a_dead_workers_contribution_that_the_disk_lost_is_done_without_and_its_
     for name in contributions:
         shared.live(run).blobs.delete(name)
     assert a.http.delete(a.path()).status_code == 204
-    contribute_all(b)
+    b.take_part(0)
     b.step(0)
     live = verified(shared, run)
     with shared.coordinator.database.read() as session:
@@ -136,9 +124,7 @@ def test_a_dead_workers_contribution_that_the_disk_lost_is_done_without_and_its_
 def test_spoilt_deltas_are_made_again_after_a_start(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         a, b = crew(running, "r", ["a", "b"], rounds=3)
-        for round_ in range(2):
-            play_round([a, b], round_)
-        running.await_state("r", 2)
+        play_rounds(running, [a, b], range(2))
         live = running.live("r")
         name = the(live, "deltas", 0, 1)
         before = read(live.blobs, name)
@@ -150,26 +136,17 @@ def test_spoilt_deltas_are_made_again_after_a_start(tmp_path: Path) -> None:
 
 
 def test_a_delta_that_cannot_be_made_again_is_gone_and_told_once(shared: InThread, run: str) -> None:
-    (a,) = crew(shared, run, ["a"], rounds=3, checkpoints="every_rounds = 1\nkeep = 3")
-    for round_ in range(2):
-        play_round([a], round_)
-        shared.await_state(run, round_ + 1)
-    live = verified(shared, run)
+    (a,), live = played(shared, run, "a", 2, "every_rounds = 1\nkeep = 3")
     spoil(live.blobs, the(live, "deltas", 0, 0))
     for _ in range(2):
         assert not rebuild_delta_if_damaged(live, 0, 0)
     assert len(events(shared, run, "corrupt")) == 1
     problem(a.delta(0, 0), "gone")
-    play_round([a], 2)
-    shared.await_state(run, 3)
+    play_rounds(shared, [a], range(2, 3))
 
 
 def test_a_spoilt_checkpoint_is_made_again_from_an_older_one(shared: InThread, run: str) -> None:
-    (a,) = crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 2")
-    for round_ in range(3):
-        play_round([a], round_)
-        shared.await_state(run, round_ + 1)
-    live = verified(shared, run)
+    _, live = played(shared, run, "a", 3, "every_rounds = 2")
     name = the(live, "checkpoints", 2, 1)
     before = read(live.blobs, name)
     spoil(live.blobs, name)
@@ -208,11 +185,7 @@ def test_checkpoints_that_cannot_be_made_again_are_marked_and_nobody_is_sent_to_
     shared: InThread, run: str
 ) -> None:
     """A dropped one was said to have been deleted by the retention rule."""
-    (a,) = crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 1\nkeep = 3")
-    for round_ in range(2):
-        play_round([a], round_)
-        shared.await_state(run, round_ + 1)
-    live = verified(shared, run)
+    _, live = played(shared, run, "a", 2, "every_rounds = 1\nkeep = 3")
     deleted = {name: read(live.blobs, name) for name in (the(live, "checkpoints", round_, 0) for round_ in (0, 1))}
     for name in deleted:
         live.blobs.delete(name)
@@ -235,17 +208,13 @@ def test_checkpoints_that_cannot_be_made_again_are_marked_and_nobody_is_sent_to_
 
 def test_the_only_checkpoint_is_replaced_by_one_of_the_current_state(shared: InThread, run: str) -> None:
     """No worker could join until the next one was due."""
-    (a,) = crew(shared, run, ["a"], rounds=300, checkpoints="every_rounds = 100")
-    play_round([a], 0)
-    shared.await_state(run, 1)
-    live = verified(shared, run)
+    (a,), live = played(shared, run, "a", 1, "every_rounds = 100")
     live.blobs.delete(the(live, "checkpoints", 0, 1))
     wait_until(lambda: verify(live))  # the job of a fragment may still be at work
     assert [each["round"] for each in info(shared, run, "/checkpoints")["items"]] == [1]
     latest = info(shared, run, "/checkpoints/latest")
     assert (latest["round"], fragment_of(shared, run, 1, 1).status_code) == (1, 200)
-    play_round([a], 1)
-    shared.await_state(run, 2)
+    play_rounds(shared, [a], range(1, 2))
 
 
 def test_a_run_that_has_lost_its_only_checkpoint_and_its_state_says_so(shared: InThread, run: str) -> None:
@@ -270,10 +239,7 @@ def test_a_state_file_that_is_no_longer_what_was_written_is_derived_again_withou
     shared: InThread, run: str, how: str
 ) -> None:
     """Its round was never over until a restart; of a flipped bit the next state was made."""
-    (a,) = crew(shared, run, ["a"], rounds=5, checkpoints="every_rounds = 100")
-    play_round([a], 0)
-    shared.await_state(run, 1)
-    live = verified(shared, run)
+    (a,), live = played(shared, run, "a", 1, "every_rounds = 100")
     path = live.outer.files.path(0, 1)
     content = path.read_bytes()
     path.unlink()
@@ -282,19 +248,14 @@ def test_a_state_file_that_is_no_longer_what_was_written_is_derived_again_withou
     if how == "corrupt":
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         wait_until(lambda: verify(live))
-    play_round([a], 1)
-    shared.await_state(run, 2)
+    play_rounds(shared, [a], range(1, 2))
     assert len(events(shared, run, "rederived")) == 1
     assert events(shared, run, "fault") == []
     assert info(shared, run)["divergences"] == 0
 
 
 def test_a_deleted_delta_is_made_again_for_its_reader(shared: InThread, run: str) -> None:
-    a, b = crew(shared, run, ["a", "b"], rounds=5, checkpoints="every_rounds = 100")
-    for round_ in range(2):
-        play_round([a, b], round_)
-        shared.await_state(run, round_ + 1)
-    live = verified(shared, run)
+    (a, _), live = played(shared, run, "ab", 2, "every_rounds = 100")
     name = the(live, "deltas", 0, 0)
     before = read(live.blobs, name)
     live.blobs.delete(name)
@@ -307,18 +268,14 @@ def test_a_deleted_delta_is_made_again_for_its_reader(shared: InThread, run: str
 def test_the_state_is_derived_from_the_newest_sound_checkpoint_after_a_start(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         a, b = crew(running, "r", ["a", "b"], rounds=5, checkpoints="every_rounds = 2")
-        for round_ in range(3):
-            play_round([a, b], round_)
-        running.await_state("r", 3)
+        play_rounds(running, [a, b], range(3))
         live = running.live("r")
     spoil(live.blobs, the(live, "checkpoints", 2, 0))
     shutil.rmtree(live.outer.files.folder)
     with coordinator_thread(tmp_path / "data") as running:
         messages = [event["message"] for event in events(running, "r", "rederived")]
         assert ["checkpoint 0" in messages[0], "checkpoint 2" in messages[1]] == [True, True]
-        for round_ in (3, 4):
-            play_round([a_again := renewed(running, a), renewed(running, b)], round_)
-        running.await_state("r", 5)
+        play_rounds(running, [a_again := renewed(running, a), renewed(running, b)], range(3, 5))
         assert info(running, "r")["divergences"] == 0
         assert a_again.name == "a"
 
@@ -335,9 +292,7 @@ def test_a_run_whose_database_has_lost_a_delta_says_so_and_does_not_disturb_the_
     with coordinator_thread(tmp_path / "data") as running:
         (a,) = crew(running, "lost", ["a"], rounds=5, checkpoints="every_rounds = 100")
         crew(running, "sound", ["a"])
-        for round_ in range(2):
-            play_round([a], round_)
-        running.await_state("lost", 2)
+        play_rounds(running, [a], range(2))
         lost = running.live("lost")
         with running.coordinator.database.write() as session:
             session.execute(delete(FragmentRow).where(FragmentRow.run_id == lost.id, FragmentRow.round == 0))
@@ -355,8 +310,7 @@ def test_a_run_whose_files_are_all_lost_says_so_and_does_not_disturb_the_others(
         crew(running, "lost", ["a"])
         crew(running, "sound", ["a"])
         (a,) = crew(running, "finished", ["a"], rounds=1)
-        play_round([a], 0)
-        running.await_state("finished", 1)
+        play_rounds(running, [a], range(1))
         lost = [running.live(name) for name in ("lost", "finished")]
     for each in lost:
         for name in names(each, "checkpoints"):

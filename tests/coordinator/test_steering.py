@@ -11,21 +11,25 @@ from coordinator.sync import outer_state
 from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
 from protocol.messages import RunState
-from tests.coordinator.crew import crew, enlist, events, info, play_round, problem, recovered
-from tests.coordinator.test_restart import Lives
+from tests.coordinator.crew import (
+    crew,
+    enlist,
+    events,
+    info,
+    play_round,
+    play_rounds,
+    problem,
+    ready,
+    recovered,
+    set_state,
+)
+from tests.coordinator.test_restart import Lives, checkpoint
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
 SITUATIONS = ["before seeding", "seeding", "between rounds", "open round", "half contributed", "finished"]
 REQUESTS = ["paused", "draining", "running", "stopped"]
-
-
-def change(running: InThread, run: str, state: str) -> dict:
-    with running.client() as admin:
-        reply = admin.patch(f"/v1/runs/{run}", json={"state": state})
-    assert reply.is_success, reply.text
-    return reply.json()
 
 
 def bring_into(running: InThread, run: str, situation: str) -> list[Member]:
@@ -41,15 +45,12 @@ def bring_into(running: InThread, run: str, situation: str) -> list[Member]:
         return [member]
     members = a, b = crew(running, run, ["a", "b"], min_workers=2)
     if situation in ("open round", "half contributed"):
-        for member in members:
-            member.assignment(0)
+        ready(members, 0)
     if situation == "half contributed":
         a.take_part(0)
         assert b.assignment(0).action == "train"
     if situation == "finished":
-        for round_ in range(2):
-            play_round(members, round_)
-        running.await_state(run, 2)
+        play_rounds(running, members, range(2))
     return members
 
 
@@ -81,7 +82,7 @@ def test_every_request_in_every_state_does_what_the_table_says_and_nothing_is_st
     elif live.state is RunState.FINISHED:
         assert all(member.assignment(2).action == "finish" for member in members)
     else:
-        change(shared, run, "running")
+        set_state(shared, run, "running")
         finish(shared, run, situation, members)
         assert info(shared, run)["state"] == "finished"
 
@@ -93,14 +94,12 @@ def finish(running: InThread, run: str, situation: str, members: list[Member]) -
         assert member.assignment(None).action == "seed"
         member.seed()
         members = [member]
-    for round_ in range(2):
-        play_round(members, round_)
-    running.await_state(run, 2)
+    play_rounds(running, members, range(2))
 
 
 def test_a_paused_run_closes_its_round_and_opens_no_other(shared: InThread, run: str) -> None:
     members = bring_into(shared, run, "open round")
-    change(shared, run, "paused")
+    set_state(shared, run, "paused")
     for member in members:
         member.take_part(0)
     for member in members:
@@ -112,7 +111,7 @@ def test_a_paused_run_closes_its_round_and_opens_no_other(shared: InThread, run:
 def test_a_drained_run_finishes_its_round_sends_everybody_home_and_can_go_on(shared: InThread, run: str) -> None:
     members = a, b = bring_into(shared, run, "open round")
     late = enlist(shared, run, "late")
-    change(shared, run, "draining")
+    set_state(shared, run, "draining")
     assert late.assignment(0).action == "finish"
     late.http.delete(late.path()).raise_for_status()
     for member in members:
@@ -125,7 +124,7 @@ def test_a_drained_run_finishes_its_round_sends_everybody_home_and_can_go_on(sha
     assert info(shared, run)["state"] == "paused"
     assert len(events(shared, run, "drained")) == 1
     wait_until(lambda: info(shared, run, "/checkpoints")["items"][0]["round"] == 1)
-    change(shared, run, "running")
+    set_state(shared, run, "running")
     for member in (a, b):
         member.join(shared.admin_token)
     assert a.assignment(1).action == "wait"
@@ -134,12 +133,9 @@ def test_a_drained_run_finishes_its_round_sends_everybody_home_and_can_go_on(sha
 
 def test_a_draining_round_that_needs_another_worker_lets_it_in(shared: InThread, run: str) -> None:
     a, b = bring_into(shared, run, "half contributed")
-    change(shared, run, "draining")
+    set_state(shared, run, "draining")
     b.http.delete(b.path()).raise_for_status()
-    c = enlist(shared, run, "c")
-    for theta in c.theta:
-        theta[:] = 0.5
-    c.take_part(0)
+    recovered(enlist(shared, run, "c")).take_part(0)
     a.step(0)
     assert a.assignment(1).action == "finish"
 
@@ -152,9 +148,9 @@ def test_a_run_at_rest_keeps_a_checkpoint_of_its_last_state_also_after_a_restart
         for round_ in range(2):
             play_round([a, b], round_)
         if state != "stopped":  # which gives the open round up
-            change(running, "r", state)
+            set_state(running, "r", state)
         play_round([a, b], 2)
-        change(running, "r", state)
+        set_state(running, "r", state)
         running.await_state("r", 3)
         wait_until(lambda: info(running, "r", "/checkpoints")["items"][0]["round"] == 3)
     with lives.database() as database, database.write() as session:
@@ -162,8 +158,7 @@ def test_a_run_at_rest_keeps_a_checkpoint_of_its_last_state_also_after_a_restart
         session.connection().exec_driver_sql("DELETE FROM checkpoint_fragments WHERE round = 3 AND fragment = 1")
     with lives.life() as running:
         wait_until(lambda: info(running, "r", "/checkpoints")["items"][0]["round"] == 3)
-        described = info(running, "r", "/checkpoints/latest")["fragments"]
-        assert [each["state_digest"] for each in described] == [a.base(p).hex() for p in (0, 1)]
+        assert checkpoint(running, "latest") == [a.base(p).hex() for p in (0, 1)]
 
 
 def test_a_run_that_is_stopped_while_its_last_step_ends_keeps_a_checkpoint_all_the_same(
@@ -188,7 +183,7 @@ def test_a_run_that_is_stopped_while_its_last_step_ends_keeps_a_checkpoint_all_t
 
 def test_a_draining_run_takes_no_newcomers_until_it_is_paused(shared: InThread, run: str) -> None:
     members = bring_into(shared, run, "open round")
-    change(shared, run, "draining")
+    set_state(shared, run, "draining")
     late = Member(shared.client(), run, "late")
     for _ in range(2):
         reply = late.ask_to_join(shared.admin_token)
@@ -196,10 +191,7 @@ def test_a_draining_run_takes_no_newcomers_until_it_is_paused(shared: InThread, 
         assert "takes no newcomers" in detail
         assert reply.headers["Retry-After"] == "5"
         if info(shared, run)["round"] == 0:
-            for member in members:
-                member.take_part(0)
-            for member in members:
-                member.step(0)
+            play_round(members, 0)
     assert [each["name"] for each in info(shared, run, "/workers")["items"]] == ["a", "b"]
     for member in members:
         assert member.assignment(1).action == "finish"
@@ -213,9 +205,8 @@ def test_a_member_that_crashed_comes_back_into_a_draining_run_to_finish_its_roun
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
     a, b, c = crew(shared, run, ["a", "b", "c"], min_workers=2)
-    for member in (a, b, c):
-        member.assignment(0)
-    change(shared, run, "draining")
+    ready([a, b, c], 0)
+    set_state(shared, run, "draining")
     clock.advance(61)
     for member in (b, c):
         member.http.put(member.path("/lease"), json={}).raise_for_status()
@@ -233,7 +224,7 @@ def test_a_member_that_crashed_comes_back_into_a_draining_run_to_finish_its_roun
 def test_a_live_worker_that_restarts_is_no_newcomer(shared: InThread, run: str) -> None:
     bring_into(shared, run, "open round")
     c = enlist(shared, run, "c")
-    change(shared, run, "draining")
+    set_state(shared, run, "draining")
     again = Member(shared.client(), run, "c")
     again.join(shared.admin_token, previous=c.joined.member_token)
     assert again.assignment(0).action == "finish"
@@ -245,17 +236,13 @@ def test_who_does_not_leave_when_all_are_told_to_is_evicted_after_half_an_hour(
 ) -> None:
     """A draining run was once held up for ever by a member that only beat."""
     a, b = crew(shared, run, ["a", "b"], rounds=9, members="lease_s = 86400")
-    for member in (a, b):
-        member.assignment(0)
-    change(shared, run, state)
+    ready([a, b], 0)
+    set_state(shared, run, state)
     if state == "draining":
         clock.advance(3000)
         shared.coordinator.tick()
         assert len(events(shared, run, "evicted")) == 0, "their round is open"
-        for member in (a, b):
-            member.take_part(0)
-        for member in (a, b):
-            member.step(0)
+        play_round([a, b], 0)
     shared.coordinator.tick()
     a.http.delete(a.path()).raise_for_status()
     for seconds, evicted in ((1800, 0), (1, 1)):
@@ -271,9 +258,9 @@ def test_who_does_not_leave_when_all_are_told_to_is_evicted_after_half_an_hour(
 def test_a_drain_that_is_called_off_begins_anew(shared: InThread, run: str, clock: SettableClock) -> None:
     crew(shared, run, ["a"], rounds=9, members="lease_s = 86400")
     for _ in range(3):
-        change(shared, run, "draining")
+        set_state(shared, run, "draining")
         clock.advance(1000)
         shared.coordinator.tick()
-        change(shared, run, "running")
+        set_state(shared, run, "running")
         shared.coordinator.tick()
     assert info(shared, run, "/workers/a")["state"] == "live"

@@ -1,7 +1,6 @@
 """The data's way through the coordinator: bodies and deltas in memory or stored, blobs that vanish on the way."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from harness.coordinator import InThread, SettableClock
 from harness.stores import disturbed, names, read, the
 from protocol.digest import content_digest, digest
 from protocol.errors import Problem
-from tests.coordinator.crew import crew, info, play_round, problem, refusing
+from tests.coordinator.crew import crew, info, play_round, problem, ready, refusing, set_state
 from tests.support.waiting import wait_until
 
 
@@ -45,8 +44,7 @@ def test_deltas_fill_what_contributions_leave_and_the_oldest_make_place_for_them
     first = memory.take(10)
     assert kept(memory, 5) == [1, 2, 3, 4]
     second = memory.take(90)
-    assert first is not None
-    assert second is not None
+    assert None not in (first, second)
     assert kept(memory, 5) == [4]
     del second
     for number in range(5, 8):
@@ -94,8 +92,7 @@ def test_a_round_is_the_same_whether_there_is_room_for_all_some_or_none_of_its_c
         monkeypatch.setattr(shared.coordinator, "memory", MemoryBudget(room_bytes))
         name = f"{run}-{number}"
         a, b = crew(shared, name, ["a", "b"], rounds=1, min_workers=2)
-        for member in (a, b):
-            member.assignment(0)
+        ready([a, b], 0)
         a.take_part(0)
         opening = shared.live(name).open
         assert opening is not None
@@ -194,31 +191,14 @@ def test_a_delta_is_the_same_bytes_from_memory_and_from_its_blob(shared: InThrea
     assert from_memory.content == read(live.blobs, the(live, "deltas", 0, 0))
 
 
-def once(act: Callable[[], object]) -> Callable[[str], None]:
-    """Call `act` after the first put alone: between a contribution's becoming durable and its commit."""
-    acts = [act]
-
-    def after(_: str) -> None:
-        if acts:
-            acts.pop()()
-
-    return after
-
-
 def test_two_uploads_of_one_contribution_at_once_leave_one(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
-    for member in (a, b):
-        member.assignment(0)
-    values, codes = a.pseudo_gradients(0)[0], []
-    with shared.client(a.joined.member_token) as other:
-        body = a.payload(a.assignment(0), 0, values)
-
-        def upload() -> None:
-            headers = {"Content-Digest": content_digest(digest(body))}
-            codes.append(other.put(a.contribution_path(0, 0), content=body, headers=headers).status_code)
-
-        with disturbed(shared.live(run), "contributions", after=once(upload)):
-            codes.append(a.contribute(a.assignment(0), 0, values).status_code)
+    ready([a, b], 0)
+    assignment, values, codes = a.assignment(0), a.pseudo_gradients(0)[0], []
+    twin = iter([lambda: codes.append(a.contribute(assignment, 0, values).status_code)])
+    # The second one comes and goes between the first one's becoming durable and its commit.
+    with disturbed(shared.live(run), "contributions", after=lambda _: next(twin, lambda: None)()):
+        codes.append(a.contribute(assignment, 0, values).status_code)
     assert codes == [201, 200]
     assert len(names(shared.live(run), "contributions")) == 1
 
@@ -226,13 +206,8 @@ def test_two_uploads_of_one_contribution_at_once_leave_one(shared: InThread, run
 def test_a_contribution_that_is_refused_after_it_became_durable_leaves_no_blob(shared: InThread, run: str) -> None:
     (a,) = crew(shared, run, ["a"], rounds=1)
     assignment = a.assignment(0)
-    with shared.client() as admin:
-
-        def stop() -> None:
-            admin.patch(f"/v1/runs/{run}", json={"state": "stopped"}).raise_for_status()
-
-        with disturbed(shared.live(run), "contributions", after=once(stop)):
-            problem(a.contribute(assignment, 0, a.pseudo_gradients(0)[0]), "run-ended")
+    with disturbed(shared.live(run), "contributions", after=lambda _: set_state(shared, run, "stopped")):
+        problem(a.contribute(assignment, 0, a.pseudo_gradients(0)[0]), "run-ended")
     assert names(shared.live(run), "contributions") == []
 
 

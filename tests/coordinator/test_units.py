@@ -41,6 +41,14 @@ def session(database: Database) -> Iterator[Session]:
         yield session
 
 
+@pytest.fixture
+def run(session: Session) -> RunRow:
+    """A run, of which worker a was assigned the units 0 to 5 in round 0."""
+    run = new_run(session)
+    assert assign_units(session, Pool(run), "a", 0, 5) == [(0, 5)]
+    return run
+
+
 def new_run(session: Session) -> RunRow:
     run = RunRow(
         name="r", spec_toml="", spec_digest=b"", spec={}, state="running", created_at=0.0, round=0, next_unit=0
@@ -126,9 +134,9 @@ def test_every_unit_is_in_exactly_one_state_whatever_happens(database: Database,
             assert sorted(expected) == list(range(run.next_unit)), "a unit was skipped"
 
 
-def test_units_that_came_back_go_out_first_and_a_range_is_cut_where_only_a_part_is_wanted(session: Session) -> None:
-    run = new_run(session)
-    assert assign_units(session, Pool(run), "a", 0, 5) == [(0, 5)]
+def test_units_that_came_back_go_out_first_and_a_range_is_cut_where_only_a_part_is_wanted(
+    session: Session, run: RunRow
+) -> None:
     assert assign_units(session, Pool(run), "b", 0, 5) == [(5, 10)]
     return_units(session, run.id, "a")
     assert assign_units(session, Pool(run), "c", 0, 3) == [(0, 3)]
@@ -137,22 +145,16 @@ def test_units_that_came_back_go_out_first_and_a_range_is_cut_where_only_a_part_
     assert run.next_unit == 12
 
 
-def test_all_fragments_of_one_contribution_may_name_the_same_units_but_no_later_one_may(session: Session) -> None:
-    run = new_run(session)
-    assign_units(session, Pool(run), "a", 0, 5)
+def test_all_fragments_of_one_contribution_may_name_the_same_units_but_no_later_one_may(
+    session: Session, run: RunRow
+) -> None:
     assert consume_units(session, run.id, "a", 0, [[0, 5]]) == 5
     assert consume_units(session, run.id, "a", 0, [[0, 5]]) == 0, "for the first time"
     with pytest.raises(Problem, match="used before"):
         consume_units(session, run.id, "a", 1, [[0, 5]])
-
-
-def test_consumed_units_never_go_back_to_the_pool(session: Session) -> None:
-    run = new_run(session)
-    assign_units(session, Pool(run), "a", 0, 5)
-    consume_units(session, run.id, "a", 0, [[0, 5]])
     return_units(session, run.id, "a")
     assert assigned_units(session, run.id, "a", 0) == [(0, 5)]
-    assert assign_units(session, Pool(run), "b", 0, 5) == [(5, 10)]
+    assert assign_units(session, Pool(run), "b", 0, 5) == [(5, 10)], "they never go back to the pool"
 
 
 @pytest.mark.covers("security:untrained-units")
@@ -169,18 +171,14 @@ def test_consumed_units_never_go_back_to_the_pool(session: Session) -> None:
         pytest.param("a", [[2 * i, 2 * i + 1] for i in range(1 << 16)], id="more ranges than SQLite has parameters"),
     ],
 )
-def test_units_that_a_worker_does_not_hold_are_refused(session: Session, worker: str, units: list) -> None:
-    run = new_run(session)
-    assign_units(session, Pool(run), "a", 0, 5)
+def test_units_that_a_worker_does_not_hold_are_refused(session: Session, run: RunRow, worker: str, units: list) -> None:
     with pytest.raises(Problem) as refused:
         consume_units(session, run.id, worker, 0, units)
     assert refused.value.slug == "units-not-held"
     assert len(refused.value.detail) < 200
 
 
-def test_a_part_that_is_handed_in_leaves_the_rest_assigned_and_then_returns_it(session: Session) -> None:
-    run = new_run(session)
-    assign_units(session, Pool(run), "a", 0, 5)
+def test_a_part_that_is_handed_in_leaves_the_rest_assigned_and_then_returns_it(session: Session, run: RunRow) -> None:
     assert consume_units(session, run.id, "a", 0, [[0, 2]]) == 2
     assert consume_units(session, run.id, "a", 0, [[0, 2]]) == 0, "another fragment of the same contribution"
     assert assigned_units(session, run.id, "a", 0) == [(0, 5)]
@@ -188,9 +186,7 @@ def test_a_part_that_is_handed_in_leaves_the_rest_assigned_and_then_returns_it(s
     assert assign_units(session, Pool(run), "b", 1, 4) == [(2, 6)]
 
 
-def test_units_of_a_lost_contribution_are_held_again_or_back_in_the_pool(session: Session) -> None:
-    run = new_run(session)
-    assign_units(session, Pool(run), "a", 0, 5)
+def test_units_of_a_lost_contribution_are_held_again_or_back_in_the_pool(session: Session, run: RunRow) -> None:
     assign_units(session, Pool(run), "b", 0, 5)
     consume_units(session, run.id, "a", 0, [[0, 5]])
     consume_units(session, run.id, "b", 0, [[5, 10]])
@@ -202,9 +198,7 @@ def test_units_of_a_lost_contribution_are_held_again_or_back_in_the_pool(session
     }
 
 
-def test_units_of_carried_work_that_went_back_to_the_pool_are_held_again(session: Session) -> None:
-    run = new_run(session)
-    assign_units(session, Pool(run), "a", 0, 5)
+def test_units_of_carried_work_that_went_back_to_the_pool_are_held_again(session: Session, run: RunRow) -> None:
     return_units(session, run.id, "a")  # it left, with late work on units 1 to 3
     reclaim_units(session, Pool(run), "a", 1, [[1, 2], [2, 4]])
     assert states(session) == {
@@ -228,12 +222,10 @@ def test_units_of_carried_work_that_went_back_to_the_pool_are_held_again(session
     ],
 )
 def test_work_whose_units_are_not_the_workers_any_more_is_refused(
-    session: Session, happened: str, carried: list
+    session: Session, run: RunRow, happened: str, carried: list
 ) -> None:
     """Found by simulation seed 50756: a worker that had left and come back carried work on a unit that was dealt to it
     again; it trained on it a second time."""
-    run = new_run(session)
-    assign_units(session, Pool(run), "a", 0, 5)
     if happened == "consumed":
         consume_units(session, run.id, "a", 0, [[0, 5]])
     else:
@@ -246,11 +238,10 @@ def test_work_whose_units_are_not_the_workers_any_more_is_refused(
 
 
 @pytest.mark.covers("security:hoarded-units")
-def test_units_of_missed_rounds_return_to_the_pool_but_not_those_of_carried_work(session: Session) -> None:
+def test_units_of_missed_rounds_return_to_the_pool_but_not_those_of_carried_work(session: Session, run: RunRow) -> None:
     """Found by simulation seed 46: a slow worker is given units of every round that opens, but takes part in every other
     one only; the units of the others were nobody's while it lived."""
-    run = new_run(session)
-    for round_ in range(4):
+    for round_ in range(1, 4):
         assign_units(session, Pool(run), "a", round_, 5)
     return_forgotten_units(session, run.id, "a", 3, [[0, 5], [5, 7]])  # round 0 was late, and so was a part of round 1
     assert states(session) == {
@@ -265,9 +256,9 @@ def test_units_of_missed_rounds_return_to_the_pool_but_not_those_of_carried_work
     }
 
 
-def test_the_units_of_a_contribution_are_counted_by_the_round_that_they_were_assigned_for(session: Session) -> None:
-    run = new_run(session)
-    assign_units(session, Pool(run), "a", 0, 5)  # 0 to 5
+def test_the_units_of_a_contribution_are_counted_by_the_round_that_they_were_assigned_for(
+    session: Session, run: RunRow
+) -> None:
     assign_units(session, Pool(run), "b", 0, 5)  # 5 to 10
     assign_units(session, Pool(run), "a", 1, 5)  # 10 to 15
     session.flush()

@@ -1,5 +1,6 @@
 """What becomes of contributions that are judged: in the delta, over REST, in the events, in the pool, after a restart."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,17 @@ import pytest
 
 from coordinator.sync.deltas import rebuild_delta_if_damaged
 from harness.coordinator import InThread, coordinator_thread
-from harness.member import F32, Member, spec_toml
+from harness.member import F32, Member
 from harness.stores import read, spoil, the
 from protocol.messages import Assignment
 from protocol.wire import DeltaHeader, Payload
-from tests.coordinator.crew import crew, enlist, events, info, recovered
+from tests.coordinator.crew import crew, events, info, ready
 
 NAMES = ["a", "b", "c", "d"]
 
 
 def assigned(members: list[Member], round_: int) -> list[Assignment]:
-    for member in members:
-        member.assignment(round_)
+    ready(members, round_)
     return [member.assignment(round_, 30) for member in members]
 
 
@@ -27,10 +27,14 @@ def contribute(members: list[Member], round_: int, changed: dict[str, Any]) -> l
     """All contribute to every fragment; of those in `changed`, what it makes of their pseudo-gradients."""
     assignments = assigned(members, round_)
     for member, assignment in zip(members, assignments, strict=True):
-        for p, values in enumerate(honest(member, round_)):
-            sent = changed[member.name](values) if member.name in changed else values
-            member.contribute(assignment, p, sent).raise_for_status()
+        send(member, assignment, changed.get(member.name, times(1)))
     return assignments
+
+
+def send(member: Member, assignment: Assignment, change: Any, fragments: Sequence[int] = (0, 1)) -> None:
+    """Contribute every fragment; of these `fragments`, what `change` makes of it."""
+    for p, values in enumerate(honest(member, assignment.round)):
+        member.contribute(assignment, p, change(values) if p in fragments else values).raise_for_status()
 
 
 def honest(member: Member, round_: int) -> list[F32]:
@@ -102,11 +106,8 @@ def test_the_units_of_a_worker_that_is_left_out_are_trained_by_somebody_else(sha
 
 def test_who_is_left_out_of_some_fragments_only_has_used_its_units(shared: InThread, run: str) -> None:
     members = crew(shared, run, NAMES, min_workers=4)
-    assignments = assigned(members, 0)
-    for member, assignment in zip(members, assignments, strict=True):
-        for p, values in enumerate(honest(member, 0)):
-            spoilt = member.name == "c" and p == 0
-            member.contribute(assignment, p, values * np.float32(1e6 if spoilt else 1)).raise_for_status()
+    for member, assignment in zip(members, assigned(members, 0), strict=True):
+        send(member, assignment, times(1e6 if member.name == "c" else 1), [0])
     assert [each.worker for each in delta(members[0], 0, 0)[0].contributors] == ["a", "b", "d"]
     assert [each.worker for each in delta(members[0], 0, 1)[0].contributors] == NAMES
     for member in members:
@@ -127,12 +128,7 @@ def test_with_the_plain_mean_nobody_is_left_out_but_told_of(shared: InThread, ru
 
 def test_a_short_first_round_says_nothing_about_the_norms_of_whole_ones(shared: InThread, run: str) -> None:
     """Those of two boxes were shortened for four rounds, or left out: a tenth of the steps had been trained before."""
-    spec = spec_toml(run, rounds=4, min_workers=2, sync='wait = "never"')
-    shared.create_run(spec.replace("inner_steps = 5\n", "inner_steps = 40\n", 1))
-    members = [enlist(shared, run, name) for name in "ab"]
-    assert members[0].assignment(None).action == "seed"
-    members[0].seed()
-    recovered(members[1])
+    members = crew(shared, run, ["a", "b"], rounds=4, inner_steps=40, min_workers=2, sync='wait = "never"')
     for round_, length in enumerate([1, 40, 1e6]):
         contribute(members, round_, {name: times(length) for name in "ab"})
         header, _ = delta(members[0], round_, 0)
@@ -147,16 +143,13 @@ def test_after_a_restart_the_same_is_left_out_and_a_spoilt_delta_is_made_again(t
         members = crew(running, "r", NAMES, min_workers=4)
         assignments = assigned(members, 0)
         for member, assignment in zip(members[:3], assignments, strict=False):
-            for p, values in enumerate(honest(member, 0)):
-                factor = np.float32(1e6 if member.name == "c" else 1)
-                member.contribute(assignment, p, values * factor).raise_for_status()
+            send(member, assignment, times(1e6 if member.name == "c" else 1))
         tokens = [member.http.headers["authorization"] for member in members]
     with coordinator_thread(tmp_path / "data") as running:  # what was found in the three has gone with the process
         for member, token in zip(members, tokens, strict=True):
             member.http = running.client()
             member.http.headers["Authorization"] = token
-        for p, values in enumerate(honest(members[3], 0)):
-            members[3].contribute(assignments[3], p, values).raise_for_status()
+        send(members[3], assignments[3], times(1))
         before = members[0].delta(0, 0).raise_for_status().content
         header, _ = delta(members[0], 0, 0)
         assert [each.worker for each in header.contributors] == ["a", "b", "d"]

@@ -1,6 +1,7 @@
 """One token, one voice: many names of it neither close rounds on themselves nor hold them up."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from harness.coordinator import InThread, SettableClock
 from harness.member import Member, spec_toml
 from protocol.messages import Scope
 from protocol.wire import DeltaHeader, Payload
-from tests.coordinator.crew import GRACE_OF_A_SECOND, info, recovered
+from tests.coordinator.crew import GRACE_OF_A_SECOND, info, ready, recovered
 from tests.coordinator.test_restart import Lives
 
 pytestmark = pytest.mark.slow
@@ -18,7 +19,7 @@ SYBILS = ["m1", "m2", "m3", "m4"]
 HONEST = ["h1", "h2"]
 
 
-def joined(running: InThread, run: str, tokens: dict[str, str], **spec: str) -> dict[str, Member]:
+def joined(running: InThread, run: str, tokens: dict[str, str], **spec: Any) -> dict[str, Member]:
     """A run and its members, each with the token given, which all hold state 0."""
     running.create_run(spec_toml(run, rounds=9, min_workers=2, members=GRACE_OF_A_SECOND, **spec))
     members = {name: Member(running.client(), run, name) for name in tokens}
@@ -30,7 +31,7 @@ def joined(running: InThread, run: str, tokens: dict[str, str], **spec: str) -> 
     return {name: recovered(member) for name, member in members.items()}
 
 
-def four_of_one_token_and_two_honest(running: InThread, run: str, **spec: str) -> dict[str, Member]:
+def four_of_one_token_and_two_honest(running: InThread, run: str, **spec: Any) -> dict[str, Member]:
     many = running.token(Scope.WORKER, names=4)
     own = {name: running.token(Scope.WORKER, names=1) for name in HONEST}
     return joined(running, run, dict.fromkeys(SYBILS, many) | own, **spec)
@@ -56,16 +57,13 @@ def test_zeros_of_four_names_close_no_round_on_themselves(
     """All rounds once closed on them: no honest contribution was in any."""
     members = four_of_one_token_and_two_honest(shared, run, sync='aggregation = "mean"')
     for round_ in range(3):
-        for member in members.values():
-            member.assignment(round_)
+        ready(members.values(), round_)
         for name in SYBILS:
             send(members[name], round_, 0.0)
             if leave and round_ == 2:
                 members[name].http.delete(members[name].path()).raise_for_status()
         clock.advance(30)  # far beyond the grace
-        for name in HONEST:
-            members[name].http.put(members[name].path("/lease"), json={}).raise_for_status()
-        for name in SYBILS if not leave or round_ < 2 else []:
+        for name in HONEST + (SYBILS if not leave or round_ < 2 else []):
             members[name].http.put(members[name].path("/lease"), json={}).raise_for_status()
         shared.coordinator.tick()
         assert info(shared, run)["round"] == round_
@@ -88,8 +86,7 @@ def test_four_names_that_send_nothing_hold_up_two_honest_workers_for_no_longer_t
     """They are most of the workers, and have contributed before."""
     members = four_of_one_token_and_two_honest(shared, run)
     for round_ in range(2):
-        for member in members.values():
-            member.assignment(round_)
+        ready(members.values(), round_)
         for name in HONEST if round_ else members:
             send(members[name], round_)
         if round_:
@@ -106,8 +103,7 @@ def test_a_restart_knows_whose_the_contributions_are_also_of_workers_that_have_l
     lives = Lives(tmp_path / "data")
     with lives.life() as running:
         members = four_of_one_token_and_two_honest(running, "r")
-        for member in members.values():
-            member.assignment(0)
+        ready(members.values(), 0)
         for name in SYBILS:
             send(members[name], 0)
             members[name].http.delete(members[name].path()).raise_for_status()

@@ -1,6 +1,5 @@
 """The coordinator's wall clock is set, by a day, forwards and back: everything that goes on does so by another clock."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from coordinator.run.live_run import ALARMING
 from harness.coordinator import SettableClock, coordinator_thread
 from protocol.messages import Scope
 from tests.coordinator.crew import crew, info, measure_everything, play_round
-from tests.support.http_server import Handler, serving
+from tests.coordinator.test_notifications import receiving
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -22,19 +21,11 @@ NOW = 1_700_000_000.0
 @pytest.mark.in_sqlite
 @pytest.mark.covers("security:clock-set")
 def test_a_run_goes_on_when_the_clock_is_set(tmp_path: Path) -> None:
-    came: list[str] = []
-
-    class Receiving(Handler):
-        def do_POST(self) -> None:  # noqa: N802, http.server's name
-            came.append(json.loads(self.rfile.read(int(self.headers["content-length"])))["type"])
-            self.send_response(204)
-            self.end_headers()
-
     clock, wall = SettableClock(), SettableClock(NOW)
     with (
-        serving(Receiving) as webhook,
+        receiving() as sink,
         coordinator_thread(
-            tmp_path / "data", clock=clock, now=wall, notify_url=f"{webhook}/hook", backup_dir=tmp_path / "backups"
+            tmp_path / "data", clock=clock, now=wall, notify_url=f"{sink.url}/hook", backup_dir=tmp_path / "backups"
         ) as running,
         running.client(running.token(Scope.VIEWER, expires_in_s=3 * DAY_S)) as viewer,
     ):
@@ -63,4 +54,4 @@ def test_a_run_goes_on_when_the_clock_is_set(tmp_path: Path) -> None:
             acts = admin.get("/v1/audit").raise_for_status().json()["items"]
         assert acts[0]["act"] == "token-created", "the newest comes first"
         assert acts[0]["at"] < acts[-1]["at"]
-        wait_until(lambda: came == ["run-finished"] * 2)
+        wait_until(lambda: [body["type"] for body in sink.bodies] == ["run-finished"] * 2)

@@ -15,12 +15,12 @@ from coordinator.sync.admission import WEIGHED_ROUNDS, _unused_weight
 from coordinator.sync.deltas import rebuild_delta_if_damaged
 from coordinator.trust.verdicts import weights
 from harness.coordinator import InThread, SettableClock
-from harness.member import Member, spec_toml
+from harness.member import Member
 from protocol.digest import digest
 from protocol.messages import Assignment
 from protocol.spec.sections import SyncSpec
 from protocol.wire import ContributionHeader, DeltaHeader, Payload
-from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, enlist, info, problem, recovered
+from tests.coordinator.crew import GRACE_OF_A_SECOND, crew, info, problem, ready
 
 UNITS = 5  # of a round
 
@@ -41,8 +41,7 @@ def late_crew(
     members = a, b, c = crew(shared, run, ["a", "b", "c"], **spec)
     late: list[list[int]] = []
     for round_ in range(rounds):
-        for member in (a, b):
-            member.assignment(round_)
+        ready([a, b], round_)
         late += ask(c, round_, late).units
         for member in (a, b):
             member.take_part(round_)
@@ -66,59 +65,36 @@ def send(member: Member, assignment: Assignment, weight: int, **changes: object)
     return member.contribute(assignment, 0, values, tokens=weight * member.spec.unit_tokens, **changes)
 
 
-@pytest.mark.slow
-def test_carried_work_does_not_count(shared: InThread, run: str, clock: SettableClock) -> None:
-    """Two rounds of work were once taken with the weight of two: the mean was the straggler's."""
-    c, late = late_member(shared, run, clock, 2)
-    assignment = ask(c, 2, late)
-    named = {"units": late + assignment.units, "carried": [0, 1]}
-    for weight in (1, UNITS - 1, UNITS + 1, 2 * UNITS, 3 * UNITS):
-        detail = problem(send(c, assignment, weight, **named), "invalid-payload")["detail"]
-        assert f"{weight} units; the contribution names 15, 5 of them of its own round" in detail
-    assert send(c, assignment, UNITS, **named).status_code == 201
-
-
-def test_the_first_units_of_a_round_weigh_as_many(shared: InThread, run: str, clock: SettableClock) -> None:
-    c, late = late_member(shared, run, clock, 1)
-    assignment = ask(c, 1, late)
-    (start, _), *_ = assignment.units
-    named = {"units": [*late, [start, start + 2]], "carried": [0]}
-    problem(send(c, assignment, UNITS, **named), "invalid-payload")
-    assert send(c, assignment, 2, **named).status_code == 201
+# Rounds that the worker was late for, lines of [sync], units of its own round that it names; units' weights that are
+# refused, and the one that is accepted.
+WEIGHTS = [
+    # Two rounds of work were once taken with the weight of two: the mean was the straggler's.
+    pytest.param(
+        2, "", UNITS, (1, UNITS - 1, UNITS + 1, 2 * UNITS, 3 * UNITS), UNITS, id="carried work", marks=pytest.mark.slow
+    ),
+    pytest.param(1, "", 2, (UNITS,), 2, id="the first units of a round"),
+    pytest.param(2, "", 0, (2 * UNITS, UNITS + 1), UNITS, id="all carried: at most the last of its rounds"),
+    # Three rounds of units are named, of which no fragment was trained on more than two since it was sent last.
+    pytest.param(2, "overlap = 2", UNITS, (3 * UNITS, 2 * UNITS + 1), 2 * UNITS, id="in the middle of a round"),
+    pytest.param(0, "overlap = 2", 1, (UNITS + 1,), UNITS, id="at the beginning of a round"),
+]
 
 
 @pytest.mark.covers("security:untrained-units")
-def test_work_that_is_all_carried_weighs_at_most_the_last_of_its_rounds(
-    shared: InThread, run: str, clock: SettableClock
+@pytest.mark.parametrize(("rounds", "sync", "own", "refused", "weight"), WEIGHTS)
+def test_a_contribution_weighs_the_work_of_its_own_round_whatever_it_carries(
+    shared: InThread, run: str, clock: SettableClock, rounds: int, sync: str, own: int, refused: tuple, weight: int
 ) -> None:
-    c, late = late_member(shared, run, clock, 2)
-    assignment = ask(c, 2, late)
-    named = {"units": late, "carried": [0, 1]}
-    problem(send(c, assignment, 2 * UNITS, **named), "invalid-payload")
-    problem(send(c, assignment, UNITS + 1, **named), "invalid-payload")
-    assert send(c, assignment, UNITS, **named).status_code == 201
-
-
-def test_a_fragment_sent_in_the_middle_of_a_round_weighs_what_two_rounds_have_of_it(
-    shared: InThread, run: str, clock: SettableClock
-) -> None:
-    """Late twice in a row: three rounds of units are named, of which no fragment was trained on more than two since it
-    was sent last."""
-    c, late = late_member(shared, run, clock, 2, sync="overlap = 2")
-    assignment = ask(c, 2, late)
-    named = {"units": late + assignment.units, "carried": [0, 1]}
-    problem(send(c, assignment, 3 * UNITS, **named), "invalid-payload")
-    problem(send(c, assignment, 2 * UNITS + 1, **named), "invalid-payload")
-    assert send(c, assignment, 2 * UNITS, **named).status_code == 201
-
-
-def test_a_fragment_sent_at_the_beginning_of_a_round_weighs_a_round_though_it_names_one_unit(
-    shared: InThread, run: str
-) -> None:
-    (a,) = crew(shared, run, ["a"], sync="overlap = 2")
-    assignment = a.assignment(0)
-    problem(send(a, assignment, UNITS + 1, units=[[0, 1]]), "invalid-payload")
-    assert send(a, assignment, UNITS, units=[[0, 1]]).status_code == 201
+    (*others, c), late = late_crew(shared, run, clock, rounds, sync)
+    ready(others, rounds)
+    assignment = ask(c, rounds, late)
+    (start, _), *_ = assignment.units
+    units = [*late, [start, start + own]] if own else late
+    named = {"units": units, "carried": list(range(rounds))}
+    for each in refused:
+        detail = problem(send(c, assignment, each, **named), "invalid-payload")["detail"]
+        assert f"{each} units; the contribution names {rounds * UNITS + own}, {own} of them of its own round" in detail
+    assert send(c, assignment, weight, **named).status_code == 201
 
 
 @pytest.mark.parametrize(("long", "allowed"), [(0, True), (2, False)])
@@ -191,16 +167,7 @@ def test_a_weight_ends_at_four_times_the_median_of_the_others(units: list[int]) 
 
 
 def test_the_delta_says_what_each_weighed_and_is_made_again_to_the_same_bytes(shared: InThread, run: str) -> None:
-    sync = 'wait = "never"'
-    names = ["a", "b", "fast"]
-    shared.create_run(
-        spec_toml(run, rounds=9, min_workers=3, sync=sync).replace("inner_steps = 5\n", "inner_steps = 100\n", 1)
-    )
-    members = [enlist(shared, run, name) for name in names]
-    assert members[0].assignment(None).action == "seed"
-    members[0].seed()
-    for member in members:
-        recovered(member)
+    members = crew(shared, run, ["a", "b", "fast"], rounds=9, inner_steps=100, min_workers=3, sync='wait = "never"')
     for round_ in range(2):
         for member, pace in zip(members, (0.5, 0.5, 8.0), strict=True):
             member.http.put(member.path("/lease"), json={"inner_steps_per_second": pace}).raise_for_status()

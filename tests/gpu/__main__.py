@@ -11,13 +11,15 @@ Only the standard library is imported here, until the packages are known to be t
 
 import argparse
 import hashlib
-import importlib.util
+import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -42,35 +44,22 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     "runs": (240, [*PYTEST, "tests/gpu/test_runs.py", "tests/gpu/test_fp16.py"]),
     "speed": (300, ["-m", "benchmarks.gpu", "--json"]),
 }
-# What is imported by them -> the distribution that brings it.
-NEEDED = {
-    "torch": "torch",
-    "transformers": "transformers",
-    "tokenizers": "tokenizers",
-    "huggingface_hub": "huggingface_hub",
-    "safetensors": "safetensors",
-    "pytest": "pytest",
-    "hypothesis": "hypothesis",
-    "numpy": "numpy",
-    "httpx": "httpx",
-    "msgpack": "msgpack",
-    "zstandard": "zstandard",
-    "blake3": "blake3",
-    "pydantic": "pydantic",
-    "pydantic_settings": "pydantic-settings",
-    "rich": "rich",
-    "tenacity": "tenacity",
-    "typer": "typer",
-    "psutil": "psutil",
-    "fastapi": "fastapi",
-    "fastapi_offline": "fastapi-offline",
-    "sse_starlette": "sse-starlette",
-    "uvicorn": "uvicorn",
-    "httptools": "httptools",
-    "sqlalchemy": "sqlalchemy",
-    "alembic": "alembic",
-    "prometheus_client": "prometheus-client",
-}
+UNUSED = {"plotly", "uvloop"}  # of the dashboard and of `outerstep coordinator` alone
+
+
+def needed() -> set[str]:
+    """The distributions that the parts need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["coordinator"], *extras["worker"], "hypothesis", "psutil", "pytest"]
+    return {re.split(r"[<>=!~;\[ (]", each)[0] for each in wanted} - UNUSED
+
+
+def is_missing(distribution: str) -> bool:
+    try:
+        return not importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return True
 
 
 def main() -> int:
@@ -81,7 +70,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.wheels is not None and not use_wheels(options.wheels):
         return NO_GPU
-    missing = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+    missing = sorted(filter(is_missing, needed()))
     if missing:
         print(f"{sys.executable} lacks {', '.join(missing)}: install them, or put their wheels (and those of what they "
               "need) into a folder and name it: make gpu GPU_WHEELS=DIR")  # fmt: skip

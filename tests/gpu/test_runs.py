@@ -1,6 +1,6 @@
 """Whole runs with workers on a GPU, and with workers on GPU and CPU in one run: all hold the same state in the end."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,8 +9,8 @@ import torch
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import waiting
 from outerstep.common.exit_codes import Exit
-from protocol.messages import RunDetail, WorkerInfo
-from tests.support.waiting import wait_until
+from tests.support.shown import finished, workers_of
+from tests.support.text import write_chapters
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
 
@@ -47,29 +47,14 @@ max_tokens = 4096
 CLASSIC, STREAMING, NEVER = "", 'overlap = 4\noffsets = "spread"', 'wait = "never"'
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    source = tmp_path / "text"
-    source.mkdir()
-    for index in range(8):
-        (source / f"{index}.txt").write_text(f"chapter {index}: all work and no play makes jack a dull boy. " * 200)
-    return source
-
-
 def play(running: InThread, tmp_path: Path, devices: list[str]) -> None:
     """Let a worker on each of `devices` train until the run is over."""
 
-    def work(number: int, device: str, codes: list[Exit]) -> None:
-        name = f"w{number}"
-        codes.append(run_worker(worker_settings(running, "text", tmp_path / name, name=name, device=device)))
+    def work(name: str, device: str) -> Exit:
+        return run_worker(worker_settings(running, "text", tmp_path / name, name=name, device=device))
 
-    codes = list[Exit]()
-    crew = [threading.Thread(target=work, args=(n, device, codes)) for n, device in enumerate(devices)]
-    for worker in crew:
-        worker.start()
-    for worker in crew:
-        worker.join()
-    assert codes == [Exit.DONE] * len(devices)
+    with ThreadPoolExecutor() as threads:
+        assert set(threads.map(work, ("w0", "w1"), devices)) == {Exit.DONE}
 
 
 @pytest.mark.parametrize(
@@ -83,16 +68,17 @@ def play(running: InThread, tmp_path: Path, devices: list[str]) -> None:
     ],
 )
 def test_all_replicas_end_with_the_same_bits_and_have_learned(
-    upload: str, sync: str, mixed: bool, text: Path, tmp_path: Path, device: torch.device
+    upload: str, sync: str, mixed: bool, tmp_path: Path, device: torch.device
 ) -> None:
     devices = [str(device), "cpu"] if mixed else [str(device)] * 2
+    text = write_chapters(
+        tmp_path / "text", words="all work and no play makes jack a dull boy", chapters=8, repeats=200
+    )
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(SPEC.format(source=text, rounds=6, upload=upload, sync=waiting(sync), workers=2))
         play(running, tmp_path, devices)
+        run, workers = finished(running, "text"), workers_of(running, "text")
         with running.client() as http:
-            wait_until(lambda: http.get("/v1/runs/text").json()["state_digest"] is not None)
-            run = RunDetail.model_validate(http.get("/v1/runs/text").json())
-            workers = [WorkerInfo.model_validate(each) for each in http.get("/v1/runs/text/workers").json()["items"]]
             rounds = http.get("/v1/runs/text/rounds").json()["items"]
     assert {worker.state_digest for worker in workers} == {run.state_digest}
     assert run.divergences == 0

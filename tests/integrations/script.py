@@ -1,4 +1,4 @@
-"""A training script as a process of its own, a worker of one run, and what it tells at its end: JSON in its last line."""
+"""A training script as a process of its own, a worker of the run "trained", and what it tells at its end: JSON in its last line."""
 
 import json
 import os
@@ -9,8 +9,42 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness.coordinator import InThread
-from protocol.messages import Scope, WorkerInfo
+from protocol.messages import WorkerInfo
 from tests.support.forks import Forked
+from tests.support.workers import script_environment
+
+H, ROUNDS = 3, 3
+TOTAL = H * ROUNDS
+SPEC = f"""
+name = "trained"
+[data]
+source = "custom"
+sequence_length = 8
+[inner]
+batch_size = 4
+[sync]
+wait = "always"
+rounds = {ROUNDS}
+inner_steps = {H}
+upload_codec = "int8"
+fragment_elements = 1024
+"""
+
+# A script begins with this: `how` is what a test says, and `tell` prints what it hears.
+HEAD = """
+import json, os, sys, torch
+from protocol.digest import digest
+from worker.state.parameters import trainable_parameters
+
+how = json.loads(sys.argv[1])
+accumulate = 2 // how["processes"]
+told = {"rows": [], "rates": [], "steps": []}
+
+def tell(model):
+    vector = torch.cat([each.detach().reshape(-1) for each in trainable_parameters(model).values()])
+    said = json.dumps({**told, "digest": digest(vector.numpy().tobytes()).hex()})
+    sys.stdout.write(f"\\n{said}\\n")  # in one write: torchrun's processes share a pipe, and print makes two
+"""
 
 
 class Script(Protocol):
@@ -39,14 +73,10 @@ class _Forked:
         return out, errors
 
 
-def start(running: InThread, source: str, directory: Path, processes: int = 1, **how: Any) -> Script:
-    """Start `source`, Python, in `directory`, by torchrun in several `processes`; its first argument is `how`, JSON."""
-    environment = {
-        "OUTERSTEP_URL": running.url,
-        "OUTERSTEP_TOKEN": running.token(Scope.WORKER),
-        "HOME": str(directory),
-        "OMP_NUM_THREADS": "1",
-    }
+def start(running: InThread, source: str, directory: Path, **how: Any) -> Script:
+    """Start HEAD and `source` in `directory`, by torchrun in several `processes`; `how` is for the script."""
+    source, processes = HEAD + source, how["processes"]
+    environment = script_environment(running, directory)
     if processes == 1:
         return _Forked(source, json.dumps(how), environment, directory)
     pipe = subprocess.PIPE
@@ -64,7 +94,7 @@ def result(process: Script) -> dict[str, Any]:
     return told | {"errors": errors}
 
 
-def told(running: InThread, run: str, name: str) -> WorkerInfo:
+def told(running: InThread, name: str) -> WorkerInfo:
     """What the coordinator says of a worker."""
     with running.client() as http:
-        return WorkerInfo.model_validate(http.get(f"/v1/runs/{run}/workers/{name}").json())
+        return WorkerInfo.model_validate(http.get(f"/v1/runs/trained/workers/{name}").json())

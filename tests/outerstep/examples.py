@@ -1,7 +1,12 @@
-"""Replies of a coordinator, as JSON documents."""
+"""Replies of a coordinator, as JSON documents; and a client that gets them."""
 
+from collections.abc import Callable
 from typing import Any
 
+import httpx
+
+from outerstep.rest import Client
+from protocol.errors import Problem
 from protocol.spec.run import parse_spec
 
 SPEC = 'name = "demo"\nmodel.preset = "tiny"\nsync.rounds = 4\nsync.inner_steps = 10\n'
@@ -11,6 +16,12 @@ ACCOUNT = {
     "download_bytes": 6000,
     "seconds": {"train": 9.0, "sync": 0.6, "wait": 0.4, "upload": 0.3, "encode": 0.05},
 }
+
+
+def client_of(answer: Callable[[httpx.Request], httpx.Response], **options: Any) -> Client:
+    """A client of a coordinator that answers so."""
+    transport = httpx.MockTransport(answer)
+    return Client(httpx.Client(base_url="http://coordinator.test", transport=transport), **options)
 
 
 def page(items: list[dict[str, Any]], following: str | None) -> dict[str, Any]:
@@ -85,3 +96,49 @@ def event_document(number: int, message: str = "worker-0 joined") -> dict[str, A
 
 def rollback_document(number: int, to: int) -> dict[str, Any]:
     return {**event_document(number, f"went back to state {to}"), "kind": "rolled-back", "data": {"round": to}}
+
+
+class History:
+    """A coordinator that answers requests about the run demo from `moments`, each with its "run", "rounds" and "events".
+    Waiting for an event goes on to the next one. A moment that is an exception is what every request meets until then;
+    `trouble` has what single requests meet, by their number."""
+
+    def __init__(self, *moments: dict[str, Any] | Exception, trouble: dict[int, Exception] | None = None) -> None:
+        self.moments, self.trouble = list(moments), dict(trouble or {})
+        self.requests = 0
+        self.waited_after: list[str] = []
+        self.reported: dict[int, dict[str, Any]] = {}  # more of single rounds
+        self.detailed: list[int] = []
+
+    def client(self) -> Client:
+        return client_of(self.answer)
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.requests += 1
+        if trouble := self.trouble.pop(self.requests, None):
+            raise trouble
+        path, waits = request.url.path.removeprefix("/v1/runs/demo"), "last-event-id" in request.headers
+        if waits:
+            self.waited_after.append(request.headers["last-event-id"])
+            self.moments.pop(0)
+        now = self.moments[0]
+        if isinstance(now, Problem):
+            return httpx.Response(now.status, json=now.document())
+        if isinstance(now, Exception):
+            raise now
+        if waits:
+            return httpx.Response(200, text="data: {}\n\n")
+        if path == "/rounds":
+            return httpx.Response(200, json=page(now["rounds"], None))
+        if path == "/events":
+            after = int(request.url.params["after"])
+            return httpx.Response(200, json=page([item for item in now["events"] if item["id"] > after], None))
+        if path.startswith("/rounds/"):
+            return self._round(now["rounds"], int(path.removeprefix("/rounds/")))
+        return httpx.Response(200, json=now["run"] if path == "" else page([], None))
+
+    def _round(self, rounds: list[dict[str, Any]], number: int) -> httpx.Response:
+        self.detailed.append(number)
+        (found,) = (each for each in rounds if each["round"] == number)
+        more = {"fragments": [fragment_document(["a", "b"])], **self.reported.get(number, {})}
+        return httpx.Response(200, json=found | more)

@@ -2,10 +2,7 @@
 
 import itertools
 import json
-import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from email.utils import formatdate
@@ -32,7 +29,8 @@ from protocol.errors import NotUnderstood
 from protocol.fragments import plan_fragments
 from protocol.messages import JoinRequest, RunChange, RunDetail, Scope
 from protocol.spec.run import parse_spec
-from tests.support.http_server import Handler, serving
+from tests.support.http_server import answering, serving
+from tests.support.python import python
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.waiting import PATIENCE_S
@@ -50,16 +48,6 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 CHECKS = ["versions", "device", "coordinator", "TLS", "clock", "token", "run", "state", "allowed", "settings"]
 CHECKS += ["memory", "disk", "model", "data", "step", "line"]
-
-
-class Told(list[Finding]):
-    """Keeps what is told of an examination."""
-
-    def begin(self, name: str) -> None:
-        pass
-
-    def found(self, finding: Finding) -> None:
-        self.append(finding)
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +84,12 @@ def examined(running: InThread, run: str, tmp_path: Path) -> Examined:
     millisecond, however busy this machine is."""
 
     def look(now: Callable[[], float] = time.time, step_s: float = 0.5, **changes: Any) -> list[Finding]:
-        told, settings = Told(), worker_settings(running, run, tmp_path / "state").model_copy(update=changes)
+        told, settings = Mock(), worker_settings(running, run, tmp_path / "state").model_copy(update=changes)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(line, "TOLERATED_S", PATIENCE_S)  # an answer may be as old when it arrives
             patch.setattr(examine, "take_steps", lambda box, **_: take_steps(box, clock=ticking(step_s)))
             found = examine.examine(settings, told, now=now, clock=ticking(0.001))
-        assert told == found
+        assert [call.args[0] for call in told.found.call_args_list] == found
         return found
 
     return look
@@ -173,9 +161,7 @@ def test_the_command_and_its_processes(running: InThread, run: str, tmp_path: Pa
     token.write_text(running.token(Scope.WORKER))
     words = [running.url, "--run", run, "--name", "a", "--state-dir", str(tmp_path / "state"), "--device", "cpu"]
     words += [*options, "--data-root", "/", "--token-file", str(token)]
-    command = [sys.executable, "-m", "outerstep", "doctor", *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = python("-m", "outerstep", "doctor", *words, OMP_NUM_THREADS="1")
     assert done.returncode == Exit.DONE, done.stdout + done.stderr
     assert done.stdout.endswith(f"\n\nready to train: start it with: outerstep worker {' '.join(words)}\n")
     found = [each.split()[:2] for each in done.stdout.splitlines()[: len(CHECKS)]]
@@ -189,9 +175,7 @@ def test_the_command_and_its_processes(running: InThread, run: str, tmp_path: Pa
 @pytest.mark.system
 def test_json_is_one_document(running: InThread, run: str, tmp_path: Path) -> None:
     words = [running.url, "--run", run, "--device", "cpu", "--format", "json", "--state-dir", str(tmp_path / "state")]
-    environment = os.environ | {"OUTERSTEP_TOKEN": running.token(Scope.VIEWER)}
-    command = [sys.executable, "-m", "outerstep", "doctor", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = python("-m", "outerstep", "doctor", *words, OUTERSTEP_TOKEN=running.token(Scope.VIEWER))
     assert done.returncode == Exit.REFUSED, done.stderr
     document = json.loads(done.stdout)
     assert (document["exit_code"], document["verdict"]) == (Exit.REFUSED, "not ready: 1 problem to fix")
@@ -219,17 +203,14 @@ def test_nobody_is_there(examined: Examined, monkeypatch: pytest.MonkeyPatch) ->
     assert said.endswith("fix the URL, or this machine's DNS (/etc/resolv.conf)")
 
 
-class Page(Handler):
+class Page(answering(200, b"<h1>Hello</h1>")):  # type: ignore[misc]
     """A web page, whatever is asked for; it keeps the tokens that it is sent."""
 
     sent: ClassVar[list[str | None]] = []
 
     def do_GET(self) -> None:  # noqa: N802
         self.sent.append(self.headers["Authorization"])
-        self.send_response(200)
-        self.send_header("Content-Length", "13")
-        self.end_headers()
-        self.wfile.write(b"<h1>Hello</h1>"[:13])
+        super().do_GET()
 
 
 def test_another_server_answers_and_is_not_given_the_token(examined: Examined) -> None:
@@ -437,7 +418,7 @@ def test_how_much_of_a_round_is_communication(running: InThread, run: str) -> No
 
 
 def test_a_fault_of_a_check_ends_no_examination() -> None:
-    exam = Examination(Told())
+    exam = Examination(Mock())
     assert exam.check("broken", Mock(side_effect=KeyError("x")), lambda _: (State.FINE, "")) is None
     assert exam.findings == [Finding("broken", State.WRONG, "unexpected error: KeyError: 'x'")]
 

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from outerstep.cli import app
 from outerstep.epochs import MOST_INNER_STEPS, choose, completed
 from protocol.spec.run import parse_spec
-from tests.outerstep.conftest import Served
+from tests.outerstep.conftest import Served, outerstep
 from tests.support.conversations import write_conversations
 from tests.support.text import write_text
 from tests.support.tokenizers import write_chat_tokenizer
@@ -96,25 +94,22 @@ def test_run_create_explains_what_it_chose(served: Served, tmp_path: Path) -> No
     spec.write_text(chat_spec(tmp_path))
     code, out, err = served.outerstep("run", "create", str(spec), "--workers", "4")
     assert code == 0, err
-    assert "units per epoch" in err
     assert "rounds of 5 inner steps on 4 workers" in err
     assert out.startswith("run talk is created")
-    again = served.outerstep("run", "create", str(spec), "--workers", "4")
-    assert "already exists with this spec" in again[1]
-    code, _, err = served.outerstep(
-        "run", "create", "-", "--epochs", "2", stdin=spec.read_text() + "[sync]\nrounds = 4\n"
-    )
+    assert "already exists with this spec" in served.outerstep("run", "create", str(spec), "--workers", "4")[1]
+    given = spec.read_text() + "[sync]\nrounds = 4\n"
+    code, _, err = served.outerstep("run", "create", "-", "--epochs", "2", stdin=given)
     assert (code, "--workers and --epochs choose sync.rounds" in err) == (2, True)
 
 
 def test_plan_shows_the_rounds_of_a_set(tmp_path: Path) -> None:
     spec = tmp_path / "run.toml"
     spec.write_text(chat_spec(tmp_path))
-    shown = CliRunner().invoke(app, ["plan", "--data", str(spec), "--workers", "2", "--epochs", "1"])
-    assert shown.exit_code == 0, shown.stderr
-    assert "on 2 workers use" in shown.stdout
-    assert "[sync]\nrounds = " in shown.stdout
-    facts = json.loads(CliRunner().invoke(app, ["plan", "--data", str(spec), "--format", "json"]).stdout)
+    code, out, err = outerstep("plan", "--spec", spec, "--workers", 2, "--epochs", 1)
+    assert code == 0, err
+    assert "on 2 workers use" in out
+    assert "[sync]\nrounds = " in out
+    facts = json.loads(outerstep("plan", "--spec", spec, "--format", "json")[1])
     assert facts["workers"] == 4
     assert facts["units_per_epoch"] == facts["sequences"] // facts["batch_size"]
 
@@ -122,13 +117,12 @@ def test_plan_shows_the_rounds_of_a_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "give --params, --up, --down and --step-time; or --box; or --params and --memory; or --data"),
-        (["--data", "run.toml", "--up", "1mbit"], "leave out --up"),
-        (["--epochs", "3", "--params", "1e6", "--up", "1mbit", "--down", "1mbit", "--step-time", "1"], "needs --data"),
-        (["--data", "no.toml"], "no.toml"),
+        ([], "give --params, --up, --down and --step-time; or --box; or --params and --memory; or --spec"),
+        (["--spec", "run.toml", "--up", "1mbit"], "leave out --up"),
+        (["--epochs", "3", "--params", "1e6", "--up", "1mbit", "--down", "1mbit", "--step-time", "1"], "needs --spec"),
+        (["--spec", "no.toml"], "no.toml"),
     ],
 )
 def test_options_that_do_not_fit_together(arguments: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["plan", *arguments])
-    assert done.exit_code == 2
-    assert said in done.stderr
+    code, _, err = outerstep("plan", *arguments)
+    assert (code, said in err) == (2, True), err

@@ -20,19 +20,14 @@ def content(size: int) -> memoryview:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_written_is_there(tmp_path: Path, size: int) -> None:
-    written = content(size)
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_what_is_written_is_there(tmp_path: Path, size: int, beyond: int) -> None:
+    """Memory that is not aligned takes the way through the cache."""
+    written = content(size + beyond)[beyond:]
     write_new(tmp_path / "file", written)
     assert (tmp_path / "file").read_bytes() == written
     with pytest.raises(FileExistsError):
         write_new(tmp_path / "file", written)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_memory_that_is_not_aligned_takes_the_way_through_the_cache(tmp_path: Path, size: int) -> None:
-    written = content(size + 1)[1:]
-    write_new(tmp_path / "file", written)
-    assert (tmp_path / "file").read_bytes() == written
 
 
 def test_a_file_system_that_does_not_know_it_is_written_as_usual(

@@ -6,58 +6,14 @@ import httpx
 import pytest
 
 from outerstep.follow import follow
-from outerstep.rest import Client
 from protocol.errors import Problem, Transient
 from tests.outerstep.examples import (
+    History,
     event_document,
-    fragment_document,
-    page,
     rollback_document,
     round_document,
     run_document,
 )
-
-
-class History:
-    """Answers requests from `moments`; waiting for an event goes on to the next one. A moment that is an exception is
-    what every request meets until the next wait."""
-
-    def __init__(self, *moments: dict[str, list] | Exception) -> None:
-        self.moments = list(moments)
-        self.waited_after: list[str] = []
-        self.listed_after: list[str | None] = []
-        self.reported: dict[int, dict[str, Any]] = {}
-        self.detailed: list[int] = []
-
-    def client(self) -> Client:
-        return Client(httpx.Client(base_url="http://coordinator.test", transport=httpx.MockTransport(self.answer)))
-
-    def answer(self, request: httpx.Request) -> httpx.Response:
-        path = request.url.path.removeprefix("/v1/runs/demo")
-        if "last-event-id" in request.headers:
-            self.waited_after.append(request.headers["last-event-id"])
-            self.moments.pop(0)
-        now = self.moments[0]
-        if isinstance(now, Problem):
-            return httpx.Response(now.status, json=now.document())
-        if isinstance(now, Exception):
-            raise now
-        if "last-event-id" in request.headers:
-            return httpx.Response(200, text="data: {}\n\n")
-        if path == "/rounds":
-            return httpx.Response(200, json=page(now["rounds"], None))
-        if path == "/events":
-            after = int(request.url.params["after"])
-            return httpx.Response(200, json=page([item for item in now["events"] if item["id"] > after], None))
-        if path.startswith("/rounds/"):
-            return self._round(int(path.removeprefix("/rounds/")))
-        return httpx.Response(200, json=now["run"] if path == "" else page([], None))
-
-    def _round(self, number: int) -> httpx.Response:
-        """A round of which nobody has reported the times, or what `reported` has of it."""
-        self.detailed.append(number)
-        document = round_document(number, fragments=[fragment_document(["a", "b"])], **self.reported.get(number, {}))
-        return httpx.Response(200, json=document)
 
 
 def moment(round_number: int, events: int, state: str = "running") -> dict:

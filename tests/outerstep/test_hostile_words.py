@@ -7,14 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from outerstep.cli import app
 from outerstep.cli.printing import PrintableConsole
 from outerstep.follow import Look
 from outerstep.live_view import LiveDisplay
 from protocol.errors import Problem
 from protocol.messages import Event, RunInfo, WorkerInfo
+from tests.outerstep.conftest import outerstep
 from tests.outerstep.examples import event_document, page, round_document, run_document, worker_document
 from tests.support.http_server import Handler, serving
 
@@ -77,42 +76,44 @@ class Hostile(Handler):
         self.wfile.write(body)
 
 
+def said(coordinator: type[Handler], *command: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command, which may all be printed."""
+    with serving(coordinator) as url:
+        code, out, err = outerstep(*command, OUTERSTEP_URL=url, OUTERSTEP_TOKEN="t")
+    assert [line for line in [*out.split("\n"), *err.split("\n")] if not line.isprintable()] == []
+    return code, out, err
+
+
 @pytest.mark.slow
 @pytest.mark.covers("security:terminal-escapes")
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        (["run", "show", "demo"], 0),
-        (["run", "show", "demo", "--format", "json"], 0),
-        (["run", "show", "demo", "--workers", "--format", "json"], 0),
-        (["run", "show", "demo", "--worker", "box-7"], 0),
-        (["run", "show", "demo", "--worker", "box-7", "--format", "json"], 0),
-        (["run", "watch", "demo"], 0),
-        (["run", "watch", "demo", "--format", "json"], 0),
-        (["run", "events", "demo"], 0),
-        (["run", "events", "demo", "--follow"], 0),
-        (["run", "ls"], 0),
-        (["run", "show", "demo", "--units"], 0),
-        (["run", "pause", "demo"], 0),
-        (["run", "member", "demo", "box-7", "evict"], 0),
-        (["run", "show", "demo", "--checkpoints"], 3),
-        (["run", "rm", "demo", "--yes"], 3),
-        (["token", "ls"], 0),
-        (["token", "revoke", "t1"], 3),
+        ("run show demo", 0),
+        ("run show demo --format json", 0),
+        ("run show demo --workers --format json", 0),
+        ("run show demo --worker box-7", 0),
+        ("run show demo --worker box-7 --format json", 0),
+        ("run watch demo", 0),
+        ("run watch demo --format json", 0),
+        ("run events demo", 0),
+        ("run events demo --follow", 0),
+        ("run ls", 0),
+        ("run show demo --units", 0),
+        ("run pause demo", 0),
+        ("run member demo box-7 evict", 0),
+        ("run show demo --checkpoints", 3),
+        ("run rm demo --yes", 3),
+        ("token ls", 0),
+        ("token revoke t1", 3),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_a_coordinator_says_is_shown_and_not_obeyed(command: list[str], code: int) -> None:
-    with serving(Hostile) as url:
-        result = CliRunner().invoke(
-            app, command, prog_name="outerstep", env={"OUTERSTEP_URL": url, "OUTERSTEP_TOKEN": "t"}
-        )
-    assert result.exit_code == code, result.output
-    lines = result.output.splitlines()
-    assert [line for line in lines if not line.isprintable()] == []
-    assert not [line for line in lines if line.startswith("round 7 is published")], "a forged line"
-    if command != ["run", "member", "demo", "box-7", "evict"]:  # which says what was asked for
-        assert re.search(r"\\(x|u00)1b", result.output)
+def test_what_a_coordinator_says_is_shown_and_not_obeyed(command: str, code: int) -> None:
+    found, out, err = said(Hostile, *command.split())
+    assert found == code, err
+    assert not re.search("^round 7 is published", out + err, re.MULTILINE), "a forged line"
+    if command != "run member demo box-7 evict":  # which says what was asked for
+        assert re.search(r"\\(x|u00)1b", out + err)
 
 
 @pytest.mark.covers("security:terminal-escapes")
@@ -124,27 +125,11 @@ def test_facts_that_no_coordinator_keeps_are_rejected(facts: dict[str, object]) 
         def _answer(self, status: int, document: object) -> None:
             super()._answer(status, {**WORKER, **facts})
 
-    with serving(Forging) as url:
-        result = CliRunner().invoke(
-            app,
-            ["run", "show", "demo", "--worker", "box-7"],
-            prog_name="outerstep",
-            env={"OUTERSTEP_URL": url, "OUTERSTEP_TOKEN": "t"},
-        )
-    assert result.exit_code == 3
-    assert [line for line in result.output.splitlines() if not line.isprintable()] == []
+    assert said(Forging, "run", "show", "demo", "--worker", "box-7")[0] == 3
 
 
 def test_json_says_just_what_was_said() -> None:
-    with serving(Hostile) as url:
-        result = CliRunner().invoke(
-            app,
-            ["run", "ls", "--format", "json"],
-            prog_name="outerstep",
-            env={"OUTERSTEP_URL": url, "OUTERSTEP_TOKEN": "t"},
-        )
-    assert json.loads(result.stdout)[0]["reason"] == f"all done {EVIL}"
-    assert all(line.isprintable() for line in result.stdout.split("\n"))
+    assert json.loads(said(Hostile, "run", "ls", "--format", "json")[1])[0]["reason"] == f"all done {EVIL}"
 
 
 def test_the_picture_on_a_terminal_has_only_the_escapes_of_its_own() -> None:
@@ -168,15 +153,11 @@ def test_the_picture_on_a_terminal_has_only_the_escapes_of_its_own() -> None:
 @pytest.mark.covers("security:terminal-escapes")
 def test_there_is_one_way_to_the_terminal() -> None:
     """Another print, echo or Console would not clean what it is given."""
-    folder = Path(__file__).parents[2] / "outerstep"
-    found = []
-    for file in folder.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "print",
-                "typer.echo",
-                "Console",
-                "click.echo",
-            ):
-                found.append(file.relative_to(folder).as_posix())
-    assert set(found) == {"cli/printing.py"}
+    folder, ways = Path(__file__).parents[2] / "outerstep", {"print", "typer.echo", "click.echo", "Console"}
+    found = {
+        file.relative_to(folder).as_posix()
+        for file in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ways
+    }
+    assert found == {"cli/printing.py"}

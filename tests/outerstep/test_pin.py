@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from harness.coordinator import coordinator_thread
-from outerstep.cli import app
 from outerstep.common.exit_codes import Exit
+from tests.outerstep.conftest import outerstep
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
 from tests.support.workers import worker_settings
@@ -20,11 +19,11 @@ def test_workers_bring_what_was_pinned(tmp_path: Path, caplog: pytest.LogCapture
     text, other = write_text(tmp_path / "text", seed=2), write_text(tmp_path / "other", seed=3)
     spec = tmp_path / "spec.toml"
     spec.write_text(tiny_spec("pinned", text, rounds=1, min_workers=1, seed=3), encoding="utf-8")
-    printed = CliRunner().invoke(app, ["run", "pin", str(spec), "--data-root", str(tmp_path)], prog_name="outerstep")
-    assert printed.exit_code == 0, printed.output
-    assert [line.partition(" ")[0] for line in printed.stdout.split("\n") if "=" in line] == ["layout", "data", "state"]
+    code, printed, err = outerstep("run", "pin", spec, "--data-root", tmp_path)
+    assert code == 0, err
+    assert [line.partition(" ")[0] for line in printed.split("\n") if "=" in line] == ["layout", "data", "state"]
     with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(spec.read_text(encoding="utf-8") + printed.stdout)
+        running.create_run(spec.read_text(encoding="utf-8") + printed)
         stranger = worker_settings(running, "pinned", tmp_path / "b", name="b", data=str(other))
         assert run_worker(stranger) == Exit.REFUSED
         assert "pin-mismatch: the spec pins pins.data" in caplog.text
@@ -39,6 +38,5 @@ def test_it_reads_only_what_is_allowed(tmp_path: Path) -> None:
     spec = tmp_path / "spec.toml"
     text = write_text(tmp_path / "text", seed=2)
     spec.write_text(tiny_spec("pinned", text, rounds=1, min_workers=1, seed=3), encoding="utf-8")
-    refused = CliRunner().invoke(app, ["run", "pin", str(spec)], prog_name="outerstep")
-    assert "--data-root" in str(refused.exception) + refused.stderr
-    assert refused.stdout == ""
+    _, out, err = outerstep("run", "pin", spec)
+    assert (out, "--data-root" in err) == ("", True), err

@@ -3,20 +3,19 @@
 import re
 import statistics
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from benchmarks.frontier import measuring as frontier
 from benchmarks.frontier.rows import SYNCHRONOUS
 from outerstep import plan
-from outerstep.cli import app
 from outerstep.plan import Workload
 from protocol.codecs import CODECS
 from protocol.fragments import TensorSpec, plan_fragments
 from protocol.wire import CHUNK_ELEMENTS, Contributor, DeltaHeader, pack_frames, pack_header
+from tests.outerstep.conftest import outerstep
+from worker.line import line
 
 WORKLOAD = Workload(parameters=100_000_000, up=10e6, down=100e6, step_s=1.0, workers=4, latency_s=0.04, steps=20_000)
 INT8 = CODECS["int8"].figures
@@ -163,15 +162,50 @@ def test_a_recommendation_that_is_extrapolated_says_so():
     assert "extrapolated" not in reason
 
 
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, [*COMMAND, *arguments])
+# --- transfers over far and lossy lines -----------------------------------------------------------------------------
+
+
+WINDOW_BYTES = plan.INITIAL_WINDOW * plan.PACKET_BYTES
+
+
+def test_on_a_near_line_a_transfer_takes_its_bytes_at_the_rate() -> None:
+    assert plan.uplink(8e6, 0.0, 0.0).transfer_s(3e6) == 3
+    assert plan.downlink(8e6, 0.001, 0.0).transfer_s(3e6) == pytest.approx(3, abs=0.001)
+
+
+def test_slow_start_doubles_in_each_round_trip_until_the_line_is_full() -> None:
+    """Four connections have 58 kB under way at first, 116 after a round trip, 232, 463: the line carries 250 in one."""
+    way = plan.uplink(10e6, 0.2, 0.0)
+    first = plan.UP_FIRST * WINDOW_BYTES
+    assert way.transfer_s(first) == pytest.approx(first / 1.25e6)
+    assert way.transfer_s(3 * first) == pytest.approx(0.2 + 2 * first / 1.25e6)
+    assert way.transfer_s(10e6) == pytest.approx(3 * 0.2 + (10e6 - 7 * first) / 1.25e6)
+
+
+def test_losses_bound_a_connection_and_many_add_up() -> None:
+    one = plan.PACKET_BYTES / 0.15 * (1.5 / 0.005) ** 0.5  # bytes per second
+    way = plan.uplink(1e9, 0.15, 0.005)
+    assert way.connection_bytes_per_s == pytest.approx(one)
+    assert way.bytes_per_s == pytest.approx(32 * one)
+    assert plan.uplink(10e6, 0.15, 0.005).bytes_per_s == 1.25e6
+    assert plan.uplink(10e6, 0.15, 0.005).last_part_s(1 << 18) == pytest.approx((1 << 18) * (1 / one - 1 / 1.25e6))
+    assert plan.uplink(10e6, 0.15, 0.0).last_part_s(1 << 18) == 0
+
+
+def test_the_figures_are_those_of_the_worker() -> None:
+    assert (line.FAR_S, line.UP_FAR, line.UP[1]) == (plan.FAR_S, plan.UP_FIRST, plan.UP_MOST)
+    assert line.DOWN_FAR // line.DOWN[0] == plan.DOWN_EACH
+    assert (line.UP_FAR_BYTES[1], line.DOWN_FAR_BYTES[1]) == (plan.UP_PART_BYTES, plan.DOWN_PART_BYTES)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_a_row_per_pair_and_one_recommendation():
-    result = run()
-    assert result.exit_code == 0, result.output
+    code, out, err = outerstep(*COMMAND)
+    assert code == 0, err
     pairs = list(plan.sync_costs(WORKLOAD))
-    lines = result.stdout.splitlines()
+    lines = out.splitlines()
     assert [tuple(line.split()[:2]) for line in lines[1 : 1 + len(pairs)]] == [
         (each.upload_codec, each.download_codec) for each in pairs
     ]
@@ -181,13 +215,12 @@ def test_the_command_prints_a_row_per_pair_and_one_recommendation():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--up", "10"], "--up: '10' is not a rate in bits per second such as 10mbit"),
+        (["--up", "10"], "--up: '10' is not a rate in bits per second"),
         (["--latency", "soon"], "--latency: 'soon' is not a time"),
         (["--step-time", "0"], "--step-time: '0' is too small"),
         (["--params", "0"], "--params: '0' is too small"),
     ],
 )
 def test_what_cannot_be_meant_is_told_with_its_flag(arguments: list[str], said: str):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
+    code, _, err = outerstep(*COMMAND, *arguments)
+    assert (code, said in err) == (2, True), err

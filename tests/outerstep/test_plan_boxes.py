@@ -1,13 +1,11 @@
 """`outerstep plan --box`: what each of several boxes adds, against what was measured."""
 
 import json
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from outerstep.cli import app
 from outerstep.plan_boxes import OUTER, Box, Together, parse_box, together
+from tests.outerstep.conftest import outerstep
 
 
 def fast(*speeds: float) -> list[Box]:
@@ -20,11 +18,12 @@ def planned(boxes: list[Box], parameters: int = 1_000_000, step_s: float = 1.0) 
 
 @pytest.mark.parametrize(
     ("speeds", "measured"),
-    [((1, 1), 0.718), ((1, 0.5), 0.851), ((1, 0.2), 0.872), ((1, 0.05), 0.900)],
+    [((1,), 0.82), ((1, 1), 0.718), ((1, 0.5), 0.851), ((1, 0.2), 0.872), ((1, 0.05), 0.900)],
 )
 def test_it_predicts_what_the_benchmark_measured(speeds: tuple[float, ...], measured: float):
-    """`python -m benchmarks.boxes real`, as in docs/performance.md. Only ratios of speeds count."""
-    assert planned(fast(*speeds)).time == pytest.approx(measured, rel=0.05)
+    """`python -m benchmarks.boxes real`, and `floor` for a single box, as in docs/performance.md. Only ratios of speeds
+    count."""
+    assert planned(fast(*speeds)).time == pytest.approx(measured, rel=0.07)
     assert planned(fast(*(3 * each for each in speeds))).time == pytest.approx(planned(fast(*speeds)).time)
 
 
@@ -84,28 +83,23 @@ def test_what_is_no_box(text: str):
         parse_box(text)
 
 
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["plan", *arguments])
-
-
 GIVEN = ["--params", "124e6", "--step-time", "0.5", "--box", "1.0,100/10", "--box", "0.5,50/5"]
 
 
 def test_the_command_prints_a_row_per_box_and_the_time_together():
-    result = run(*GIVEN)
-    assert result.exit_code == 0, result.output
-    lines = result.stdout.splitlines()
-    assert lines[2].split()[:4] == ["2", "0.5", "50/5", "250"]
-    assert "in about 0.94 of its time" in result.stdout
-    assert "if its memory suffices, trains on during its sync, for up to 4 rounds' time" in result.stdout
-    assert "waits for its line" not in result.stdout
-    document = json.loads(run(*GIVEN, "--format", "json").stdout)
+    code, out, err = outerstep("plan", *GIVEN)
+    assert code == 0, err
+    assert out.splitlines()[2].split()[:4] == ["2", "0.5", "50/5", "250"]
+    assert "in about 0.89 of its time" in out
+    assert "trains on during its sync, for up to 4 rounds' time" in out
+    assert "waits for its line" not in out
+    document = json.loads(outerstep("plan", *GIVEN, "--format", "json")[1])
     assert [each["box"] for each in document["boxes"]] == [
         {"speed": 1.0, "down": 100e6, "up": 10e6},
         {"speed": 0.5, "down": 50e6, "up": 5e6},
     ]
-    slow = run("--params", "7e9", "--step-time", "1", "--box", "1,100/10")
-    assert "waits for its line; with sync.inner_steps = 1367 none would" in slow.stdout
+    slow = outerstep("plan", "--params", "7e9", "--step-time", "1", "--box", "1,100/10")[1]
+    assert "waits for its line; with sync.inner_steps = 1367 none would" in slow
 
 
 @pytest.mark.parametrize(
@@ -118,6 +112,5 @@ def test_the_command_prints_a_row_per_box_and_the_time_together():
     ],
 )
 def test_what_cannot_be_meant_is_told_with_its_flag(arguments: list[str], said: str):
-    result = run(*arguments)
-    assert result.exit_code == 2
-    assert said in result.stderr
+    code, _, err = outerstep("plan", *arguments)
+    assert (code, said in err) == (2, True), err

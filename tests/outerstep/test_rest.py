@@ -1,19 +1,13 @@
 """The operators' REST client against answers of all kinds: a coordinator's, a proxy's, a stranger's, none."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from outerstep.rest import Client
-from protocol.errors import Problem, Transient, UnexpectedAnswer
+from protocol.errors import Problem, Transient
 from protocol.messages import RunChange, Scope, TokenRequest
-from tests.outerstep.examples import event_document, page, round_document, run_document
-
-
-def client_of(answer: Callable[[httpx.Request], httpx.Response]) -> Client:
-    transport = httpx.MockTransport(answer)
-    return Client(httpx.Client(base_url="http://coordinator.test", transport=transport))
+from tests.outerstep.examples import client_of, page, round_document, run_document
 
 
 def test_a_listing_is_read_page_after_page_and_no_further_than_asked():
@@ -55,8 +49,7 @@ def test_who_sends_too_many_requests_waits_as_long_as_told_and_asks_again():
         httpx.Response(200, json=run_document()),
     ]
     slept: list[float] = []
-    transport = httpx.MockTransport(lambda _: answers.pop(0))
-    client = Client(httpx.Client(base_url="http://coordinator.test", transport=transport), sleep=slept.append)
+    client = client_of(lambda _: answers.pop(0), sleep=slept.append)
     assert client.change_run("demo", RunChange(state="paused")).name == "demo"
     assert slept == [3, 1]
 
@@ -66,39 +59,9 @@ def test_who_may_have_no_further_stream_waits_and_looks_again():
         429, json=Problem("too-many-requests", "16 streams").document(), headers={"retry-after": "5"}
     )
     slept: list[float] = []
-    transport = httpx.MockTransport(lambda _: refused)
-    client = Client(httpx.Client(base_url="http://coordinator.test", transport=transport), sleep=slept.append)
+    client = client_of(lambda _: refused, sleep=slept.append)
     client.wait_for_event("demo", 0, patience_s=1)
     assert slept == [5]
-
-
-def test_a_problem_is_raised_as_such():
-    problem = Problem("run-exists", "another run is called demo", retry_after_s=7, run="demo")
-
-    def answer(_: httpx.Request) -> httpx.Response:
-        return httpx.Response(problem.status, json=problem.document(), headers={"retry-after": "7"})
-
-    with pytest.raises(Problem, match="another run is called demo") as caught:
-        client_of(answer).create_run("")
-    assert (caught.value.slug, caught.value.retry_after_s, caught.value.members) == ("run-exists", 7, {"run": "demo"})
-
-
-@pytest.mark.parametrize(
-    ("response", "error"),
-    [
-        (httpx.Response(502, text="<h1>Bad Gateway</h1>"), Transient),
-        (httpx.Response(503, json=["not", "a", "document"]), Transient),
-        (httpx.Response(500, json={"type": "about:blank", "detail": "x"}), Transient),
-        (httpx.Response(429, text="slow down"), Transient),
-        (httpx.Response(404, text="nothing here"), UnexpectedAnswer),
-        (httpx.Response(301, headers={"location": "https://elsewhere.test"}), UnexpectedAnswer),
-        (httpx.Response(200, text="<html>welcome</html>"), UnexpectedAnswer),
-        (httpx.Response(200, json={"id": 1}), UnexpectedAnswer),
-    ],
-)
-def test_answers_that_are_not_a_coordinators(response: httpx.Response, error: type[Exception]):
-    with pytest.raises(error, match=r"http://coordinator\.test"):
-        client_of(lambda _: response).run("demo")
 
 
 @pytest.mark.parametrize(
@@ -146,11 +109,3 @@ def test_waiting_for_an_event_raises_what_the_coordinator_answers():
     problem = Problem("not-found", "there is no run demo")
     with pytest.raises(Problem, match="there is no run demo"):
         client_of(lambda _: httpx.Response(404, json=problem.document())).wait_for_event("demo", 0, patience_s=3)
-
-
-def test_events_are_read_from_the_one_after():
-    def answer(request: httpx.Request) -> httpx.Response:
-        assert request.url.params["after"] == "7"
-        return httpx.Response(200, json=page([event_document(8)], None))
-
-    assert [event.id for event in client_of(answer).events("demo", after=7)] == [8]

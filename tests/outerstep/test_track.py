@@ -12,14 +12,13 @@ import pytest
 
 from harness.coordinator import coordinator_thread
 from outerstep.common.exit_codes import Exit
-from outerstep.rest import Client
 from outerstep.tracking.records import Record, follow_records, tracked_name
 from outerstep.tracking.to_jsonl import Tracker as JsonLines
 from protocol.errors import OuterstepError, Problem
 from protocol.messages import RunDetail
 from tests.coordinator.crew import crew, play_round
 from tests.outerstep.conftest import Served
-from tests.outerstep.examples import page, round_document, run_document
+from tests.outerstep.examples import History, client_of, round_document, run_document
 
 NAME = "demo-12345678"
 RUN = RunDetail.model_validate(run_document())
@@ -43,55 +42,30 @@ EVENTS = [
 ]
 
 
-class History:
-    """A coordinator that has come as far as the event of this number. Each wait for an event lets the next one happen;
-    `trouble` is met instead of the answer to requests of these numbers."""
+def history(at: int = 13, trouble: dict[int, Exception] | None = None, forgotten: int = 0) -> History:
+    """A coordinator that has come as far as the event of this number, and has forgotten some. Each wait for an event lets
+    the next one happen."""
 
-    def __init__(self, at: int = 13, trouble: dict[int, Exception] | None = None, forgotten: int = 0) -> None:
-        self.at, self.trouble, self.forgotten = at, dict(trouble or {}), forgotten
-        self.requests = 0
-
-    def client(self) -> Client:
-        return Client(httpx.Client(base_url="http://coordinator.test", transport=httpx.MockTransport(self.answer)))
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        return [each for each in EVENTS if self.forgotten < each["id"] <= self.at]
-
-    @property
-    def run(self) -> dict[str, Any]:
-        kinds = {each["kind"] for each in EVENTS if each["id"] <= self.at}
-        published = sum(each["kind"] == "round-published" for each in EVENTS if each["id"] <= self.at)
-        return run_document(
+    def moment(at: int) -> dict[str, Any]:
+        events = [each for each in EVENTS if each["id"] <= at]
+        kinds = [each["kind"] for each in events]
+        published = kinds.count("round-published")
+        run = run_document(
             state="finished" if "finished" in kinds else "running",
             round=published,
             rounds=3,
             live_workers=0 if "left" in kinds else 1,
             held_out_loss=1.5 if "evaluated" in kinds else 2.5,
         )
+        rounds = [round_document(number, tokens=1000 * (number + 1)) for number in reversed(range(published))]
+        return {"run": run, "rounds": rounds, "events": [each for each in events if each["id"] > forgotten]}
 
-    def answer(self, request: httpx.Request) -> httpx.Response:
-        self.requests += 1
-        if trouble := self.trouble.pop(self.requests, None):
-            raise trouble
-        path = request.url.path.removeprefix("/v1/runs/demo")
-        if "last-event-id" in request.headers:
-            self.at = min(each["id"] for each in EVENTS if each["id"] > self.at)
-            return httpx.Response(200, text="data: {}\n\n")
-        if path == "":
-            return httpx.Response(200, json=self.run)
-        if path == "/events":
-            after = int(request.url.params["after"])
-            return httpx.Response(200, json=page([each for each in self.events if each["id"] > after], None))
-        rounds = [round_document(number, tokens=1000 * (number + 1)) for number in range(self.run["round"])]
-        if path == "/rounds":
-            return httpx.Response(200, json=page(rounds[::-1], None))
-        return httpx.Response(200, json=rounds[int(path.removeprefix("/rounds/"))] | {"fragments": []})
+    return History(*(moment(each["id"]) for each in EVENTS if each["id"] >= at), trouble=trouble)
 
 
-def follow(history: History, first: int = 0, told: list[str] | None = None) -> Iterator[Record]:
+def follow(played: History, first: int = 0, told: list[str] | None = None) -> Iterator[Record]:
     told = [] if told is None else told
-    return follow_records(history.client(), "demo", first, patience_s=1, sleep=lambda _: None, on_trouble=told.append)
+    return follow_records(played.client(), "demo", first, patience_s=1, sleep=lambda _: None, on_trouble=told.append)
 
 
 def summary(records: Iterator[Record]) -> list[tuple[int, list[int], float | None]]:
@@ -102,35 +76,35 @@ WHOLE = [(0, [1, 2, 5], 1000), (1, [6, 7], 3000), (2, [9], 6000), (3, [10, 12, 1
 
 
 def test_every_round_is_a_record_with_the_events_since_the_one_before() -> None:
-    assert summary(follow(History())) == WHOLE, "of a run that is over"
-    assert summary(follow(History(at=1))) == WHOLE, "as it happens"
-    *_, last = follow(History())
+    assert summary(follow(history())) == WHOLE, "of a run that is over"
+    assert summary(follow(history(at=1))) == WHOLE, "as it happens"
+    *_, last = follow(history())
     assert (last.final, last.figures) == (True, {"held_out_loss": 1.5})
 
 
 @pytest.mark.parametrize("first", range(5))
 def test_whoever_goes_on_has_neither_gap_nor_repetition(first: int) -> None:
-    assert summary(follow(History(), first)) == WHOLE[first:]
+    assert summary(follow(history(), first)) == WHOLE[first:]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", range(1, 40))
 def test_an_outage_at_any_request_costs_nothing(at: int) -> None:
     told: list[str] = []
-    history = History(at=1, trouble={at: httpx.ConnectError("refused"), at + 1: httpx.ConnectError("refused")})
-    assert summary(follow(history, told=told)) == WHOLE
-    assert len(told) == 2 - len(history.trouble)
+    troubled = history(at=1, trouble={at: httpx.ConnectError("refused"), at + 1: httpx.ConnectError("refused")})
+    assert summary(follow(troubled, told=told)) == WHOLE
+    assert len(told) == 2 - len(troubled.trouble)
 
 
 def test_rounds_whose_events_are_deleted_are_tracked_without_them() -> None:
-    assert summary(follow(History(forgotten=6))) == [(0, [], 1000), (1, [7], 3000), *WHOLE[2:]]
-    assert summary(follow(History(forgotten=9))) == [*((n, [], t) for n, _, t in WHOLE[:3]), WHOLE[3]]
+    assert summary(follow(history(forgotten=6))) == [(0, [], 1000), (1, [7], 3000), *WHOLE[2:]]
+    assert summary(follow(history(forgotten=9))) == [*((n, [], t) for n, _, t in WHOLE[:3]), WHOLE[3]]
 
 
 def test_a_run_that_went_back_to_a_backup_is_told() -> None:
     """Its rounds would be tracked twice, with other figures."""
     with pytest.raises(OuterstepError, match="round 2 of run demo .* at round 1"):
-        list(follow(History(at=5), first=3))
+        list(follow(history(at=5), first=3))
 
 
 def test_a_refusal_ends_the_tracking() -> None:
@@ -138,7 +112,7 @@ def test_a_refusal_ends_the_tracking() -> None:
         problem = Problem("unauthorized", "the token was revoked")
         return httpx.Response(problem.status, json=problem.document())
 
-    client = Client(httpx.Client(base_url="http://coordinator.test", transport=httpx.MockTransport(refuse)))
+    client = client_of(refuse)
     with pytest.raises(Problem, match="revoked"):
         list(follow_records(client, "demo", 0, patience_s=1, sleep=lambda _: None, on_trouble=lambda _: None))
 
@@ -153,9 +127,9 @@ def test_another_run_of_the_same_name_is_tracked_under_another() -> None:
 # --- trackers ---------------------------------------------------------------------------------------------------------
 
 
-def track(tracker: Any, history: History | None = None, records: int | None = None) -> None:
+def track(tracker: Any, records: int | None = None) -> None:
     """Track at most so many records, and close."""
-    for record in islice(follow(history or History(), tracker.first), records):
+    for record in islice(follow(history(), tracker.first), records):
         tracker.write(record)
     tracker.close()
 

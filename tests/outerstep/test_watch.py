@@ -8,30 +8,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from harness.member import Member, spec_toml
 from tests.outerstep.conftest import Served, serving
-from tests.outerstep.test_operating import create, read_until
 from tests.support.terminal import Terminal
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
 PATIENT = "lease_s = 600\ngrace_min_s = 600\ngrace_max_s = 600"  # so that no deadline passes while this is looked at
-OUTERSTEP = [sys.executable, "-m", "outerstep"]
 
 
-def environment(served: Served) -> dict[str, str]:
-    return {"OUTERSTEP_URL": served.url, "OUTERSTEP_TOKEN": served.admin_token, "PYTHONUNBUFFERED": "1"}
-
-
-def member(served: Served, run: str, name: str) -> Member:
-    http = httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {served.admin_token}"})
-    joined = Member(http, run, name)
-    joined.join(served.admin_token)
-    return joined
+def read_until(stream, text: str) -> list[str]:
+    lines = []
+    for line in stream:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError(f"{text!r} was never said: {lines}")
 
 
 def heartbeat(worker: Member, **metrics: object) -> None:
@@ -44,12 +39,13 @@ def test_the_picture_moves_fits_and_outlives_the_coordinator(tmp_path: Path):
         port = first.port
         spec = spec_toml("watched", min_workers=2, members=PATIENT)
         assert first.outerstep("run", "create", "-", stdin=spec)[0] == 0
-        with Terminal([*OUTERSTEP, "run", "watch", "watched"], environment(first), 100, 30) as terminal:
+        command = [sys.executable, "-m", "outerstep", "run", "watch", "watched"]
+        with Terminal(command, first.environment, 100, 30) as terminal:
             terminal.read_until(lambda shown: "seeding: waiting for the first worker" in shown)
-            workers = [member(first, "watched", name) for name in ("box-1", "box-2", "box-3")]
-            assert workers[0].assignment(None).action == "seed"
-            workers[0].seed()
+            workers = [first.seeded("watched", "box-1")]
+            workers += [first.member("watched", name) for name in ("box-2", "box-3")]
             for each in workers[1:]:
+                each.join(first.admin_token)
                 for theta in each.theta:
                     theta[:] = 0.5
             for each in workers:
@@ -87,7 +83,7 @@ def test_the_picture_moves_fits_and_outlives_the_coordinator(tmp_path: Path):
 
 
 def test_watching_as_json_is_a_line_for_each_look(served: Served):
-    create(served, "in-json")
+    served.create("in-json")
     assert served.outerstep("run", "stop", "in-json")[0] == 0
     code, out, err = served.outerstep("run", "watch", "in-json", "--format", "json")
     (look,) = map(json.loads, out.splitlines())
@@ -97,7 +93,7 @@ def test_watching_as_json_is_a_line_for_each_look(served: Served):
 
 
 def test_events_are_told_with_time_kind_and_message(served: Served):
-    create(served, "told")
+    served.create("told")
     for command in ("pause", "resume", "pause"):
         assert served.outerstep("run", command, "told")[0] == 0
     code, out, _ = served.outerstep("run", "events", "told")
@@ -109,14 +105,14 @@ def test_events_are_told_with_time_kind_and_message(served: Served):
     assert served.outerstep("run", "events", "told", "--kind", "created")[1].splitlines() == [created]
     both = ["--kind", "created", "--kind", "paused", "--limit", "2"]
     assert served.outerstep("run", "events", "told", *both)[1].splitlines() == [changed[0], changed[2]]
-    documents = json.loads(served.outerstep("run", "events", "told", "--format", "json")[1])
+    documents = served.shown("run", "events", "told")
     assert [each["kind"] for each in documents] == ["created", "paused", "running", "paused"]
     assert served.outerstep("run", "events", "nothing")[0] == 3
 
 
 def test_a_kind_of_event_that_there_is_not_is_told_of(served: Served):
     """A mistyped one looked as if nothing had happened."""
-    create(served, "typed")
+    served.create("typed")
     code, out, err = served.outerstep("run", "events", "typed", "--kind", "created", "--kind", "creatd")
     assert (code, len(out.splitlines())) == (0, 1)
     assert err.endswith("no event of kind creatd so far; kinds seen: created\n")
@@ -124,13 +120,16 @@ def test_a_kind_of_event_that_there_is_not_is_told_of(served: Served):
 
 @pytest.mark.parametrize("form", ["table", "json"])
 def test_events_are_followed_to_the_end_of_the_run(served: Served, form: str):
-    create(served, f"followed-{form}")
-    command = [*OUTERSTEP, "run", "events", f"followed-{form}", "-f", "--limit", "1"]
+    served.create(f"followed-{form}")
+    command = ["run", "events", f"followed-{form}", "-f", "--limit", "1", "--format", form]
     command += [word for kind in ("paused", "running", "stopped") for word in ("--kind", kind)]
     assert served.outerstep("run", "pause", f"followed-{form}")[0] == 0
     assert served.outerstep("run", "resume", f"followed-{form}")[0] == 0
     following = subprocess.Popen(
-        [*command, "--format", form], env={**os.environ, **environment(served)}, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "outerstep", *command],
+        env={**os.environ, **served.environment, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert len(read_until(following.stdout, "running")) == 1, "the newest of those that are past"
     assert served.outerstep("run", "pause", f"followed-{form}")[0] == 0

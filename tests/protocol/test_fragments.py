@@ -16,18 +16,21 @@ def tensors(*shapes: list[int]) -> list[TensorSpec]:
     return [TensorSpec(name=f"t{i}", shape=shape) for i, shape in enumerate(shapes)]
 
 
+@pytest.mark.parametrize("strided", [False, True])
 @given(shapes=shapes, fragment_elements=st.integers(1, 5000))
-def test_every_element_is_in_exactly_one_fragment(shapes: list[list[int]], fragment_elements: int) -> None:
-    specs = tensors(*shapes)
+def test_every_element_is_in_exactly_one_fragment(
+    shapes: list[list[int]], fragment_elements: int, strided: bool
+) -> None:
+    specs = [TensorSpec(name=f"layers.{i}.w" if i else "embedding", shape=shape) for i, shape in enumerate(shapes)]
     total = sum(spec.elements for spec in specs)
     if total == 0 or -(-total // fragment_elements) > MAX_FRAGMENTS:
         return
-    layout = plan_fragments(specs, fragment_elements)
+    layout = plan_fragments(specs, fragment_elements, strided=strided)
 
     pieces = [piece for fragment in layout.fragments for piece in fragment]
     position = dict.fromkeys(range(len(specs)), 0)
     for before, after in pairwise(pieces):
-        assert before.tensor <= after.tensor
+        assert strided or before.tensor <= after.tensor
     for piece in pieces:
         assert piece.start == position[piece.tensor] < piece.stop
         position[piece.tensor] = piece.stop
@@ -37,46 +40,6 @@ def test_every_element_is_in_exactly_one_fragment(shapes: list[list[int]], fragm
     assert max(layout.elements) - min(layout.elements) <= 1
     assert len(layout.fragments) == -(-total // fragment_elements)
     assert sum(layout.elements) == layout.total_elements == total
-
-
-def test_strided_fragments_have_layers_that_are_far_apart() -> None:
-    names = ["embedding", *(f"model.layers.{n}.{part}" for n in range(6) for part in ("attention", "mlp")), "head"]
-    specs = [TensorSpec(name=name, shape=[10]) for name in names]
-    layout = plan_fragments(specs, 50, strided=True)
-    order = [names[piece.tensor] for fragment in layout.fragments for piece in fragment]
-    assert list(dict.fromkeys(order)) == [
-        "embedding",
-        *(f"model.layers.{n}.{part}" for n in (0, 3, 1, 4, 2, 5) for part in ("attention", "mlp")),
-        "head",
-    ]
-    assert layout.elements == [46, 47, 47]
-
-
-@given(shapes=shapes, fragment_elements=st.integers(1, 5000))
-def test_strided_fragments_have_every_element_once(shapes: list[list[int]], fragment_elements: int) -> None:
-    specs = [TensorSpec(name=f"layers.{i}.w" if i else "embedding", shape=shape) for i, shape in enumerate(shapes)]
-    total = sum(spec.elements for spec in specs)
-    if total == 0 or -(-total // fragment_elements) > MAX_FRAGMENTS:
-        return
-    layout = plan_fragments(specs, fragment_elements, strided=True)
-    found = sorted((piece.tensor, piece.start, piece.stop) for fragment in layout.fragments for piece in fragment)
-    elements = [(tensor, i) for tensor, start, stop in found for i in range(start, stop)]
-    assert elements == [(tensor, i) for tensor, spec in enumerate(specs) for i in range(spec.elements)]
-    assert max(layout.elements) <= fragment_elements
-
-
-def test_fragments_that_are_sent_one_by_one_are_of_a_size() -> None:
-    assert len(set(plan_fragments(tensors([8 << 20]), 2 << 20, taper=False).elements)) == 1
-
-
-def test_a_big_tensor_is_cut_and_small_ones_are_packed() -> None:
-    layout = plan_fragments(tensors([10], [], [0, 3], [2]), 5)
-    assert [[(s.tensor, s.start, s.stop) for s in fragment] for fragment in layout.fragments] == [
-        [(0, 0, 4)],
-        [(0, 4, 8)],
-        [(0, 8, 10), (1, 0, 1), (3, 0, 2)],
-    ]
-    assert layout.elements == [4, 4, 5]
 
 
 @pytest.mark.slow
@@ -93,17 +56,6 @@ def test_a_large_last_fragment_is_halved_until_it_is_small(total: int, fragment_
     for index, half in enumerate(halves[:-1]):
         assert half >= LAST_ELEMENTS
         assert sum(halves[index + 1 :]) - half in (0, 1)
-
-
-def test_the_layout_of_a_small_language_model() -> None:
-    assert plan_fragments(tensors([25_000_000]), 1 << 23).elements == [
-        8_333_333,
-        8_333_333,
-        4_166_667,
-        2_083_333,
-        1_041_667,
-        1_041_667,
-    ]
 
 
 def test_the_digest_tells_layouts_apart() -> None:
@@ -131,13 +83,11 @@ def test_models_that_cannot_be_cut(specs: list[TensorSpec], message: str) -> Non
 
 def test_the_first_difference_is_named() -> None:
     assert first_difference(tensors([1], [2]), tensors([1], [2])) is None
-    assert first_difference(tensors([1], [2]), tensors([1], [3])) == "its tensor t1 is [3], the run's is [2]"
-    assert first_difference(tensors([1], [2]), tensors([1])) == "the run's trained tensor t1 [2] is missing"
-    assert first_difference(tensors([1]), tensors([1], [2], [3])) == (
-        "its trained tensor t1 [2] is not in the run, and 1 more"
-    )
-    assert first_difference(tensors([1]), tensors([1]) * 2) == "one of its tensors is listed twice"
-    swapped = list(reversed(tensors([1], [1])))
-    assert first_difference(tensors([1], [1]), swapped) == (
-        "its tensors are in another order: tensor 0 is t1, the run's is t0"
-    )
+    for run, worker, said in (
+        (tensors([1], [2]), tensors([1], [3]), "t1 is [3], the run's is [2]"),
+        (tensors([1], [2]), tensors([1]), "t1 [2] is missing"),
+        (tensors([1]), tensors([1], [2], [3]), "t1 [2] is not in the run, and 1 more"),
+        (tensors([1]), tensors([1]) * 2, "is listed twice"),
+        (tensors([1], [1]), tensors([1], [1])[::-1], "tensor 0 is t1, the run's is t0"),
+    ):
+        assert said in str(first_difference(run, worker))

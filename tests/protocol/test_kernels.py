@@ -3,8 +3,6 @@
 import hashlib
 import os
 import shutil
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterator
 from itertools import product
@@ -23,11 +21,11 @@ from protocol.compiled import COMPILED, KERNELS, kernels
 from protocol.errors import CodecError
 from protocol.outer_step import in_numpy, outer_step, outer_step_by
 from tests.support.cases import case
+from tests.support.python import python
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
-ROOT = Path(__file__).parents[2]
 CODECS_IN_C = ("int8", "int4")
 LENGTHS = st.integers(1, 1100) | st.sampled_from([255, 256, 257, 511, 512, 513, 1023, 1024, 1025])
 FLOATS = st.floats(width=32)
@@ -254,14 +252,7 @@ def test_without_them_numpy_gives_the_same() -> None:
         "assert not this.COMPILED and this.CODECS == this.REFERENCE\n"
         "print(this.results(), this.KERNELS)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", program)
     digest, _, told = done.stdout.strip().partition(" ")
     assert digest == results()
     assert "no C compiler" in told

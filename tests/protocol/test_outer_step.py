@@ -7,14 +7,6 @@ import torch
 from protocol.outer_step import outer_step, reached
 
 
-def test_two_steps_by_hand() -> None:
-    theta, momentum = np.array([1.0], np.float32), np.array([0.0], np.float32)
-    outer_step(theta, momentum, np.array([2.0], np.float32), learning_rate=0.5, beta=0.5)
-    assert (theta[0], momentum[0]) == (1 - 0.5 * (0.5 * 2 + 2), 2.0)
-    outer_step(theta, momentum, np.array([4.0], np.float32), learning_rate=0.5, beta=0.5)
-    assert (theta[0], momentum[0]) == (-0.5 - 0.5 * (0.5 * 5 + 4), 5.0)
-
-
 def test_it_descends() -> None:
     """θ_global − θ_local moves the global parameters towards the local ones."""
     theta, local = np.array([1.0], np.float32), np.array([0.0], np.float32)

@@ -1,14 +1,16 @@
-"""Payloads: round trips through frames, in pieces and in bounded space. Their bytes are in docs/vectors."""
+"""Payloads: round trips through frames, in pieces and in bounded space; their digests. Their bytes are in docs/vectors."""
 
 from typing import Any
 
 import msgpack
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.codecs import CODECS
+from protocol.digest import StateHash, content_digest, digest, parse_content_digest
 from protocol.errors import WireError
 from protocol.wire import (
     CHUNK_ELEMENTS,
@@ -132,3 +134,27 @@ def test_a_header_that_is_too_large_is_not_written() -> None:
     )
     with pytest.raises(WireError, match="at most 1048576 are allowed"):
         pack_header(header)
+
+
+def test_a_state_digest_is_of_both_hashes_and_does_not_depend_on_chunks() -> None:
+    theta, momentum = np.arange(10, dtype=np.float32), np.arange(10, 20, dtype=np.float32)
+    expected = blake3(blake3(theta.tobytes()).digest() + blake3(momentum.tobytes()).digest()).digest()
+    for step in (1, 3, 10):
+        state = StateHash()
+        for start in range(0, 10, step):
+            state.update(theta[start : start + step].data, momentum[start : start + step].data)
+        assert state.digest() == expected
+
+
+def test_content_digest_round_trip() -> None:
+    value = digest(b"payload")
+    assert parse_content_digest(content_digest(value)) == value
+    assert parse_content_digest(f"sha-256=:AAAA:, {content_digest(value)}") == value
+    assert parse_content_digest("sha-256=:AAAA:") is None
+    assert parse_content_digest("") is None
+
+
+@pytest.mark.parametrize("header", ["blake3=:AAAA:", "blake3=:!!!!:", "blake3=", "blake3=:é:"])
+def test_content_digests_that_are_none(header: str) -> None:
+    with pytest.raises(ValueError, match="base64|BLAKE3 has 32|ASCII"):
+        parse_content_digest(header)

@@ -21,8 +21,6 @@ rounds = 4
 def test_the_least_spec() -> None:
     spec = parse_spec(LEAST)
     assert (spec.name, spec.seed, spec.model.preset, spec.sync.rounds) == ("demo", 0, "tiny", 4)
-    assert (spec.sync.inner_steps, spec.sync.upload_codec, spec.sync.download_codec) == (500, "int8", "int8")
-    assert (spec.outer.learning_rate, spec.outer.momentum) == (1.0, 0.6)
     assert spec.unit_tokens == 8 * 256
     assert spec.total_inner_steps == 2000
 
@@ -37,16 +35,6 @@ def test_private_units_have_room() -> None:
     assert parse_spec(vast).sync.inner_steps == 1 << 20
     with pytest.raises(SpecError, match="data.private = true has room"):
         parse_spec(vast + private)
-
-
-def test_a_spec_survives_json() -> None:
-    spec = parse_spec(LEAST)
-    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
-
-
-def test_a_spec_does_not_change() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        parse_spec(LEAST).seed = 1  # type: ignore[misc]
 
 
 @pytest.mark.covers("security:huge-spec-numbers")
@@ -93,58 +81,42 @@ def edited(old: str, new: str) -> str:
     return LEAST.replace(old, new)
 
 
+SCRIPT = '[data]\nsource = "custom"\n'
+TINY, ROUNDS = 'preset = "tiny"', "rounds = 4"
 ERRORS: dict[str, tuple[str, list[str]]] = {
     "no name": (edited('name = "demo"\n', ""), ["name: this key is missing"]),
     "a bad name": (edited('"demo"', '"De mo"'), ["name = 'De mo': a name has at most 63", "such as 'de-mo'"]),
-    "a preset that is nearly one": (
-        edited('"tiny"', '"tinny"'),
-        ["model.preset = 'tinny': input should be 'tiny', ", "; did you mean 'tiny'?"],
-    ),
+    "a preset that is nearly one": (edited('"tiny"', '"tinny"'), ["model.preset = 'tinny'", "did you mean 'tiny'?"]),
     "an optimizer that is none": (
         LEAST + '[inner]\noptimizer = "adam w"\n',
-        ["inner.optimizer = 'adam w': give adamw, muon, sgd or module:function, such as 'my_module:my_function'"],
+        ["inner.optimizer = 'adam w': give adamw, muon, sgd or module:function"],
     ),
     "a function without its module": (
-        edited('preset = "tiny"', 'factory = "make"'),
-        ["model.factory = 'make': give module:function, such as 'my_module:my_function'"],
+        edited(TINY, 'factory = "make"'),
+        ["model.factory = 'make': give module:function"],
     ),
     "no model": (
-        edited('[model]\npreset = "tiny"\n', ""),
-        ["model: give exactly one of preset, config, factory and pretrained; only scripts"],
+        edited(f"[model]\n{TINY}\n", ""),
+        ["model: give exactly one of preset, config, factory and pretrained"],
     ),
     "no rounds": (edited("rounds = 4\n", ""), ["sync.rounds: this key is missing"]),
-    "an unknown key": (
-        edited("rounds = 4", "rounds = 4\nround = 5"),
-        ["sync.round: unknown key; did you mean sync.rounds?"],
-    ),
-    "a key in the wrong place": (
-        "rounds = 4\n" + LEAST,
-        ["rounds: unknown key; did you mean sync.rounds?"],
-    ),
-    "an overlap of a round": (edited("rounds = 4", "rounds = 4\noverlap = 500"), ["sync: overlap = 500", '"eager"']),
+    "an unknown key": (edited(ROUNDS, "rounds = 4\nround = 5"), ["sync.round: unknown key; did you mean sync.rounds?"]),
+    "a key in the wrong place": ("rounds = 4\n" + LEAST, ["rounds: unknown key; did you mean sync.rounds?"]),
+    "an overlap of a round": (edited(ROUNDS, "rounds = 4\noverlap = 500"), ["sync: overlap = 500", '"eager"']),
     "eager and spread": (
-        edited("rounds = 4", 'rounds = 4\noverlap = "eager"\noffsets = "spread"'),
+        edited(ROUNDS, 'rounds = 4\noverlap = "eager"\noffsets = "spread"'),
         ['overlap = "eager" needs offsets = "together"'],
     ),
     "an optimizer for scripts": (
-        LEAST + '[data]\nsource = "custom"\n[inner]\nbatch_size = 4\njoiner_warmup_steps = 3\nlearning_rate = 0.1\n',
+        LEAST + SCRIPT + "[inner]\nbatch_size = 4\njoiner_warmup_steps = 3\nlearning_rate = 0.1\n",
         ['inner.learning_rate = 0.1 does nothing with data.source = "custom"'],
     ),
-    "an overlap without waiting": (edited("rounds = 4", "rounds = 4\noverlap = 4"), ['need wait = "always"']),
-    "two models chosen": (
-        edited('preset = "tiny"', 'preset = "tiny"\nfactory = "a:b"'),
-        ["exactly one of preset, config, factory and pretrained", "['preset', 'factory']"],
-    ),
-    "another run's parameters for a script": (
-        edited('preset = "tiny"', 'run = "other"') + '[data]\nsource = "custom"\n',
-        ["only scripts that bring their own model", "without model.run"],
-    ),
-    "a config without a type": (
-        edited('preset = "tiny"', "config = {hidden_size = 8}"),
-        ['config needs a model_type, for example model_type = "llama"'],
-    ),
+    "an overlap without waiting": (edited(ROUNDS, "rounds = 4\noverlap = 4"), ['need wait = "always"']),
+    "two models chosen": (edited(TINY, f'{TINY}\nfactory = "a:b"'), ["exactly one of preset", "['preset', 'factory']"]),
+    "another run's parameters for a script": (edited(TINY, 'run = "other"') + SCRIPT, ["without model.run"]),
+    "a config without a type": (edited(TINY, "config = {hidden_size = 8}"), ["config needs a model_type"]),
     "a vocabulary of a model that has its own": (
-        edited('preset = "tiny"', 'factory = "a:b"\nvocab_size = 300'),
+        edited(TINY, 'factory = "a:b"\nvocab_size = 300'),
         ["vocab_size needs preset"],
     ),
     "a revision of nothing": (edited('"tiny"', '"tiny"\nrevision = "main"'), ["revision needs pretrained"]),
@@ -152,15 +124,12 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     "adapters on a model that knows nothing": (edited('"tiny"', '"tiny"\n[model.lora]'), ["lora needs pretrained"]),
     "a run that starts from itself": (edited('"tiny"', '"tiny"\nrun = "demo"'), ["'demo' is this run itself"]),
     "two momenta": (
-        edited("rounds = 4", 'rounds = 4\nupload_codec = "sparse"'),
+        edited(ROUNDS, 'rounds = 4\nupload_codec = "sparse"'),
         ['sync.upload_codec = "sparse" needs outer.momentum = 0, not 0.6'],
     ),
     "a codec for uploads only": (
-        edited("rounds = 4", 'rounds = 4\ndownload_codec = "ternary"'),
-        [
-            "sync.download_codec = 'ternary'",
-            *(f"'{name}'" for name, codec in CODECS.items() if not codec.error_feedback),
-        ],
+        edited(ROUNDS, 'rounds = 4\ndownload_codec = "ternary"'),
+        ["sync.download_codec = 'ternary'", *(f"'{name}'" for name, each in CODECS.items() if not each.error_feedback)],
     ),
     "AdamW's setting with SGD": (
         LEAST + '[inner]\noptimizer = "sgd"\nbeta1 = 0.9\n',
@@ -168,29 +137,25 @@ ERRORS: dict[str, tuple[str, list[str]]] = {
     ),
     "Muon's settings with AdamW": (
         LEAST + '[inner]\noptimizer = "adamw"\nmuon_learning_rate = 0.01\nmomentum = 0.5\n',
-        ['inner.momentum = 0.5 does nothing with optimizer = "adamw"', "inner.muon_learning_rate = 0.01 does nothing"],
+        ["inner.momentum = 0.5 does nothing", "inner.muon_learning_rate = 0.01 does nothing"],
     ),
     "a decay of the cosine": (
         LEAST + "[inner]\ndecay_fraction = 0.2\n",
-        ['inner.decay_fraction = 0.2 does nothing with schedule = "cosine": leave it out'],
+        ['inner.decay_fraction = 0.2 does nothing with schedule = "cosine"'],
     ),
     "an end of what is constant": (
         LEAST + '[inner]\nschedule = "constant"\nfinal_fraction = 0.1\n',
-        ['inner.final_fraction = 0.1 does nothing with schedule = "constant": leave it out'],
+        ['inner.final_fraction = 0.1 does nothing with schedule = "constant"'],
     ),
     "grace upside down": (
         LEAST + "[members]\ngrace_min_s = 9.0\ngrace_max_s = 1.0\n",
         ["members", "grace_min_s = 9.0 is larger than grace_max_s = 1.0"],
     ),
     "too few learned positions": (
-        edited('preset = "tiny"', 'config = { model_type = "gpt2", n_positions = 64 }')
-        + "\n[data]\nsequence_length = 65\n",
+        edited(TINY, 'config = { model_type = "gpt2", n_positions = 64 }') + "\n[data]\nsequence_length = 65\n",
         ["data.sequence_length = 65 is more than the 64 positions of the model (n_positions)"],
     ),
-    "two faults": (
-        edited("rounds = 4", "rounds = -1\nzstd = 7"),
-        ["sync.rounds = -1", "sync.zstd = 7", "; "],
-    ),
+    "two faults": (edited(ROUNDS, "rounds = -1\nzstd = 7"), ["sync.rounds = -1", "sync.zstd = 7", "; "]),
     "no TOML": ("name = demo", ["not valid TOML", "line 1"]),
     "too large": (LEAST + "#" * MAX_SPEC_BYTES, ["larger than 65536 bytes"]),
 }
@@ -213,6 +178,8 @@ def test_errors_name_key_value_and_what_is_allowed(case: str) -> None:
         ('preset = "llama-1b"', "", ("muon", 4e-4)),
         ('preset = "tiny"', "learning_rate = 1e-3", ("muon", 1e-3)),
         ('preset = "tiny"', 'optimizer = "adamw"', ("adamw", 0.4 / 64)),
+        # Its JSON names all keys, also those that do nothing: only who writes them himself is told.
+        ('preset = "tiny"', 'optimizer = "sgd"\nmomentum = 0.5', ("sgd", 0.4 / 64)),
         ('config = { model_type = "llama", hidden_size = 512 }', "", ("muon", 0.4 / 512)),
         ('config = { model_type = "llama", hidden_size = 16 }', "", ("muon", 8e-3)),
         ('config = { model_type = "gpt2" }', "", ("muon", 4e-4)),
@@ -237,7 +204,28 @@ def test_your_own_optimizer_may_read_any_setting() -> None:
     assert (inner.beta1, inner.momentum, inner.muon_learning_rate, inner.clip_norm) == (0.8, 0.7, 0.1, "none")
 
 
-def test_a_spec_of_sgd_survives_json() -> None:
-    """Which names all keys, also those that do nothing: only who writes them himself is told."""
-    spec = parse_spec(LEAST + '[inner]\noptimizer = "sgd"\nmomentum = 0.5\n')
-    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+# What pydantic says of itself, and no user needs to read.
+INTERNAL = re.compile(r"constrained|function-|literal\[|Value error|\b(int|str|path)\b[ :=]")
+BAD: dict[str, list[object]] = {
+    "sync.inner_steps": [-3, 1.5, '"later"', "[]"],
+    "sync.rounds": [0, '"many"', "{}"],
+    "inner.clip_norm": ['"some"', -1],
+    "inner.learning_rate": [-1, '"high"', "nan"],
+    "members.min_workers": [0, "{}"],
+    "evaluation.max_tokens": [-1, '"all"'],
+    "outer.momentum": [2, '"x"'],
+    "sync.upload_codec": ['"int5"', 5],
+    "name": ['"Not A Name"', 5],
+    "sync.alpha": [7, '"x"'],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
+def test_a_wrong_value_of_a_spec_is_named_by_its_key_alone(key: str, value: object) -> None:
+    given = {"name": '"r"', "model.preset": '"tiny"', "sync.rounds": 3} | {key: value}
+    with pytest.raises(SpecError) as raised:
+        parse_spec("".join(f"{name} = {each}\n" for name, each in given.items()))
+    told = str(raised.value)
+    assert told.startswith(key), told
+    assert told.count(f"{key}") == 1 or key == "name", told
+    assert not INTERNAL.search(told), told

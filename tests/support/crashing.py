@@ -58,7 +58,7 @@ def run_coordinator(folder: Path, data_dir: Path, port: int) -> None:
     sqlite.engines = watched
     database.Database.write = pointed  # type: ignore[method-assign]
     points.wrap(database, "upgrade", lambda *_: "migrations")
-    _become(folder, ["coordinator", "--data", str(data_dir), "--port", str(port)])
+    _become(folder, ["coordinator", "--data-dir", str(data_dir), "--port", str(port)])
 
 
 def run_worker(folder: Path, url: str, run: str, token: str, *, in_files: bool) -> None:
@@ -79,7 +79,7 @@ def run_worker(folder: Path, url: str, run: str, token: str, *, in_files: bool) 
 def run_backup(folder: Path, data_dir: Path, root: Path) -> None:
     """`outerstep coordinator backup`, of which one stays."""
     CrashPoints(folder, root).wrap_files()
-    _become(folder, ["coordinator", "backup", str(root), "--data", str(data_dir), "--keep", "1"])
+    _become(folder, ["coordinator", "backup", str(root), "--data-dir", str(data_dir), "--backup-keep", "1"])
 
 
 def run_bucket_start(folder: Path, environment: dict[str, str], data_dir: Path, url: str) -> None:
@@ -92,13 +92,13 @@ def run_bucket_start(folder: Path, environment: dict[str, str], data_dir: Path, 
 def run_bucket_restore(folder: Path, environment: dict[str, str], data_dir: Path, url: str) -> None:
     """`outerstep coordinator restore`, from a bucket."""
     os.environ.update(environment)
-    _become(folder, ["coordinator", "restore", url, "--data", str(data_dir)])
+    _become(folder, ["coordinator", "restore", url, "--data-dir", str(data_dir)])
 
 
 def run_restore(folder: Path, root: Path, data_dir: Path) -> None:
     """`outerstep coordinator restore`."""
     CrashPoints(folder, data_dir).wrap_files()
-    _become(folder, ["coordinator", "restore", str(root), "--data", str(data_dir)])
+    _become(folder, ["coordinator", "restore", str(root), "--data-dir", str(data_dir)])
 
 
 def _become(folder: Path, arguments: list[str]) -> None:

@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +20,7 @@ from tests.support.waiting import wait_until
 from tests.support.workers import ForkedWorker
 
 NAMES = ["w0", "w1", "w2"]
+UNIT_TOKENS = 4 * 32  # of tiny_spec
 INT8 = 'upload_codec = "int8"\ndownload_codec = "int8"'
 ERROR_FEEDBACK = 'upload_codec = "ternary"\ndownload_codec = "2bit"'
 
@@ -72,6 +74,58 @@ def start_workers(running: Running, spec: str, folder: Path) -> list[ForkedWorke
     return workers
 
 
+def go_on(worker: ForkedWorker) -> None:
+    """Let a worker go on that was held back."""
+    assert worker.process is not None
+    os.kill(worker.process.pid, signal.SIGCONT)
+
+
+@dataclass
+class Ended:
+    """What the coordinator says of a run that has ended: of itself, its last checkpoint, its workers, how many units were
+    consumed, and the kinds of its events."""
+
+    run: dict[str, Any]
+    final: dict[str, Any]
+    workers: list[dict[str, Any]]
+    consumed: int
+    events: list[str]
+
+    def check_replicas(self) -> None:
+        """All hold the coordinator's last state, and each consumed unit is counted once."""
+        assert [worker["state_digest"] for worker in self.workers] == [self.final["state_digest"]] * len(NAMES)
+        assert self.run["tokens"] == self.consumed * UNIT_TOKENS
+
+
+def train_through(
+    folder: Path, spec: str, coordinators: Sequence[Service], disturb: Callable[[Running, list[ForkedWorker]], Running]
+) -> Ended:
+    """Start the first of `coordinators` and the workers, and disturb them. The run must come to its end on the
+    coordinator that `disturb` returns."""
+    torch.set_num_threads(1)
+    running = coordinators[0].start()
+    workers: list[ForkedWorker] = []
+    try:
+        workers = start_workers(running, spec, folder)
+        running = disturb(running, workers)
+        for worker in workers:
+            assert worker.wait() == 0, worker.log.read_text()
+        run = get(running, "/v1/runs/killed")
+        return Ended(
+            run,
+            get(running, f"/v1/runs/killed/checkpoints/{run['rounds']}"),
+            get(running, "/v1/runs/killed/workers")["items"],
+            sum(epoch["consumed"] for epoch in get(running, "/v1/runs/killed/units")["items"]),
+            [event["kind"] for event in get(running, "/v1/runs/killed/events?limit=1000")["items"]],
+        )
+    finally:
+        for worker in workers:
+            if worker.process is not None and worker.process.poll() is None:
+                worker.kill()
+        for coordinator in coordinators:
+            coordinator.stop()
+
+
 def train_disturbed(
     tmp_path: Path,
     coordinator: Coordinators,
@@ -79,30 +133,21 @@ def train_disturbed(
     codecs: str,
 ) -> None:
     """Train 8 rounds, and disturb them in the middle of one. Every state must be that of the reference."""
-    torch.set_num_threads(1)
     text = write_text(tmp_path / "text", seed=2)
     spec = tiny_spec("killed", text, seed=3, rounds=8, min_workers=3, sync=codecs, members="lease_s = 3600")
-    running = coordinator.start()
-    workers: list[ForkedWorker] = []
-    try:
-        workers = start_workers(running, spec, tmp_path)
+
+    def in_a_round(running: Running, workers: list[ForkedWorker]) -> Running:
         held = hold_back(running, workers[1], from_round=1)
         before = get(running, f"/v1/runs/killed/rounds/{held}")["fragments"]
         disturb(coordinator, workers[1])
         hold = get(running, f"/v1/runs/killed/rounds/{held}")["fragments"]
         for earlier, later in zip(before, hold, strict=True):  # what was acknowledged is still there
             assert set(earlier["contributors"]) <= set(later["contributors"])
-        for worker in workers:
-            assert worker.wait() == 0, worker.log.read_text()
-        final = get(running, "/v1/runs/killed/checkpoints/8")
-        told = get(running, "/v1/runs/killed/workers")["items"]
-    finally:
-        for worker in workers:
-            if worker.process is not None and worker.process.poll() is None:
-                worker.kill()
-        coordinator.stop()
+        return running
+
+    ended = train_through(tmp_path, spec, [coordinator], in_a_round)
+    ended.check_replicas()
     parsed = parse_spec(spec)
     reference = run_reference(parsed, len(NAMES))
     bounds = fragment_bounds(len(reference.theta), parsed.sync.fragment_elements)
-    assert [fragment["state_digest"] for fragment in final["fragments"]] == reference.digests(bounds)
-    assert [worker["state_digest"] for worker in told] == [final["state_digest"]] * len(NAMES)
+    assert [fragment["state_digest"] for fragment in ended.final["fragments"]] == reference.digests(bounds)

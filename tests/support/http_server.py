@@ -9,14 +9,34 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 class Handler(BaseHTTPRequestHandler):
     """What the tests' handlers are made from: it logs nothing."""
 
+    def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+        """Answer with the body and its length, unless the headers name another."""
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
     def created(self) -> None:
         """201, without a body."""
-        self.send_response(201)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
+        self.answer(201)
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+def answering(status: int, body: bytes, kind: str = "text/html") -> type[Handler]:
+    """A server that has the same answer to every GET."""
+
+    class Answering(Handler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    return Answering
 
 
 class Server(ThreadingHTTPServer):

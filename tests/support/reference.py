@@ -1,6 +1,7 @@
 """DiLoCo in one process, written from the paper and DESIGN's arithmetic alone: what a real run is compared with.
 
-It uses the worker package for two things only, the initial model and the text; every other line is its own.
+It uses the product for three things only: the initial model, the text, and the codecs of the numpy reference, whose bytes
+docs/vectors says. Every other line is its own.
 """
 
 import itertools
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from protocol.codecs import REFERENCE
 from protocol.spec.run import RunSpec
 from worker.data.open_training_set import TextData
 from worker.models.building import build_model
@@ -40,43 +42,12 @@ def fragment_bounds(total: int, fragment_elements: int) -> list[tuple[int, int]]
     return list(itertools.pairwise(cuts))
 
 
-WITH_FEEDBACK = {"2bit", "ternary"}
-MOST = {"int8": 127, "int4": 7}
-
-
-def to_bf16(x: np.float32, up: bool) -> np.float32:
-    """A positive number rounded to 8 significant bits, at least 2^-126."""
-    bits = (int(x.view(np.uint32)) + (0xFFFF if up else 0)) >> 16 << 16
-    return np.float32(max(np.uint32(bits).view(np.float32), np.float32(2.0**-126)))
-
-
-def tree_sum(x: np.ndarray) -> np.float32:
-    """Of 2^k numbers: element by element the first half plus the second, and so on."""
-    return np.float32(x[0]) if len(x) == 1 else tree_sum(x[: len(x) // 2] + x[len(x) // 2 :])
-
-
-def quantise(x: torch.Tensor, codec: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (as fp32) and each element's scale, block by block."""
-    codes, scales = torch.empty_like(x), torch.empty_like(x)
-    size = 64 if codec == "ternary" else 256
-    for start in range(0, len(x), size):
-        block = x[start : start + size].numpy()
-        if codec in WITH_FEEDBACK:
-            squares = np.zeros(size, np.float32)
-            squares[: len(block)] = block * block
-            rms = np.sqrt(tree_sum(squares) / np.float32(len(block)))
-        if codec == "ternary":
-            scale = to_bf16(rms * np.float32(1.5), up=False)
-            code = np.sign(block) * (np.abs(block) * np.float32(1.5) >= scale)
-        elif codec == "2bit":
-            scale = to_bf16(rms * np.float32(1 / 64), up=False)
-            code = np.where(np.abs(block) >= scale * np.float32(63), 97, 29) * np.where(block < 0, -1, 1)
-        else:
-            scale = to_bf16(np.float32(np.abs(block).max()) / np.float32(MOST[codec]), up=True)
-            code = np.rint(block * (np.float32(1) / scale))
-        codes[start : start + size] = torch.from_numpy(code)
-        scales[start : start + size] = float(scale)
-    return codes, scales
+def sent(x: torch.Tensor, codec: str) -> tuple[np.ndarray, torch.Tensor]:
+    """The bytes that are sent for a vector, and what they decode to."""
+    raw, decoded = np.empty(REFERENCE[codec].size(len(x)), np.uint8), np.empty(len(x), np.float32)
+    REFERENCE[codec].encode(x.numpy().copy(), raw)
+    REFERENCE[codec].decode(raw, decoded)
+    return raw, torch.from_numpy(decoded)
 
 
 def run_reference(spec: RunSpec, workers: int, *, outer: str = "written out") -> Reference:
@@ -102,6 +73,7 @@ def run_reference(spec: RunSpec, workers: int, *, outer: str = "written out") ->
     outer_parameter = torch.nn.Parameter(theta.clone())
     sgd = torch.optim.SGD([outer_parameter], lr=spec.outer.learning_rate, momentum=spec.outer.momentum, nesterov=True)
     steps, weight = spec.sync.inner_steps, np.float32(1 / workers)
+    upload, download = REFERENCE[spec.sync.upload_codec], REFERENCE[spec.sync.download_codec]
 
     unsent = [torch.zeros_like(theta) for _ in models]  # what the codec has left out so far
     undelivered = torch.zeros_like(theta)  # what the codec of deltas has left out
@@ -122,22 +94,16 @@ def run_reference(spec: RunSpec, workers: int, *, outer: str = "written out") ->
         mean = torch.zeros_like(theta)
         for start, stop in bounds:
             for w, delta in enumerate(deltas):  # in worker-id order
-                if spec.sync.upload_codec != "fp32":
-                    codes, scales = quantise(delta[start:stop], spec.sync.upload_codec)
-                    mean[start:stop] = mean[start:stop] + codes * (scales * float(weight))
-                    if spec.sync.upload_codec in WITH_FEEDBACK:
-                        unsent[w][start:stop] = delta[start:stop] - codes * scales
-                else:
-                    mean[start:stop] = mean[start:stop] + delta[start:stop] * float(weight)
-            if spec.sync.download_codec != "fp32":
-                if spec.sync.download_codec in WITH_FEEDBACK:
-                    mean[start:stop] = mean[start:stop] + undelivered[start:stop]
-                codes, scales = quantise(mean[start:stop], spec.sync.download_codec)
-                left = mean[start:stop] - codes * scales
-                mean[start:stop] = codes * scales
-                if spec.sync.download_codec in WITH_FEEDBACK:  # kept in 8 bits
-                    codes, scales = quantise(left, "int8")
-                    undelivered[start:stop] = codes * scales
+                raw, decoded = sent(delta[start:stop], upload.name)
+                upload.accumulate(raw, weight, mean[start:stop].numpy())
+                if upload.error_feedback:
+                    unsent[w][start:stop] = delta[start:stop] - decoded
+            if download.error_feedback:
+                mean[start:stop] += undelivered[start:stop]
+            whole = mean[start:stop].clone()
+            mean[start:stop] = sent(whole, download.name)[1]
+            if download.error_feedback:  # kept in 8 bits
+                undelivered[start:stop] = sent(whole - mean[start:stop], "int8")[1]
         if outer == "torch":
             outer_parameter.grad = mean
             sgd.step()

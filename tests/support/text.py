@@ -1,4 +1,4 @@
-"""Text for tests: small files of words, the same for the same seed."""
+"""Text for tests: small files of words, the same for the same seed; and texts that are changed."""
 
 import random
 from pathlib import Path
@@ -41,3 +41,11 @@ def write_chapters(
     for index in range(chapters):
         (directory / f"{index}.txt").write_text(f"{words}, chapter {index}. " * repeats)
     return directory
+
+
+def replaced(text: str, changes: dict[str, str]) -> str:
+    """The text with each key of `changes`, which must be in it, replaced by its value."""
+    for before, after in changes.items():
+        assert before in text, before
+        text = text.replace(before, after)
+    return text

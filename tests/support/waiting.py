@@ -3,9 +3,11 @@
 import time
 from collections.abc import Callable
 
+import httpx
+
 from harness.patience import PATIENCE_S
 
-__all__ = ["PATIENCE_S", "wait_until"]
+__all__ = ["PATIENCE_S", "answers", "wait_until"]
 
 
 def wait_until(condition: Callable[[], bool], *, patience_s: float = PATIENCE_S) -> None:
@@ -15,3 +17,11 @@ def wait_until(condition: Callable[[], bool], *, patience_s: float = PATIENCE_S)
         if time.monotonic() > give_up_at:
             raise AssertionError(f"{condition.__qualname__} did not come true in {patience_s:.0f} s")
         time.sleep(0.02)
+
+
+def answers(client: httpx.Client, path: str) -> bool:
+    """Whether a GET of `path` succeeds; not if nobody is there."""
+    try:
+        return client.get(path).is_success
+    except httpx.TransportError:
+        return False

@@ -24,6 +24,12 @@ def worker_settings(running: Running, run: str, state_dir: Path, **changes: Any)
     return WorkerSettings(url=running.url, run=run, state_dir=state_dir, **given)
 
 
+def script_environment(running: Running, home: Path) -> dict[str, str]:
+    """The variables of a training script that is a worker."""
+    token = running.token(Scope.WORKER)
+    return {"OUTERSTEP_URL": running.url, "OUTERSTEP_TOKEN": token, "HOME": str(home), "OMP_NUM_THREADS": "1"}
+
+
 class WorkerProcess:
     """A worker as the README starts it. The same object started again is the same command again."""
 

@@ -1,12 +1,20 @@
 """The models here are tiny: more threads than one only cost time."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from harness import coordinator as in_thread
+from harness.coordinator import InThread
+from tests.support.text import write_chapters
 from tests.support.waiting import PATIENCE_S
+from tests.worker import toy
+from tests.worker.toy import Joined, MakeToy, Toy
 from worker import process
 from worker.line import connections, transfer
 from worker.link import client
@@ -38,3 +46,34 @@ def _time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "LEAVING_TIMEOUT", httpx.Timeout(PATIENCE_S))
     monkeypatch.setattr(process, "HAND_IN_S", PATIENCE_S)
     monkeypatch.setattr(process, "LEAVE_WITHIN_S", PATIENCE_S)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_chapters(tmp_path / "text")
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[InThread]:
+    with in_thread.coordinator_thread(tmp_path / "coordinator") as running:
+        yield running
+
+
+@pytest.fixture
+def toy_run(tmp_path: Path) -> Iterator[MakeToy]:
+    """Creates the toy run, of a spec other than the toy's own if that is given, on a coordinator that ends with the test."""
+    with ExitStack() as ends:
+
+        def create(text: str | None = None, **options: Any) -> Toy:
+            coordinator = ends.enter_context(toy.coordinator_thread(tmp_path / "coordinator", **options))
+            return Toy(coordinator, text or toy.spec(), tmp_path)
+
+        yield create
+
+
+@pytest.fixture
+def joined(toy_run: MakeToy) -> Iterator[Joined]:
+    """A worker of the toy run, its model and its optimizer."""
+    run, (model, optimizer) = toy_run(toy.spec(rounds=1)), toy.model_and_optimizer()
+    with run.connect(model, optimizer) as diloco:
+        yield diloco, model, optimizer

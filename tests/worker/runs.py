@@ -1,8 +1,10 @@
 """Real runs of `outerstep worker` in this process: of models of a few thousand parameters, on a little text."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from harness.coordinator import InThread
 from outerstep.common.exit_codes import Exit
@@ -11,7 +13,7 @@ from tests.support.text import write_chapters
 from tests.support.workers import worker_settings
 from worker.agent import run_worker
 from worker.data.open_training_set import TextData
-from worker.export import load_checkpoint
+from worker.export import export, load_checkpoint
 from worker.link.client import Client, open_http
 from worker.models.building import build_model
 from worker.state.parameters import frozen_summary, tensor_specs
@@ -64,3 +66,15 @@ def join(coordinator: InThread, run: str, name: str = "first") -> None:
         model = build_model(spec, torch.device("cpu"))
         data = TextData(spec).summary
         client.join(name, JoinRequest(tensors=tensor_specs(model), data=data, frozen=frozen_summary(model)))
+
+
+def train(coordinator: InThread, directory: Path, run: str, model: str, **options: Any) -> None:
+    """Create a run, and be its worker until it is finished."""
+    create(coordinator, directory, run, model, **options)
+    assert work(coordinator, directory, run) == Exit.DONE
+
+
+def exported(coordinator: InThread, run: str, directory: Path, **options: Any) -> nn.Module:
+    """Export the run's latest checkpoint, as whoever may view it."""
+    with open_http(coordinator.url) as http:
+        return export(Client(http, run, coordinator.token(Scope.VIEWER)), directory, **options)

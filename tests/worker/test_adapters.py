@@ -8,16 +8,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread
 from outerstep.common.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.trained import save_trained
-from tests.worker.runs import create, join, shown, state, work
+from tests.worker.runs import create, exported, join, shown, state, train, work
 from worker.diloco import DiLoCo
 from worker.errors import ModelError
-from worker.export import export
-from worker.link.client import Client, open_http
 from worker.models.building import build_model, has_initial_parameters, logits_of
 from worker.state.parameters import frozen_summary, tensor_specs
 
@@ -34,12 +32,6 @@ def spec(directory: Path, lora: str = 'target_modules = ["q_proj", "v_proj"]', s
 
 
 peft = pytest.importorskip("peft", reason="needs: pip install 'outerstep[peft]'")
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path):
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        yield running
 
 
 def test_only_adapters_are_trained_and_at_first_they_add_nothing(tmp_path: Path) -> None:
@@ -88,17 +80,14 @@ def lora(directory: Path) -> str:
 def test_a_run_trains_adapters_and_exports_them(coordinator: InThread, tmp_path: Path) -> None:
     trained = save_trained(tmp_path / "trained")
     before = {name: tensor.float() for name, tensor in trained.state_dict().items()}
-    create(coordinator, tmp_path, "tuned", lora(tmp_path / "trained"), rounds=3)
-    assert work(coordinator, tmp_path, "tuned") == Exit.DONE
+    train(coordinator, tmp_path, "tuned", lora(tmp_path / "trained"), rounds=3)
     run = shown(coordinator, "tuned")
     assert run.elements == 256
     assert run.frozen is not None
     assert run.upload_bytes < 3 * 1500, "of 256 elements, and not of 13,392"
 
-    with open_http(coordinator.url) as http:
-        client = Client(http, "tuned", coordinator.token(Scope.VIEWER))
-        adapted = export(client, tmp_path / "adapters")
-        merged = export(client, tmp_path / "merged", merge=True)
+    adapted = exported(coordinator, "tuned", tmp_path / "adapters")
+    merged = exported(coordinator, "tuned", tmp_path / "merged", merge=True)
     written = {path.name for path in (tmp_path / "adapters").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "spec.toml"} <= written
     assert "model.safetensors" not in written
@@ -125,10 +114,8 @@ def test_a_run_trains_adapters_and_exports_them(coordinator: InThread, tmp_path:
 @pytest.mark.slow
 def test_adapters_go_on_from_those_of_another_run(coordinator: InThread, tmp_path: Path) -> None:
     save_trained(tmp_path / "trained")
-    create(coordinator, tmp_path, "first", lora(tmp_path / "trained"))
-    assert work(coordinator, tmp_path, "first") == Exit.DONE
-    create(coordinator, tmp_path, "second", lora(tmp_path / "trained") + ', run = "first"')
-    assert work(coordinator, tmp_path, "second") == Exit.DONE
+    train(coordinator, tmp_path, "first", lora(tmp_path / "trained"))
+    train(coordinator, tmp_path, "second", lora(tmp_path / "trained") + ', run = "first"')
     start, end = state(coordinator, "second", 0), state(coordinator, "first")
     assert all(torch.equal(tensor, end[name]) for name, tensor in start.items())
 
@@ -143,15 +130,15 @@ def test_another_base_is_refused(coordinator: InThread, tmp_path: Path, caplog: 
     assert work(coordinator, tmp_path, "tuned", "b") == Exit.REFUSED
     assert "this worker's frozen parameters" in caplog.text
     assert "load the same weights everywhere" in caplog.text
-    with open_http(coordinator.url) as http, pytest.raises(ModelError, match="are not those of the run tuned"):
-        export(Client(http, "tuned", coordinator.token(Scope.VIEWER)), tmp_path / "out")
+    with pytest.raises(ModelError, match="are not those of the run tuned"):
+        exported(coordinator, "tuned", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_whole_model_has_nothing_to_merge(coordinator: InThread, tmp_path: Path) -> None:
     create(coordinator, tmp_path, "whole", 'preset = "tiny"', rounds=1)
-    with open_http(coordinator.url) as http, pytest.raises(ModelError, match="has no adapters to merge"):
-        export(Client(http, "whole", coordinator.token(Scope.VIEWER)), tmp_path / "out", merge=True)
+    with pytest.raises(ModelError, match="has no adapters to merge"):
+        exported(coordinator, "whole", tmp_path / "out", merge=True)
 
 
 @pytest.mark.slow
@@ -160,8 +147,7 @@ def test_adapters_do_not_go_on_from_those_on_another_base(
 ) -> None:
     """They would fit by their shape, and make a model of it that nobody has trained."""
     save_trained(tmp_path / "trained")
-    create(coordinator, tmp_path, "first", lora(tmp_path / "trained"))
-    assert work(coordinator, tmp_path, "first") == Exit.DONE
+    train(coordinator, tmp_path, "first", lora(tmp_path / "trained"))
     save_trained(tmp_path / "other", seed=8)
     create(coordinator, tmp_path, "second", lora(tmp_path / "other") + ', run = "first"')
     assert work(coordinator, tmp_path, "second") == Exit.REFUSED
@@ -169,10 +155,19 @@ def test_adapters_do_not_go_on_from_those_on_another_base(
     assert shown(coordinator, "second").state == "seeding"
 
 
-def test_without_peft_that_is_said_before_a_weight_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ModelError, match=r"model.lora needs peft, .* pip install 'outerstep\[peft\]'"):
-        build_model(spec(tmp_path / "not fetched yet"), CPU)
+@pytest.mark.parametrize(
+    ("library", "base", "message"),
+    [
+        ("peft", "full", r"model.lora needs peft, .* pip install 'outerstep\[peft\]'"),
+        ("bitsandbytes", "nf4", r"nf4\) needs bitsandbytes, .* pip install 'outerstep\[qlora\]'"),
+    ],
+)
+def test_without_a_library_that_is_said_before_a_weight_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library: str, base: Any, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ModelError, match=message):
+        build_model(spec(tmp_path / "not fetched yet"), CPU, base=base)
 
 
 @pytest.mark.slow
@@ -195,9 +190,7 @@ def test_peft_loads_the_adapters_of_a_script(
             logits_of(adapted, TOKENS).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-    with open_http(coordinator.url) as http:
-        client = Client(http, "script", coordinator.token(Scope.VIEWER))
-        export(client, tmp_path / "adapters")
+    exported(coordinator, "script", tmp_path / "adapters")
     assert "copy the adapter_config.json" in caplog.text
     config.save_pretrained(tmp_path / "adapters")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.float32)

@@ -5,6 +5,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread
 from outerstep.common.exit_codes import Exit
-from protocol.messages import JoinRequest, RunDetail, Scope, WorkerInfo
+from protocol.messages import JoinRequest, RunDetail, RunState, Scope, WorkerInfo
+from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.tokenizers import write_tokenizer
 from tests.support.waiting import wait_until
 from tests.support.workers import worker_settings
 from tests.worker import toy
-from tests.worker.toy import Toy
+from tests.worker.runs import shown
 from worker.agent import run_worker
 from worker.data.open_training_set import open_training_set
 from worker.export import export, load_checkpoint, sample
@@ -54,17 +56,6 @@ fragment_elements = 60_000
 [evaluation]
 max_tokens = 512
 """
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return write_chapters(tmp_path / "text")
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path):
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        yield running
 
 
 def settings(coordinator: InThread, tmp_path: Path, run: str = "text", **changes: Any) -> WorkerSettings:
@@ -162,16 +153,6 @@ def test_a_signal_leaves_cleanly(coordinator: InThread, text: Path, tmp_path: Pa
     with coordinator.client() as http:
         worker = WorkerInfo.model_validate(http.get("/v1/runs/text/workers/a").json())
     assert worker.state == "left"
-
-
-def test_a_function_s_model_is_exported_as_tensors(coordinator: InThread, tmp_path: Path) -> None:
-    run = Toy(coordinator, toy.spec(), tmp_path)
-    diloco = run.worker("a")
-    with open_http(coordinator.url) as http:
-        export(Client(http, "toy", run.token), tmp_path / "model", factories=(toy.FACTORY,))
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
-    for name, parameter in diloco.model.named_parameters():
-        assert torch.equal(tensors[name], parameter)
 
 
 def test_refusals_and_their_exit_codes(
@@ -321,3 +302,43 @@ def test_a_run_of_tokens(
 def test_wrong_settings(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         WorkerSettings(**{"url": "http://c", "run": "r", "token": "t", **changes})
+
+
+# --- outerstep worker --gpus N, by torchrun ------------------------------------------------------------------------
+
+
+def losses(running: InThread, directory: Path, name: str, *options: str) -> list[float]:
+    """The loss of every inner step of a worker that trains the run `name` to its end."""
+    log, state = directory / f"{name}.jsonl", directory / name
+    command = [sys.executable, "-m", "outerstep", "worker", running.url, "--run", name, "--device", "cpu", *options]
+    command += ["--data-root", str(directory)]
+    variables = {"OUTERSTEP_TOKEN": running.token(Scope.WORKER), "OUTERSTEP_STEP_LOG": str(log), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--name", "a", "--state-dir", str(state)],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert shown(running, name).state is RunState.FINISHED
+    return [json.loads(line)["loss"] for line in log.read_text().splitlines()]
+
+
+@pytest.mark.nightly
+def test_replicas_and_shards_train_as_one_process_does(coordinator: InThread, tmp_path: Path) -> None:
+    """On the same units, the batch is shared, in micro-batches as well, and the gradient is that of all of it."""
+    text = write_chapters(tmp_path / "text", chapters=4, repeats=20)
+    ways = {
+        "one": [],
+        "ddp": ["--gpus", "2", "--parallel", "ddp", "--micro-batch", "1"],
+        "fsdp": ["--gpus", "2", "--parallel", "fsdp", "--micro-batch", "1", "--activation-checkpointing"],
+    }
+    found = {}
+    for name, options in ways.items():
+        coordinator.create_run(tiny_spec(name, text, seed=0, rounds=3, min_workers=1))
+        found[name] = losses(coordinator, tmp_path, name, *options)
+    assert len(found["one"]) == 15
+    assert found["one"][-1] < found["one"][0] - 0.5
+    for name in ("ddp", "fsdp"):
+        assert found[name] == pytest.approx(found["one"], rel=1e-3)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread
 from outerstep.common.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec.run import RunSpec, parse_spec
@@ -34,11 +34,6 @@ def source(name: object) -> RunSpec:
 
 def refused(given: RunSpec, *roots: object, factories: tuple[str, ...] = ()) -> list[tuple[str, str]]:
     return [(each.option, each.value) for each in not_allowed(given, Allowed(factories, tuple(map(str, roots))))]
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    return write_chapters(tmp_path / "text")
 
 
 # --- code ---------------------------------------------------------------------------------------------------------
@@ -169,13 +164,11 @@ def test_repositories_of_the_hub() -> None:
 
 def test_the_refusal_says_what_to_type() -> None:
     given = spec(model='factory = "a:b"', data="source = '/a b'")
-    with pytest.raises(NotAllowed) as told:
+    with pytest.raises(
+        NotAllowed, match="run r .*model.factory = 'a:b' is code.*data.source = '/a b' reads files"
+    ) as told:
         permit(given, Allowed())
-    assert str(told.value) == (
-        "the run r asks for what the owner of this machine has not allowed: model.factory = 'a:b' is code that would run "
-        "here; data.source = '/a b' reads files of this machine. If you trust the author of its spec, add: "
-        "--allow-code a:b --data-root '/a b'"
-    )
+    assert str(told.value).endswith("add: --allow-code a:b --data-root '/a b'")
 
 
 def test_the_owner_is_asked_once_for_all_of_it(text: Path) -> None:
@@ -215,12 +208,6 @@ pathlib.Path({file!r}).touch()
 def make():
     return torch.nn.Sequential(torch.nn.Embedding(256, 8), torch.nn.Linear(8, 256))
 """
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path) -> Any:
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        yield running
 
 
 @pytest.mark.slow

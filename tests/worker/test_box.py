@@ -17,11 +17,14 @@ from worker.box import Box, set_up
 from worker.errors import BoxError, ModelError
 from worker.inner import execution as compiling
 from worker.inner import micro_batch
+from worker.inner.data_parallel import choose_mode
 from worker.inner.execution import checkpoint_activations
 from worker.inner.loss import find_head, mean_loss
+from worker.inner.micro_batch import choose_micro_batch
 from worker.inner.schedules import learning_rate
 from worker.ranks import Ranks
 from worker.settings import BoxSettings
+from worker.starting import choose_device, start, why_device
 from worker.state.parameters import tensor_specs
 
 CPU = torch.device("cpu")
@@ -51,11 +54,6 @@ inner_steps = 1
 [evaluation]
 max_tokens = 64
 """)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def train(box: Box) -> list[float]:
@@ -133,17 +131,43 @@ def test_the_gradient_is_the_same(spec: Any, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "changes", "told"),
+    ("device", "size", "changes", "told"),
     [
-        (3, {}, "the run's batch of 2 sequences cannot be divided by 3 processes"),
-        (2, {"parallel": "fsdp", "compile": True}, "--compile .* sharded"),
-        (2, {"parallel": "fsdp", "precision": "fp16"}, "--precision fp16 .* sharded"),
-        (2, {"parallel": "fsdp", "optimizer_state": "8bit"}, "sharded, .* --optimizer-state"),
+        ("cpu", 3, {}, "the run's batch of 2 sequences cannot be divided by 3 processes"),
+        ("cpu", 2, {"parallel": "fsdp", "compile": True}, "--compile .* sharded"),
+        ("cpu", 2, {"parallel": "fsdp", "precision": "fp16"}, "--precision fp16 .* sharded"),
+        ("cpu", 2, {"parallel": "fsdp", "optimizer_state": "8bit"}, "sharded, .* --optimizer-state"),
+        (
+            "cpu",
+            1,
+            {"offload": True},
+            "--offload moves .* from a GPU to host memory, and this worker trains on cpu: leave it out",
+        ),
+        ("cuda", 1, {"offload": True, "precision": "fp16"}, "--offload does not work with --precision fp16"),
+        ("cuda", 1, {"offload": True, "compile": True}, "--offload does not work with --compile"),
+        ("cuda", 2, {"offload": True}, "--offload is for one GPU: .* --parallel fsdp"),
     ],
 )
-def test_what_several_processes_cannot_do_is_refused(spec: Any, size: int, changes: dict[str, Any], told: str) -> None:
+def test_what_does_not_go_together_is_refused(
+    spec: RunSpec, device: str, size: int, changes: dict[str, Any], told: str
+) -> None:
     with pytest.raises(BoxError, match=told):
-        set_up(spec, BoxSettings(device="cpu", **changes), CPU, ranks=Ranks(1, size))
+        set_up(spec, BoxSettings(**changes), torch.device(device), ranks=Ranks(size - 1, size))
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "told"),
+    [
+        ("cuda", {"offload": True}, "code that holds its moments as it does: leave out --offload"),
+        ("cpu", {"optimizer_state": "8bit"}, "inner.optimizer is 'mine:adam'.*--optimizer-state"),
+    ],
+)
+def test_an_optimizer_of_one_s_own_holds_its_moments_as_it_does(
+    spec: RunSpec, device: str, changes: dict[str, Any], told: str
+) -> None:
+    own = spec.model_copy(update={"inner": spec.inner.model_copy(update={"optimizer": "mine:adam"})})
+    with pytest.raises(BoxError, match=told):
+        set_up(own, BoxSettings(**changes), torch.device(device))
 
 
 def test_auto_on_a_cpu_bounds_the_logits_and_says_so(
@@ -181,16 +205,11 @@ def test_the_flops_are_counted_where_there_is_a_peak(spec: Any) -> None:
 
 
 class Layers(nn.Module):
-    """A model of one's own, with a list of layers; counts how often one of them runs."""
+    """A model of one's own, with a list of layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.runs = 0
-        self.layers[0].register_forward_pre_hook(self.count)
-
-    def count(self, *_: object) -> None:
-        self.runs += 1
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -265,3 +284,52 @@ def test_a_machine_that_cannot_compile_says_so(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "compile", compile_)
     with pytest.raises(BoxError, match=r"--compile: .*\(RuntimeError: No working C\+\+ compiler found\)"):
         compiling.compile_model(nn.Linear(2, 2), None, CPU)
+
+
+# --- what a worker decides for its box, with the reason ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("budget", "wanted", "mode", "why"),
+    [
+        (20e9, "auto", "ddp", "16.0 GB of the 20.0 GB"),
+        (15e9, "auto", "fsdp", "16.0 GB of the 15.0 GB"),
+        (None, "auto", "ddp", "without a GPU"),
+        (20e9, "fsdp", "fsdp", "--parallel fsdp"),
+    ],
+)
+def test_the_mode(budget: float | None, wanted: Any, mode: str, why: str) -> None:
+    chosen, reason = choose_mode(10**9, budget, wanted)
+    assert chosen == mode
+    assert reason.startswith(f"mode {mode}: ")
+    assert why in reason
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "why"),
+    [
+        ((4, 16), 4, "4 of 16 sequences"),
+        ((64, 16), 64, "16 of 16 sequences: --micro-batch 64"),
+        (("auto", 16), 16, "all 16 sequences at once"),
+        (("auto", 16, 2), 16, "all 16 sequences of each process"),
+        (
+            ("auto", 16, 1, 1 << 28),
+            4,
+            "4 of 16 sequences",
+        ),
+        (("auto", 16, 1, 1 << 20), 16, "all 16 sequences at once"),
+    ],
+)
+def test_the_micro_batch(given: Any, size: int, why: str) -> None:
+    micro_batches, reason = choose_micro_batch(*given)
+    assert micro_batches.size == size
+    assert why in reason
+
+
+def test_the_device() -> None:
+    assert start(BoxSettings(device="cpu")) == (torch.device("cpu"), "device cpu: --device cpu")
+    assert why_device("auto", torch.device("cpu")) == (
+        "device cpu: --device auto chooses the fastest available, as torch sees neither CUDA nor MPS here"
+    )
+    with pytest.raises(ValueError, match="device 'cudda' cannot be used: .* use auto, cpu, cuda, cuda:1 or mps"):
+        choose_device("cudda")

@@ -100,18 +100,24 @@ def test_transient_faults_are_tried_again() -> None:
     assert seen[-1].headers["Authorization"] == "Bearer m"
 
 
-@pytest.mark.slow
-def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
-    """Three hours without a coordinator: waits stay below the cap, the log stays short, and the call succeeds in the end."""
+def make_client_that_is_cut_off(seconds: float) -> tuple[Client, Clock, list[httpx.Request]]:
+    """Nothing is answered for so long."""
     clock: Clock
 
     def handle(request: httpx.Request) -> httpx.Response:
-        if clock.now < 10_800:
+        if clock.now < seconds:
             raise httpx.ConnectError("refused")
         return httpx.Response(200, json=LEASE)
 
+    client, clock, seen = make_client(handle)
+    return client, clock, seen
+
+
+@pytest.mark.slow
+def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
+    """Three hours without a coordinator: waits stay below the cap, the log stays short, and the call succeeds in the end."""
     caplog.set_level(logging.INFO)
-    client, clock, _ = make_client(handle)
+    client, clock, _ = make_client_that_is_cut_off(10_800)
     renew(client)
     assert max(clock.slept) <= BACKOFF_CAP_S
     assert len({round(wait, 6) for wait in clock.slept}) > len(clock.slept) / 2, "no jitter"
@@ -123,14 +129,7 @@ def test_an_outage_of_any_length(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_call_that_must_not_be_late_is_tried_again_in_time() -> None:
     """A lease of 6 s was lost after an outage, since the next heartbeat came up to 10 s after the coordinator was back."""
-    clock: Clock
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        if clock.now < 100:
-            raise httpx.ConnectError("refused")
-        return httpx.Response(200, json=LEASE)
-
-    client, clock, _ = make_client(handle)
+    client, clock, _ = make_client_that_is_cut_off(100)
     renew(client.until(threading.Event(), silence_s=2.0))
     assert max(clock.slept) <= 2.0
 
@@ -175,7 +174,7 @@ def test_another_servers_page_ends_a_worker_that_starts_and_none_that_works() ->
     assert len(clock.slept) == 1
 
 
-@pytest.mark.parametrize("slug", ["not-ready", "too-many-requests"])
+@pytest.mark.parametrize("slug", ["not-ready", "too-many-requests", "storage-full"])
 def test_retry_after_is_honoured(slug: str) -> None:
     client, clock, _ = make_client([problem(slug, **{"Retry-After": "17"}), httpx.Response(200, json=LEASE)])
     renew(client)
@@ -391,14 +390,6 @@ class BlobServer:
         return httpx.Response(206 if start else 200, headers=headers, stream=Broken(body, cut))
 
 
-def test_a_redirected_download_is_told_and_not_tried_for_ever() -> None:
-    """It was taken for a fault on the way, like a whole where a part was asked for."""
-    client, clock, _ = make_client([httpx.Response(308, headers={"Location": "https://c/x"})])
-    with pytest.raises(UnexpectedAnswer, match="redirects to https://c/x"):
-        client.delta(0, 0, LIMIT)
-    assert clock.slept == []
-
-
 def test_a_stalled_upload_is_sent_again() -> None:
     """`request-timeout` is not a 5xx, and so it ended the worker, though its words are to send it again."""
     client, _, seen = make_client([problem("request-timeout"), httpx.Response(201, json={})])
@@ -447,11 +438,32 @@ def test_damaged_bytes_are_fetched_anew() -> None:
     assert len(clock.slept) == 1
 
 
+UNUSABLE: dict[str, tuple[httpx.Response, str]] = {
+    "too large": (
+        httpx.Response(200, headers={"ETag": '"x"', "Content-Length": str(1 << 50)}),
+        "at most 1048576 are possible",
+    ),
+    # It was taken for a fault on the way, like a whole where a part was asked for.
+    "a redirect": (httpx.Response(308, headers={"Location": "https://c/x"}), "redirects to https://c/x"),
+    # `²` is a digit to Python, and no number: it ended as an unexpected fault.
+    "a length that is no number": (
+        httpx.Response(
+            200, headers=[(b"ETag", b'"1"'), (b"Content-Length", "²".encode())], stream=httpx.ByteStream(b"x")
+        ),
+        "without ETag or Content-Length",
+    ),
+}
+
+
 @pytest.mark.covers("security:bad-answers")
-def test_too_large_is_refused_before_memory_is_taken() -> None:
-    client, _, _ = make_client([httpx.Response(200, headers={"ETag": '"x"', "Content-Length": str(1 << 50)})])
-    with pytest.raises(UnexpectedAnswer, match="at most 1048576 are possible"):
+@pytest.mark.parametrize(("answer", "said"), UNUSABLE.values(), ids=UNUSABLE.keys())
+def test_an_unusable_answer_is_refused_before_memory_is_taken_and_not_asked_for_again(
+    answer: httpx.Response, said: str
+) -> None:
+    client, clock, _ = make_client([answer])
+    with pytest.raises(UnexpectedAnswer, match=said):
         client.delta(0, 0, LIMIT)
+    assert clock.slept == []
 
 
 class PartServer:
@@ -599,11 +611,3 @@ def test_long_polls_ask_to_wait() -> None:
         client.delta(3, 1, LIMIT)
     assert seen[0].headers["Prefer"] == "wait=1"
     assert seen[0].url.path == "/v1/runs/r/rounds/3/fragments/1/delta"
-
-
-def test_a_length_that_is_no_number_is_told() -> None:
-    """`²` is a digit to Python, and no number: it ended as an unexpected fault."""
-    headers = [(b"ETag", b'"1"'), (b"Content-Length", "²".encode())]
-    client, _, _ = make_client(lambda request: httpx.Response(200, headers=headers, stream=httpx.ByteStream(b"x")))
-    with pytest.raises(UnexpectedAnswer, match="without ETag or Content-Length"):
-        client.delta(0, 0, LIMIT)

@@ -10,7 +10,6 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from protocol.spec.run import parse_spec
 from worker.box import moments, set_up
-from worker.errors import BoxError
 from worker.inner.compact import BLOCK, OCTAVES, Compact, decoded, encoded, rounded_stochastically
 from worker.settings import BoxSettings
 from worker.state.optimizer_state import load_local_state, local_state
@@ -173,12 +172,6 @@ def test_the_loss_is_that_of_fp32(optimizer: str, settings: dict[str, Any]) -> N
 )
 def test_the_bytes_that_are_held(settings: dict[str, Any], bytes_each: int) -> None:
     assert _loss(2, **settings)[1] == bytes_each
-
-
-def test_an_optimizer_of_the_user_holds_its_moments_as_it_does() -> None:
-    spec = parse_spec(SPEC.format(steps=1, seed=0, optimizer="adamw").replace('"adamw"', '"torch.optim:AdamW"'))
-    with pytest.raises(BoxError, match=r"inner.optimizer is 'torch.optim:AdamW'.*--optimizer-state"):
-        set_up(spec, BoxSettings(device="cpu", optimizer_state="8bit"), CPU)
 
 
 @pytest.mark.parametrize("saved", ["8bit", None], ids=["from 8 bits", "to 8 bits"])

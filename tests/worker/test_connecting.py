@@ -1,4 +1,5 @@
-"""A script that says no more than which run it joins."""
+"""Scripts: one that says no more than which run it joins, and one that trains on the run's own data, beside
+`outerstep worker`."""
 
 import os
 import re
@@ -11,10 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim import Optimizer
 
+from harness.coordinator import InThread
+from outerstep.common.exit_codes import Exit
+from protocol.errors import Problem
+from protocol.messages import RunState, Scope
+from protocol.spec.run import RunSpec
+from tests.support.text import write_chapters
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
-from tests.worker.toy import Toy, coordinator_thread
+from tests.worker.runs import create, join, shown, work
+from tests.worker.toy import MakeToy, Toy, at_once
+from worker.diloco import DiLoCo
+from worker.errors import NotAllowed
+from worker.models.building import build_model, logits_of
 from worker.settings import script_settings
 
 SCRIPT = """
@@ -55,16 +67,15 @@ def test_what_is_left_out_is_the_environment_s(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-def test_the_line_is_held_to_what_is_given(tmp_path: Path) -> None:
-    with coordinator_thread(tmp_path) as coordinator:
-        run, model = Toy(coordinator, toy.spec(), tmp_path), toy.make_model()
-        diloco = run.connect(model, torch.optim.SGD(model.parameters()), max_up="8mbit")
-        line = diloco.client.line
-        assert line.up.limit.delay_s(1_000_000_000) == 0
-        assert 1000 - PATIENCE_S < line.up.limit.delay_s(1) <= 1000  # for what went before
-        assert line.down.limit.delay_s(1_000_000_000) == line.down.limit.delay_s(1) == 0
-        with pytest.raises(ValueError, match=re.escape("max_down = '8': '8' is not a rate in bits per second")):
-            run.connect(model, torch.optim.SGD(model.parameters()), max_down="8")
+def test_the_line_is_held_to_what_is_given(toy_run: MakeToy) -> None:
+    run, model = toy_run(), toy.make_model()
+    diloco = run.connect(model, torch.optim.SGD(model.parameters()), max_up="8mbit")
+    line = diloco.client.line
+    assert line.up.limit.delay_s(1_000_000_000) == 0
+    assert 1000 - PATIENCE_S < line.up.limit.delay_s(1) <= 1000  # for what went before
+    assert line.down.limit.delay_s(1_000_000_000) == line.down.limit.delay_s(1) == 0
+    with pytest.raises(ValueError, match=re.escape("max_down = '8': '8' is not a rate in bits per second")):
+        run.connect(model, torch.optim.SGD(model.parameters()), max_down="8")
     who = script_settings(run="toy", url="http://c", token="t", max_up="8mbit", max_down=None)
     assert who.rates(2) == (4e6, None)  # of each of two processes
 
@@ -103,27 +114,94 @@ def script(run: Toy, home: Path) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.nightly
-def test_a_script_that_is_killed_and_stopped_says_what_it_waits_for_and_leaves(tmp_path: Path) -> None:
+def test_a_script_that_is_killed_and_stopped_says_what_it_waits_for_and_leaves(
+    toy_run: MakeToy, tmp_path: Path
+) -> None:
     """The second process is let in at once, by what the first has left in the state directory."""
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(min_workers=2), tmp_path)
-        with script(run, tmp_path) as first:
-            assert first.stderr is not None
-            lines = []
-            for line in first.stderr:
-                lines.append(line)
-                if "waiting" in line:
-                    break
-            assert "1 of at least 2 are ready" in lines[-1]
-            assert all(re.match(r"\d{4}-\d\d-\d\d \S+ (INFO|WARNING) ", line) for line in lines), lines
-            assert any("WARNING" in line for line in lines)
-            first.send_signal(signal.SIGKILL)
-            first.wait()
-        (state,) = (tmp_path / ".local/state/outerstep/toy").iterdir()
-        with script(run, tmp_path) as second:
-            assert second.stderr is not None
-            assert any("waiting" in line for line in second.stderr)
-            second.send_signal(signal.SIGTERM)
-            _, rest = second.communicate()
-            assert second.returncode == 0, rest
-        wait_until(lambda: run.told(state.name).state == "left")
+    run = toy_run(toy.spec(min_workers=2))
+    with script(run, tmp_path) as first:
+        assert first.stderr is not None
+        lines = []
+        for line in first.stderr:
+            lines.append(line)
+            if "waiting" in line:
+                break
+        assert "1 of at least 2 are ready" in lines[-1]
+        assert all(re.match(r"\d{4}-\d\d-\d\d \S+ (INFO|WARNING) ", line) for line in lines), lines
+        assert any("WARNING" in line for line in lines)
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    (state,) = (tmp_path / ".local/state/outerstep/toy").iterdir()
+    with script(run, tmp_path) as second:
+        assert second.stderr is not None
+        assert any("waiting" in line for line in second.stderr)
+        second.send_signal(signal.SIGTERM)
+        _, rest = second.communicate()
+        assert second.returncode == 0, rest
+    wait_until(lambda: run.told(state.name).state == "left")
+
+
+# --- a script that trains on the run's own data --------------------------------------------------------------------
+
+
+def connected(coordinator: InThread, spec: RunSpec) -> tuple[DiLoCo, Optimizer]:
+    model = build_model(spec, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    where = {"run": spec.name, "url": coordinator.url, "token": coordinator.token(Scope.WORKER)}
+    return DiLoCo.connect(model, optimizer, **where, name="script", state_dir=None), optimizer
+
+
+def train(coordinator: InThread, spec: RunSpec, root: Path) -> Exit:
+    diloco, optimizer = connected(coordinator, spec)
+    data = diloco.training_set(data_root=[str(root)])
+    with diloco:
+        for unit in diloco.units():
+            tokens = data.unit(unit)
+            logits = logits_of(diloco.model, tokens[:, :-1])
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            diloco.report_loss(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return Exit.DONE
+
+
+@pytest.mark.slow
+def test_it_shares_a_run_with_outerstep_worker(coordinator: InThread, tmp_path: Path) -> None:
+    create(coordinator, tmp_path, "words", 'preset = "tiny"', min_workers=2)
+    spec = shown(coordinator, "words").spec
+    done = at_once(
+        {
+            "worker": lambda: work(coordinator, tmp_path, "words", "worker"),
+            "script": lambda: train(coordinator, spec, tmp_path),
+        }
+    )
+    assert set(done.values()) == {Exit.DONE}
+    wait_until(lambda: shown(coordinator, "words").state_digest is not None)
+    assert shown(coordinator, "words").state is RunState.FINISHED
+
+
+def test_other_data_and_other_places_are_refused(coordinator: InThread, tmp_path: Path) -> None:
+    create(coordinator, tmp_path, "words", 'preset = "tiny"')
+    diloco, _ = connected(coordinator, shown(coordinator, "words").spec)
+    with pytest.raises(NotAllowed, match="data.source"):
+        diloco.training_set()
+    with diloco, pytest.raises(RuntimeError, match="before `with`"):
+        diloco.training_set(data_root=[str(tmp_path)])
+
+
+@pytest.mark.slow
+def test_a_script_with_other_data_cannot_join(coordinator: InThread, tmp_path: Path) -> None:
+    create(coordinator, tmp_path, "words", 'preset = "tiny"')
+    join(coordinator, "words")
+    diloco, _ = connected(coordinator, shown(coordinator, "words").spec)
+    diloco.training_set(str(write_chapters(tmp_path / "other", chapters=3, repeats=21)))
+    with pytest.raises(Problem) as refused, diloco:
+        pytest.fail("it joined")
+    assert refused.value.slug == "data-mismatch"
+
+
+def test_a_custom_run_has_none(toy_run: MakeToy) -> None:
+    run, model = toy_run(), toy.make_model()
+    with pytest.raises(ValueError, match="custom"):
+        run.connect(model, torch.optim.SGD(model.parameters())).training_set()

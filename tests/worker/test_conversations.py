@@ -67,21 +67,16 @@ def trained_text(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
 def test_ids_and_marks_are_those_of_apply_chat_template(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    tokenizer = chat_tokenizer(tmp_path, CHATML_MARKED)
+    tokenizer = chat_tokenizer(tmp_path / "marked", CHATML_MARKED)
     ids = encoded(tokenizer, {"messages": TALK})
     by_transformers = AutoTokenizer.from_pretrained(tokenizer.name)
     expected: Any = by_transformers.apply_chat_template(TALK, return_dict=True, return_assistant_tokens_mask=True)
     assert (ids & IDS).tolist() == expected["input_ids"]
     assert ((ids & TRAINED) != 0).astype(int).tolist() == expected["assistant_masks"]
     assert np.flatnonzero(ids & BEGINS).tolist() == [0]
-
-
-def test_without_marks_in_the_template_the_same_tokens_are_found(tmp_path: Path) -> None:
-    marked = encoded(chat_tokenizer(tmp_path / "marked", CHATML_MARKED), {"messages": TALK})
-    tokenizer = chat_tokenizer(tmp_path)
-    found = encoded(tokenizer, {"messages": TALK})
-    assert found.tolist() == marked.tolist()
-    assert trained_text(tokenizer, found) == [f"the worker waits é{TURN_END}", f"the delta 😀{TURN_END}"]
+    without_marks = encoded(chat_tokenizer(tmp_path), {"messages": TALK})
+    assert without_marks.tolist() == ids.tolist()
+    assert trained_text(tokenizer, ids) == [f"the worker waits é{TURN_END}", f"the delta 😀{TURN_END}"]
 
 
 def test_all_but_the_first_token_can_be_trained_on(tmp_path: Path) -> None:
@@ -173,16 +168,32 @@ def test_answers_that_the_template_changes_later_are_trained_on_as_they_are_gene
     text = tokenizer.fast().decode((second & IDS).tolist(), skip_special_tokens=False)
     assert text.count("hm</think>") == 1
     assert trained_text(tokenizer, second) == [f"hm</think>yes{TURN_END}"]
-
-
-def test_a_template_with_which_a_completion_cannot_be_found_exactly_is_rejected_by_name(tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer(tmp_path, FORGETFUL)
-    pair = {"prompt": THINKING, "completion": THINKING}
-    with pytest.raises(
-        DataError, match=r"tokenizer'.* so the completion cannot be found exactly: set train_on = \"all\"$"
-    ):
-        encoded(tokenizer, pair, "completion")
     assert len(encoded(tokenizer, {"messages": THINKING * 2}, "all"))
+
+
+@pytest.mark.parametrize(
+    ("template", "example", "train_on", "message"),
+    [
+        (
+            FORGETFUL,
+            {"prompt": THINKING, "completion": THINKING},
+            "completion",
+            r"tokenizer'.* so the completion cannot be found exactly: set train_on = \"all\"$",
+        ),
+        (
+            "{{ raise_exception('roles must alternate') if messages[0].role == 'assistant' }}" + CHATML,
+            {"messages": TALK[2:3]},
+            "assistant",
+            r"rejects the conversation .*the worker waits.*roles must alternate",
+        ),
+        (None, {"messages": TALK}, "assistant", "no chat template; put its chat_template.jinja into"),
+    ],
+)
+def test_what_a_template_cannot_render_is_rejected_by_name(
+    tmp_path: Path, template: str | None, example: Any, train_on: TrainOn, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        encoded(chat_tokenizer(tmp_path, template), example, train_on)
 
 
 def test_an_answer_without_an_end_learns_to_end(tmp_path: Path) -> None:
@@ -285,17 +296,6 @@ def test_a_template_that_takes_too_much_ends(
         template.prompt(renderer(), TALK)  # as `outerstep run chat` does
     monkeypatch.undo()
     assert len(encoded(chat_tokenizer(tmp_path), {"messages": TALK})), "others can still be rendered"
-
-
-def test_a_template_that_rejects_a_conversation(tmp_path: Path) -> None:
-    template = "{{ raise_exception('roles must alternate') if messages[0].role == 'assistant' }}" + CHATML
-    with pytest.raises(DataError, match=r"rejects the conversation .*the worker waits.*roles must alternate"):
-        encoded(chat_tokenizer(tmp_path, template), {"messages": TALK[2:3]})
-
-
-def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no chat template; put its chat_template.jinja into"):
-        encoded(chat_tokenizer(tmp_path, None), {"messages": TALK})
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------

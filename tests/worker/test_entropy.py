@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from protocol import wire
-from protocol.codecs import CODECS
 from protocol.digest import Buffer
 from worker.codecs import pack_fragment
 from worker.tuning import entropy
@@ -83,33 +82,13 @@ def test_data_that_become_compressible_are_noticed_by_coding_a_fragment_now_and_
     assert coded == [0] * (PROBE_EVERY - 3) + [3] * 4
 
 
-def test_who_does_not_want_it_codes_nothing(clock: Clock) -> None:
+@pytest.mark.parametrize(("rate", "wanted", "coded"), [(FAST, True, False), (SLOW, True, True), (SLOW, False, False)])
+def test_a_fragment_is_packed_as_it_is_or_coded(clock: Clock, rate: float, wanted: bool, coded: bool) -> None:
     uploads = Entropy(Rate(), clock)
-    assert uploads.pack(GAUSSIAN, "int8", wanted=False) == pack_fragment(GAUSSIAN, "int8", zstd=False)
-    assert clock.coded_chunks == 0
-
-
-@pytest.mark.parametrize("rate", [FAST, SLOW])
-def test_the_receiver_decodes_the_same_values(clock: Clock, rate: float) -> None:
-    uploads = Entropy(Rate(), clock)
-    send(uploads, clock, rate)
-    frames = uploads.pack(GAUSSIAN, "int8", wanted=True)
-    header = wire.StateHeader(
-        run="r",
-        round=0,
-        fragment=0,
-        codec="int8",
-        elements=len(GAUSSIAN),
-        chunk_elements=CHUNK,
-        frame_bytes=[len(frame) for frame in frames],
-    )
-    payload = wire.Payload.from_bytes(b"".join([wire.pack_header(header), *map(bytes, frames)]))
-    values = np.empty(len(GAUSSIAN), np.float32)
-    payload.decode(values)
-    raw = np.empty(CODECS["int8"].size(CHUNK), np.uint8)
-    CODECS["int8"].encode(GAUSSIAN[:CHUNK].numpy(), raw)
-    assert bytes(payload.chunk(0)) == raw.tobytes()
-    assert np.abs(values - GAUSSIAN.numpy()).max() < 0.05
+    before = send(uploads, clock, rate)
+    packed = uploads.pack(GAUSSIAN, "int8", wanted=wanted)
+    assert clock.coded_chunks == (2 if coded else 1) * before
+    assert packed == pack_fragment(GAUSSIAN, "int8", zstd=coded)
 
 
 def test_the_choice_is_told_once(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 from typer.testing import CliRunner
 
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread
 from outerstep import DiLoCo, unpack
 from outerstep.chat import Chat, of_export
 from outerstep.cli import app
@@ -24,12 +24,6 @@ from worker.errors import DataError
 from worker.export import export
 from worker.link.client import Client, open_http
 from worker.settings import BoxSettings
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path):
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        yield running
 
 
 def create(coordinator: InThread, tmp_path: Path, model: str = "") -> Path:

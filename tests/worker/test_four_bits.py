@@ -1,6 +1,5 @@
 """A frozen model in 4 bits (QLoRA): what is held, that both kinds share a run, and what is refused."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel
 
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread
 from outerstep.common.exit_codes import Exit
-from protocol.messages import Scope, WorkerInfo
+from protocol.messages import WorkerInfo
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.trained import save_trained
 from tests.support.workers import worker_settings
-from tests.worker.runs import create, join, shown
+from tests.worker.runs import create, exported
 from tests.worker.toy import at_once
 from worker.agent import run_worker
 from worker.box import base_of, summary_of_frozen
 from worker.errors import BoxError, ModelError
-from worker.export import export
 from worker.inner.precision import cast_parameters, precision_on
-from worker.link.client import Client, open_http
 from worker.models.building import build_model, logits_of
 from worker.models.pretrained import Pretrained
 from worker.state.parameters import frozen_summary, tensor_specs
@@ -38,12 +35,6 @@ LORA = 'pretrained = "{}", lora = {{ rank = 2, target_modules = ["q_proj", "v_pr
 
 def spec(directory: Path) -> RunSpec:
     return parse_spec(f'name = "r"\nmodel = {{ {LORA.format(directory)} }}\n[sync]\nrounds = 1\n')
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path):
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        yield running
 
 
 def work(coordinator: InThread, directory: Path, name: str, **settings: object) -> Exit:
@@ -98,8 +89,7 @@ def test_workers_in_4_bits_and_in_fp32_share_a_run_whose_export_is_in_full_preci
     assert None not in digests
     assert len(digests) == 1, "both have the same adapters"
 
-    with open_http(coordinator.url) as http:
-        export(Client(http, "tuned", coordinator.token(Scope.VIEWER)), tmp_path / "merged", merge=True)
+    exported(coordinator, "tuned", tmp_path / "merged", merge=True)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     for name, before in trained.state_dict().items():
         change = merged[name] - before.float()
@@ -107,19 +97,6 @@ def test_workers_in_4_bits_and_in_fp32_share_a_run_whose_export_is_in_full_preci
             assert 0 < torch.linalg.matrix_rank(change) <= 2, "the adapters, and no error of quantisation"
         else:
             assert not change.any()
-
-
-@pytest.mark.slow
-def test_other_weights_are_refused_in_4_bits_too(
-    coordinator: InThread, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save_trained(tmp_path / "trained")
-    create(coordinator, tmp_path, "tuned", LORA.format(tmp_path / "trained"), rounds=1, min_workers=2)
-    join(coordinator, "tuned")
-    save_trained(tmp_path / "trained", seed=8)
-    assert work(coordinator, tmp_path, "b") == Exit.REFUSED
-    assert "this worker's frozen parameters" in caplog.text
-    assert shown(coordinator, "tuned").state != "finished"
 
 
 def changed(directory: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
@@ -209,14 +186,6 @@ def test_what_does_not_go_with_4_bits_is_refused_by_name(tmp_path: Path) -> None
         base_of(whole, "nf4")
     assert base_of(whole, None) == "full"
     assert [base_of(spec(tmp_path), wanted) for wanted in (None, "full")] == ["nf4", "full"]
-
-
-def test_without_bitsandbytes_that_is_said_before_a_weight_is_fetched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(ModelError, match=r"nf4\) needs bitsandbytes, .* pip install 'outerstep\[qlora\]'"):
-        build_model(spec(tmp_path / "not fetched yet"), CPU, base="nf4")
 
 
 def test_a_precision_that_a_run_in_4_bits_does_not_allow_ends_the_worker_with_the_reason(

@@ -20,7 +20,6 @@ from tests.support.conversations import conversation
 from tests.support.tokenizers import write_chat_tokenizer, write_tokenizer
 from worker.data.open_training_set import open_training_set
 from worker.data.tokens.preparing import prepare, recipe_of
-from worker.data.tokens.rendering import Renderer, renderer
 from worker.data.tokens.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -178,12 +177,6 @@ def prepared(name: str, tokenizer: str, root: Path, processes: int) -> str:
         data |= {"sequence_length": 64, "date": "2026-01-01"}
     recipe = recipe_of(DataSpec.model_validate(data), load_tokenizer(named), shard_tokens=SHARD_TOKENS)
     return prepare(replace(recipe, task_bytes=TASK_BYTES), root / "set", processes=processes).digest()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def child() -> Renderer:
-    """Render all chat templates in one child process."""
-    return renderer()
 
 
 @pytest.mark.parametrize(("name", "tokenizer"), [(name, each) for name in GOLDEN for each in GOLDEN[name].digests])

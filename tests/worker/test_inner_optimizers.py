@@ -16,7 +16,7 @@ from protocol.messages import EvaluationReport
 from protocol.spec.run import parse_spec
 from protocol.spec.sections import InnerSpec
 from tests.worker import toy
-from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
+from tests.worker.toy import Killed, MakeToy, MortalClient, Toy, coordinator_thread
 from worker.diloco import DiLoCo
 from worker.errors import ModelError
 from worker.inner.compact import Held
@@ -173,20 +173,16 @@ def test_it_gets_the_model_and_the_settings() -> None:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        ("nothing", "returned NoneType, not a torch.optim.Optimizer or a list of them"),
-        ("without_the_head", r"2.weight is in 0 groups"),
-        ("twice", "0.weight is in 2 groups"),
-        ("missing", "has no attribute 'missing'"),
+        (f"{__name__}:nothing", "returned NoneType, not a torch.optim.Optimizer or a list of them"),
+        (f"{__name__}:without_the_head", r"2.weight is in 0 groups"),
+        (f"{__name__}:twice", "0.weight is in 2 groups"),
+        (f"{__name__}:missing", "has no attribute 'missing'"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
     ],
 )
-def test_what_it_may_not_return(function: str, told: str) -> None:
-    with pytest.raises(ModelError, match=f"inner.optimizer = '{__name__}:{function}'.*{told}"):
-        build_inner_optimizers(toy.make_model(), inner(f"{__name__}:{function}"))
-
-
-def test_a_module_that_is_not_there() -> None:
-    with pytest.raises(ModelError, match="inner.optimizer = 'no_such_module:f': No module named 'no_such_module'"):
-        build_inner_optimizers(toy.make_model(), inner("no_such_module:f"))
+def test_what_it_may_not_be_or_return(function: str, told: str) -> None:
+    with pytest.raises(ModelError, match=f"inner.optimizer = '{function}'.*{told}"):
+        build_inner_optimizers(toy.make_model(), inner(function))
 
 
 # --- one inner step -----------------------------------------------------------------------------------------------
@@ -214,17 +210,14 @@ def step(diloco: DiLoCo, optimizers: list[Optimizer], unit: int) -> None:
 
 
 def trained(
-    tmp_path: Path, name: str, sync: str, loop: Callable[[DiLoCo, list[Optimizer]], None]
-) -> tuple[Toy, DiLoCo]:
+    toy_run: MakeToy, inner: str, loop: Callable[[DiLoCo, list[Optimizer]], None], sync: str = "", **options: Any
+) -> None:
     """A toy run of three rounds by one worker, whose loop is this."""
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(sync=sync, inner=f'optimizer = "{name}"', source="python-stdlib"), tmp_path)
-        model = toy.make_model()
-        optimizers = build_inner_optimizers(model, run.info().spec.inner)
-        with run.connect(model, optimizers) as diloco:
-            loop(diloco, optimizers)
-        assert run.final().state_digest == run.told("a").state_digest
-    return run, diloco
+    run, model = toy_run(toy.spec(sync=sync, inner=inner, source="python-stdlib")), toy.make_model()
+    optimizers = build_inner_optimizers(model, run.info().spec.inner)
+    with run.connect(model, optimizers, **options) as diloco:
+        loop(diloco, optimizers)
+    assert run.final().state_digest == run.told("a").state_digest
 
 
 SKIPPED = {"the first optimizer's": (0,), "the last one's": (1,)}
@@ -232,7 +225,7 @@ SKIPPED = {"the first optimizer's": (0,), "the last one's": (1,)}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("skipped", SKIPPED)
-def test_two_optimizers_are_one_inner_step(tmp_path: Path, skipped: str) -> None:
+def test_two_optimizers_are_one_inner_step(toy_run: MakeToy, skipped: str) -> None:
     """The last one's step ends it. A GradScaler skips each of them for itself: the unit is spent, and the inner step counts
     unless it is the last one that is skipped."""
     seen = []
@@ -244,14 +237,14 @@ def test_two_optimizers_are_one_inner_step(tmp_path: Path, skipped: str) -> None
             left_out = SKIPPED[skipped] if unit == 5 else ()
             step(diloco, [each for index, each in enumerate(optimizers) if index not in left_out], unit)
 
-    trained(tmp_path, "muon", "", loop)
+    trained(toy_run, 'optimizer = "muon"', loop)
     counted = 1 not in SKIPPED[skipped]
     assert [unit for _, unit in seen] == list(range(3 * toy.STEPS))
     assert [at for at, _ in seen] == [0, 1, 2, 3, 4, 5, *((6, 7) if counted else (5, 6)), 8, 9, 10, 11]
 
 
 @pytest.mark.slow
-def test_the_wrong_order_is_told_in_the_first_inner_step(tmp_path: Path) -> None:
+def test_the_wrong_order_is_told_in_the_first_inner_step(toy_run: MakeToy) -> None:
     """The sync would come between the two, and the second would step on the next round's parameters."""
 
     def loop(diloco: DiLoCo, optimizers: list[Optimizer]) -> None:
@@ -260,7 +253,7 @@ def test_the_wrong_order_is_told_in_the_first_inner_step(tmp_path: Path) -> None
             step(diloco, optimizers[::-1], unit)
 
     with pytest.raises(RuntimeError, match="steps after the last one of the sequence that DiLoCo was given"):
-        trained(tmp_path, "muon", "", loop)
+        trained(toy_run, 'optimizer = "muon"', loop)
 
 
 # --- resuming -----------------------------------------------------------------------------------------------------
@@ -288,59 +281,54 @@ def work(run: Toy, state_dir: Path, dies_at: int | None = None, held: Held | Non
     return [each.detach() for each in model.parameters()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "sync"),
-    [
-        *(pytest.param(name, "", id=f"{name}-classic") for name in ("adamw", OWN, EIGHT_BIT)),
-        *(
-            pytest.param(name, SPREAD, id=f"{name}-spread", marks=() if name == "muon" else pytest.mark.system)
-            for name in NAMES
-        ),
-    ],
-)
-def test_a_resume_is_exact(tmp_path: Path, name: str, sync: str) -> None:
-    """Killed in the middle of the second round, before its last fragment is sent, and there again, the run ends in the
-    same bits, whatever state the optimizers have."""
-    undisturbed, resumed = digests_of(tmp_path, name, sync)
-    assert undisturbed == resumed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "sync"), [("adamw", ""), ("muon", SPREAD)], ids=["classic", "spread"])
-def test_a_resume_with_little_memory_is_exact(tmp_path: Path, name: str, sync: str) -> None:
-    """Parameters in bf16 that are rounded stochastically, and moments in 8 bits."""
-    undisturbed, resumed = digests_of(tmp_path, name, sync, "8bit")
-    assert undisturbed == resumed
-
-
-def digests_of(tmp_path: Path, name: str, sync: str, held: Held | None = None) -> list[str | None]:
-    """The final digests of an undisturbed run, and of one whose worker is killed in the middle of a round, twice."""
-    torch.set_num_threads(1)
-    digests = []
+def ends_of(
+    tmp_path: Path, inner: str, sync: str, held: Held | None = None, codec: str = "int8"
+) -> list[tuple[str | None, list[Tensor]]]:
+    """The final digest and the parameters of an undisturbed run, and of one whose worker is killed in a round, twice."""
+    ends = []
     for dies_at in ([], [9, 3]):
         directory = tmp_path / str(len(dies_at))
         with coordinator_thread(directory / "coordinator") as coordinator:
-            inner = f'optimizer = "{name}"\nlearning_rate = 0.02\nwarmup_steps = 3'
-            text = toy.spec(steps=6, sync=sync, inner=inner, source="python-stdlib")
+            text = toy.spec(steps=6, sync=sync, upload=codec, download=codec, inner=inner, source="python-stdlib")
             run = Toy(coordinator, text, directory)
             for death in dies_at:
                 with pytest.raises(Killed):
                     work(run, directory / "a", death, held)
-            work(run, directory / "a", held=held)
-            digests.append(run.final().state_digest)
-    return digests
+            parameters = work(run, directory / "a", held=held)
+            ends.append((run.final().state_digest, parameters))
+    return ends
 
 
 @pytest.mark.slow
-def test_a_snapshot_of_other_optimizers_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "sync", "held"),
+    [
+        *(pytest.param(name, "", None, id=f"{name}-classic") for name in ("adamw", OWN, EIGHT_BIT)),
+        *(
+            pytest.param(name, SPREAD, None, id=f"{name}-spread", marks=() if name == "muon" else pytest.mark.system)
+            for name in NAMES
+        ),
+        # Parameters in bf16 that are rounded stochastically, and moments in 8 bits.
+        pytest.param("adamw", "", "8bit", id="little memory-classic"),
+        pytest.param("muon", SPREAD, "8bit", id="little memory-spread"),
+    ],
+)
+def test_a_resume_is_exact(tmp_path: Path, name: str, sync: str, held: Held | None) -> None:
+    """Killed in the middle of the second round, before its last fragment is sent, and there again, the run ends in the
+    same bits, whatever state the optimizers have."""
+    inner = f'optimizer = "{name}"\nlearning_rate = 0.02\nwarmup_steps = 3'
+    (undisturbed, _), (resumed, _) = ends_of(tmp_path, inner, sync, held)
+    assert undisturbed == resumed
+
+
+@pytest.mark.slow
+def test_a_snapshot_of_other_optimizers_is_told(toy_run: MakeToy, tmp_path: Path) -> None:
     """A script that was changed between two starts."""
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(inner='optimizer = "muon"', source="python-stdlib"), tmp_path)
-        with pytest.raises(Killed):
-            work(run, tmp_path / "a", toy.STEPS + 1)
-        with pytest.raises(ModelError, match="not those of the .* 1 of them, and 2 in"):
-            run.worker("a", state_dir=tmp_path / "a")
+    run = toy_run(toy.spec(inner='optimizer = "muon"', source="python-stdlib"))
+    with pytest.raises(Killed):
+        work(run, tmp_path / "a", toy.STEPS + 1)
+    with pytest.raises(ModelError, match="not those of the .* 1 of them, and 2 in"):
+        run.worker("a", state_dir=tmp_path / "a")
 
 
 # --- points beside the parameters ---------------------------------------------------------------------------------
@@ -358,7 +346,7 @@ FREE_SPEC = f'optimizer = "{FREE}"\nlearning_rate = 0.02\nschedule = "constant"\
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["", SPREAD], ids=["classic", "spread"])
-def test_the_point_of_a_schedule_free_optimizer_goes_where_the_parameters_go(tmp_path: Path, sync: str) -> None:
+def test_the_point_of_a_schedule_free_optimizer_goes_where_the_parameters_go(toy_run: MakeToy, sync: str) -> None:
     """Between two inner steps nothing but a sync moves them, and it moves both by the same; an evaluation, which puts
     the run's parameters into the model for a while, moves neither. At the end they are one."""
     offsets = []
@@ -385,14 +373,8 @@ def test_the_point_of_a_schedule_free_optimizer_goes_where_the_parameters_go(tmp
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(AdamWScheduleFree, "step", noted)
-        with coordinator_thread(tmp_path / "coordinator") as coordinator:
-            run = Toy(coordinator, toy.spec(sync=sync, inner=FREE_SPEC, source="python-stdlib"), tmp_path)
-            model = toy.make_model()
-            optimizers = build_inner_optimizers(model, run.info().spec.inner)
-            evaluate = lambda: EvaluationReport(loss=1.0, tokens=1, bytes=None)  # noqa: E731
-            with run.connect(model, optimizers, evaluate=evaluate) as diloco:
-                loop(diloco, optimizers)
-            assert run.final().state_digest == run.told("a").state_digest
+        evaluate = lambda: EvaluationReport(loss=1.0, tokens=1, bytes=None)  # noqa: E731
+        trained(toy_run, FREE_SPEC, loop, sync, evaluate=evaluate)
     assert len(offsets) == 3 * toy.STEPS - 1
     assert max(offsets) < 1e-6
     assert float(told[0].abs().max()) > 1e-3
@@ -401,16 +383,6 @@ def test_the_point_of_a_schedule_free_optimizer_goes_where_the_parameters_go(tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["", SPREAD], ids=["classic", "spread"])
 def test_a_schedule_free_optimizer_resumes_where_it_was_but_for_rounding(tmp_path: Path, sync: str) -> None:
-    torch.set_num_threads(1)
-    ends = []
-    for dies_at in ([], [9, 3]):
-        directory = tmp_path / str(len(dies_at))
-        with coordinator_thread(directory / "coordinator") as coordinator:
-            text = toy.spec(steps=6, sync=sync, upload="fp32", download="fp32", inner=FREE_SPEC, source="python-stdlib")
-            run = Toy(coordinator, text, directory)
-            for death in dies_at:
-                with pytest.raises(Killed):
-                    work(run, directory / "a", death)
-            ends.append(work(run, directory / "a"))
-    for one, other in zip(*ends, strict=True):
+    (_, undisturbed), (_, resumed) = ends_of(tmp_path, FREE_SPEC, sync, codec="fp32")
+    for one, other in zip(undisturbed, resumed, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol.spec.run import RunSpec, parse_spec
 from protocol.spec.sections import DataSpec
 from tests.support.tokenizers import write_tokenizer
 from tests.worker.test_golden_token_sets import ROWS, TEXTS, write_texts
+from tests.worker.test_token_sets import spec
 from worker.data.open_training_set import TextData, open_training_set
 from worker.data.sources.files import source_files
 from worker.data.sources.rows import Rows
@@ -22,14 +22,6 @@ from worker.errors import DataError
 
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 TABLE = "text,url\n" + "".join(f'"{text}",https://example.org\n' for text in TEXTS)
-
-
-def spec(source: object, tokenizer: str | None = None, data: str = "") -> RunSpec:
-    named = "" if tokenizer is None else f"tokenizer = {tokenizer!r}\n"
-    return parse_spec(
-        'name = "r"\nmodel.preset = "tiny"\nsync.rounds = 1\ninner.batch_size = 2\n'
-        f"[data]\nsource = {str(source)!r}\nsequence_length = 8\n{named}{data}"
-    )
 
 
 def digest_of(source: object, tokenizer: str, out: Path) -> str:

@@ -1,4 +1,5 @@
-"""Models from presets, configurations and functions; export and sampling."""
+"""Models from presets, configurations and functions; export and sampling. Parameters that are not trained: their identity,
+and that workers with others are refused."""
 
 import logging
 import re
@@ -7,18 +8,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from blake3 import blake3
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outerstep.cli.run.advice import known_config
-from protocol.errors import SpecError
+from protocol.errors import Problem, SpecError
 from protocol.spec.model import PRESETS
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.trained import save_trained
+from tests.worker import toy
+from tests.worker.toy import MakeToy
+from worker.diloco import DiLoCo
 from worker.errors import ModelError
-from worker.export import sample
+from worker.export import load_checkpoint, sample
+from worker.link.client import Client, open_http
 from worker.models import building
 from worker.models.building import build_model, check_vocabulary, logits_of
+from worker.state.parameters import frozen_summary
 
 CPU = torch.device("cpu")
 HEAD = 'name = "r"\nseed = {seed}\n[sync]\nrounds = 1\n[data]\nsequence_length = 64\n'
@@ -109,6 +116,13 @@ def test_any_configuration_of_transformers() -> None:
         ('[model]\nfactory = "no_such_module:make"', "No module named 'no_such_module'"),
         ('[model]\nfactory = "json:make"', "has no attribute 'make'"),
         ('[model]\nfactory = "platform:node"', "returned str, not a torch.nn.Module"),
+        # No product of widths, layers and experts is built.
+        ('[model]\npreset = "llama-1b"\nvocab_size = 16777216', "model.preset = 'llama-1b' has 69,"),
+        (
+            '[model.config]\nmodel_type = "gpt2"\nvocab_size = 300\nn_embd = 65536\nn_head = 1\nn_layer = 12',
+            "model.config has 618,[0-9,]+ parameters",
+        ),
+        ('[model.config]\nmodel_type = "mixtral"\nvocab_size = 300\nnum_local_experts = 1000000', "model.config has"),
     ],
 )
 def test_models_that_cannot_be_built(model: str, message: str) -> None:
@@ -249,22 +263,6 @@ def test_a_model_is_counted_before_memory_is_taken_for_it() -> None:
     assert told == sizes[0] + 29 * (sizes[1] - sizes[0])
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ('[model]\npreset = "llama-1b"\nvocab_size = 16777216', "model.preset = 'llama-1b' has 69,"),
-        (
-            '[model.config]\nmodel_type = "gpt2"\nvocab_size = 300\nn_embd = 65536\nn_head = 1\nn_layer = 12',
-            "model.config has 618,[0-9,]+ parameters",
-        ),
-        ('[model.config]\nmodel_type = "mixtral"\nvocab_size = 300\nnum_local_experts = 1000000', "model.config has"),
-    ],
-)
-def test_no_product_of_widths_layers_and_experts_is_built(model: str, said: str) -> None:
-    with pytest.raises(ModelError, match=said):
-        build_model(spec(model), CPU)
-
-
 def test_what_the_owner_allows_is_built() -> None:
     tiny = spec(TINY)
     with pytest.raises(ModelError, match="has 139,584 parameters, .* OUTERSTEP_MAX_PARAMETERS=") as refused:
@@ -286,3 +284,87 @@ def test_a_directory_with_a_hundred_million_layers(tmp_path: Path) -> None:
     LlamaConfig(num_hidden_layers=100_000_000).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="100,000,000 layers"):
         build_model(spec(f'[model]\npretrained = "{tmp_path}"'), CPU)
+
+
+# --- parameters that are not trained -------------------------------------------------------------------------------
+
+
+def frozen_model(*, frozen: tuple[int, ...] = (0,), dtype: torch.dtype = torch.float32) -> nn.Module:
+    made = toy.make_model()
+    for index in frozen:
+        made[index].requires_grad_(False)  # type: ignore[index]
+        made[index].to(dtype)  # type: ignore[index]
+    return made
+
+
+def test_the_digest_is_of_names_shapes_and_values() -> None:
+    first = frozen_model()
+    named = {"0.weight": "32,20", "0.bias": "32"}
+    expected = blake3()
+    for name, shape in named.items():
+        values = first.get_parameter(name).detach().numpy().astype("<f4").tobytes()
+        expected.update(f"{name}\0{shape}\0".encode() + values)
+    summary = frozen_summary(first)
+    assert summary is not None
+    assert summary.digest == expected.hexdigest()
+    assert summary.elements == 32 * 20 + 32
+
+
+def test_nothing_frozen_is_nothing_to_tell() -> None:
+    assert frozen_summary(frozen_model(frozen=())) is None
+    without_elements = nn.Module()
+    without_elements.weight = nn.Parameter(torch.empty(0, 3), requires_grad=False)
+    assert frozen_summary(without_elements) is None
+
+
+def test_one_value_makes_another_digest_and_what_is_trained_does_not() -> None:
+    one, same, other = frozen_model(), frozen_model(), frozen_model()
+    with torch.no_grad():
+        same.get_parameter("2.weight").add_(1)
+        other.get_parameter("0.bias")[3] += 1e-6
+    assert frozen_summary(one) == frozen_summary(same) != frozen_summary(other)
+
+
+def test_where_they_are_held_and_in_what_does_not_matter() -> None:
+    """A compiled model has `_orig_mod.` in its names, and a box may hold in bf16 what was saved in bf16."""
+    rounded = frozen_model(dtype=torch.bfloat16)
+    wide = frozen_model(dtype=torch.bfloat16).float()
+    assert frozen_summary(rounded) == frozen_summary(wide) == frozen_summary(torch.compile(wide))  # type: ignore[arg-type]
+    assert frozen_summary(wide) != frozen_summary(frozen_model())
+
+
+def test_integers_are_taken_as_they_are() -> None:
+    made = nn.Module()
+    made.table = nn.Parameter(torch.tensor([[1, 2**40]]), requires_grad=False)
+    values = (1).to_bytes(8, "little") + (2**40).to_bytes(8, "little")
+    summary = frozen_summary(made)
+    assert summary is not None
+    assert summary.digest == blake3(b"table\x001,2\0" + values).hexdigest()
+
+
+@pytest.mark.slow
+def test_workers_with_other_frozen_parameters_are_refused(toy_run: MakeToy) -> None:
+    """They trained on before, each towards another model, and the mean of that was nobody's."""
+
+    def other() -> nn.Module:
+        made = frozen_model()
+        with torch.no_grad():
+            made.get_parameter("0.weight")[0, 0] = 1
+        return made
+
+    def join_as_another(diloco: DiLoCo) -> None:
+        if diloco.global_step == 1:
+            with pytest.raises(Problem, match="frozen parameters .* are not those of the run toy"):
+                run.worker("b", model=other)
+
+    run = toy_run(toy.spec(rounds=2))
+    trained = run.worker("a", model=frozen_model, on_step=join_as_another)
+    assert torch.equal(trained.model.get_parameter("0.weight"), frozen_model().get_parameter("0.weight"))
+    shown = run.final()
+    assert shown.frozen == frozen_summary(frozen_model())
+    assert shown.elements == 32
+    with (
+        open_http(run.coordinator.url) as http,
+        pytest.raises(ModelError, match=r"here \(none\) are not those of the run"),
+    ):
+        load_checkpoint(Client(http, "toy", run.token), factories=(toy.FACTORY,))

@@ -16,24 +16,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from harness.coordinator import SettableClock
 from protocol.errors import SpecError
-from protocol.messages import RoundDetail
 from protocol.spec.run import parse_spec
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
-from tests.worker.test_streaming import Ones, epoch
-from tests.worker.toy import Killed, MortalClient, Toy, coordinator_thread
+from tests.worker.test_streaming import Ones, epoch, ones
+from tests.worker.toy import Killed, MakeToy, MortalClient, Toy
 from worker.diloco import DiLoCo
-from worker.link.client import Client, open_http
+from worker.link.client import Client
 from worker.rounds.in_flight import InFlight
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_h")]
 
 H = 6
-
-
-@pytest.fixture(autouse=True)
-def one_thread(one_h: None) -> None:
-    torch.set_num_threads(1)
 
 
 def spec(sync: str = "", **options: Any) -> str:
@@ -72,28 +66,6 @@ class CutLater(Cut):
         return super().delta(*arguments, **options)
 
 
-def ones(
-    run: Toy,
-    on_step: Callable[[DiLoCo, torch.Tensor], None],
-    client_class: Callable[..., Client] = Client,
-    state_dir: Path | None = None,
-    name: str = "a",
-) -> list[int]:
-    """Train `Ones` to the end of the run. Return the units trained on."""
-    model, units = Ones(), list[int]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with open_http(run.coordinator.url) as http:
-        client = client_class(http, "toy", run.token)
-        with DiLoCo(model, optimizer, client=client, run=client.run_detail(), name=name, state_dir=state_dir) as diloco:
-            for unit in diloco.units():
-                units.append(unit)
-                model().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                on_step(diloco, model.values.detach())
-    return units
-
-
 def has_landed(diloco: DiLoCo) -> bool:
     """The next round's units are known, and so everything else of this one."""
     return len(list(islice(diloco.upcoming(), 2))) == 2
@@ -101,14 +73,13 @@ def has_landed(diloco: DiLoCo) -> bool:
 
 def weight(run: Toy, round_number: int) -> int:
     """What weight the contributions to a round had, in units."""
-    with run.coordinator.client() as http:
-        detail = RoundDetail.model_validate(http.get(f"/v1/runs/toy/rounds/{round_number}").json())
-    assert detail.tokens is not None
-    return detail.tokens // run.info().spec.unit_tokens
+    tokens = run.round(round_number).tokens
+    assert tokens is not None
+    return tokens // run.info().spec.unit_tokens
 
 
 @pytest.mark.parametrize("beyond", [1, 4, 17])
-def test_what_is_trained_beyond_h_is_in_the_next_contribution(tmp_path: Path, beyond: int) -> None:
+def test_what_is_trained_beyond_h_is_in_the_next_contribution(toy_run: MakeToy, beyond: int) -> None:
     """The deltas come while the worker does its last step before `H + beyond`. So its model then has H steps in the mean,
     and the others carried. They are the first of the next H; at least one step is its own."""
     back, starts = threading.Event(), list[float]()
@@ -120,20 +91,19 @@ def test_what_is_trained_beyond_h_is_in_the_next_contribution(tmp_path: Path, be
         if (diloco.round, diloco.inner_step) == (1, 0):
             starts.append(float(values[0]))
 
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(), tmp_path)
-        units = ones(run, on_step, partial(Cut, back=back))
-        run.final()
-        assert starts == [H + beyond]
-        last = max(H, beyond + 1)
-        assert len(set(units)) == len(units) == H + last
-        assert (epoch(run).consumed, epoch(run).assigned) == (len(units), {})
-        assert [weight(run, round_number) for round_number in (0, 1)] == [H, last]
-        final = run.told("a")
-        assert final.state_digest == run.info().state_digest
+    run = toy_run(spec())
+    units = ones(run, on_step, partial(Cut, back=back))
+    run.final()
+    assert starts == [H + beyond]
+    last = max(H, beyond + 1)
+    assert len(set(units)) == len(units) == H + last
+    assert (epoch(run).consumed, epoch(run).assigned) == (len(units), {})
+    assert [weight(run, round_number) for round_number in (0, 1)] == [H, last]
+    final = run.told("a")
+    assert final.state_digest == run.info().state_digest
 
 
-def test_until_its_deltas_are_there_it_trains_from_its_own_outer_step(tmp_path: Path) -> None:
+def test_until_its_deltas_are_there_it_trains_from_its_own_outer_step(toy_run: MakeToy) -> None:
     """A worker alone: so the deltas change nothing when they come."""
     back, found = threading.Event(), dict[tuple[int, int], float]()
 
@@ -144,16 +114,15 @@ def test_until_its_deltas_are_there_it_trains_from_its_own_outer_step(tmp_path: 
             back.set()
             wait_until(lambda: has_landed(diloco))
 
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        text = spec(momentum=0.5).replace("learning_rate = 1.0", "learning_rate = 0.7")
-        ones(Toy(coordinator, text, tmp_path), on_step, partial(Cut, back=back))
+    text = spec(momentum=0.5).replace("learning_rate = 1.0", "learning_rate = 0.7")
+    ones(toy_run(text), on_step, partial(Cut, back=back))
     reached = 0.7 * (1 + 0.5) * H  # the momentum is 0 before, and H after
     assert [found[0, step] for step in (H - 1, H, H + 1)] == pytest.approx([H - 1, reached, reached + 1])
     assert found[1, 0] == pytest.approx(reached + 2)
 
 
 @pytest.mark.parametrize(("sync", "most"), [("", 4 * H), ("most_steps = 8", 8)])
-def test_it_stops_at_the_most_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str, most: int) -> None:
+def test_it_stops_at_the_most_steps(toy_run: MakeToy, monkeypatch: pytest.MonkeyPatch, sync: str, most: int) -> None:
     """The coordinator is away for longer than it trains on."""
     back, wait = threading.Event(), InFlight.wait
 
@@ -162,13 +131,12 @@ def test_it_stops_at_the_most_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return wait(self, p)
 
     monkeypatch.setattr(InFlight, "wait", waiting)
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(sync), tmp_path)
-        units = ones(run, lambda diloco, values: None, partial(Cut, back=back))
-        last = max(H, most - H + 1)
-        assert len(units) == H + last
-        assert [weight(run, round_number) for round_number in (0, 1)] == [H, last]
-        assert (epoch(run).consumed, epoch(run).assigned) == (len(units), {})
+    run = toy_run(spec(sync))
+    units = ones(run, lambda diloco, values: None, partial(Cut, back=back))
+    last = max(H, most - H + 1)
+    assert len(units) == H + last
+    assert [weight(run, round_number) for round_number in (0, 1)] == [H, last]
+    assert (epoch(run).consumed, epoch(run).assigned) == (len(units), {})
 
 
 @pytest.mark.parametrize(
@@ -180,26 +148,31 @@ def test_it_stops_at_the_most_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ids=["in files", "little memory"],
 )
 def test_a_worker_without_room_for_copies_waits_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: Any, why: str
+    toy_run: MakeToy,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    value: Any,
+    why: str,
 ) -> None:
     monkeypatch.setattr(name, value)
     caplog.set_level("INFO")
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(rounds=3), tmp_path)
-        steps = list[tuple[int, int]]()
-        ones(run, lambda diloco, values: steps.append((diloco.round, diloco.inner_step)), state_dir=tmp_path / "a")
-        last = {round_: max(step for each, step in steps if each == round_) for round_ in range(run.final().round)}
-        assert set(last.values()) <= set(range(H + 1)), "none beyond H"
-        assert sum(weight(run, round_) for round_ in last) == 3 * H
-        assert run.told("a").state_digest == run.info().state_digest
-        assert epoch(run).assigned == {}
+    run = toy_run(spec(rounds=3))
+    steps = list[tuple[int, int]]()
+    ones(run, lambda diloco, values: steps.append((diloco.round, diloco.inner_step)), state_dir=tmp_path / "a")
+    last = {round_: max(step for each, step in steps if each == round_) for round_ in range(run.final().round)}
+    assert set(last.values()) <= set(range(H + 1)), "none beyond H"
+    assert sum(weight(run, round_) for round_ in last) == 3 * H
+    assert run.told("a").state_digest == run.info().state_digest
+    assert epoch(run).assigned == {}
     (said,) = [each for each in caplog.messages if each.startswith("this worker waits for its deltas")]
     assert why in said
 
 
 @pytest.mark.parametrize("short_first", [False, True], ids=["had room", "has room again"])
 def test_a_worker_that_is_started_again_may_have_another_amount_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_first: bool
+    toy_run: MakeToy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_first: bool
 ) -> None:
     """One that trained on has saved the start of a round, and one that waited the work of one."""
     short = lambda now: monkeypatch.setattr("worker.diloco.host_free_bytes", lambda: 1000 if now else None)  # noqa: E731
@@ -208,28 +181,25 @@ def test_a_worker_that_is_started_again_may_have_another_amount_of_memory(
         if diloco.round == 2:
             diloco.client.die()  # type: ignore[attr-defined]
 
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(rounds=5), tmp_path)
-        short(short_first)
-        with pytest.raises(Killed):
-            ones(run, kill, partial(MortalClient, dies=lambda *_: False), tmp_path / "a")
-        short(not short_first)
-        ones(run, lambda diloco, values: None, state_dir=tmp_path / "a")
-        info, told = run.final(), epoch(run)
-        assert run.told("a").state_digest == info.state_digest
-        assert told.assigned == {}
-        assert info.tokens == told.consumed * info.spec.unit_tokens
+    run = toy_run(spec(rounds=5))
+    short(short_first)
+    with pytest.raises(Killed):
+        ones(run, kill, partial(MortalClient, dies=lambda *_: False), tmp_path / "a")
+    short(not short_first)
+    ones(run, lambda diloco, values: None, state_dir=tmp_path / "a")
+    info, told = run.final(), epoch(run)
+    assert run.told("a").state_digest == info.state_digest
+    assert told.assigned == {}
+    assert info.tokens == told.consumed * info.spec.unit_tokens
 
 
 def contributors(run: Toy, round_number: int) -> set[str]:
     """Who has contributed to all fragments of a round."""
-    with run.coordinator.client() as http:
-        detail = RoundDetail.model_validate(http.get(f"/v1/runs/toy/rounds/{round_number}").json())
-    return set.intersection(*(set(each.contributors) for each in detail.fragments))
+    return set.intersection(*(set(each.contributors) for each in run.round(round_number).fragments))
 
 
 def test_what_a_worker_trained_while_rounds_closed_without_it_is_dropped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    toy_run: MakeToy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It has contributed to round 0, and gets its deltas once rounds 1 and 2 have closed. So it starts round 3 from the
     others' state, and the units are trained on again."""
@@ -256,41 +226,37 @@ def test_what_a_worker_trained_while_rounds_closed_without_it_is_dropped(
         if diloco.round >= 3 and diloco.inner_step == H - 1:
             wait_until(lambda: "a" in contributors(run, diloco.round))
 
-    with coordinator_thread(tmp_path / "coordinator", clock=clock) as coordinator:
-        run = Toy(coordinator, spec(rounds=5, min_workers=1, members="round_max_s = 10"), tmp_path)
-        other = threading.Thread(target=lambda: own.extend(ones(run, after_it, name="b")), name="b")
-        ones(run, on_step, partial(CutLater, back=back))
-        other.join(PATIENCE_S)
-        info, told = run.final(), epoch(run)
-        assert starts == [3 * H]
-        dropped = run.told("a").account.dropped_steps
-        assert (
-            f"before this worker had the deltas of round 0: its {dropped} inner steps since are dropped" in caplog.text
-        )
-        assert dropped >= H > run.told("b").account.dropped_steps == 0
-        assert [weight(run, round_) for round_ in range(1, 4)] == [H, H, 2 * H]
-        assert told.assigned == {}
-        assert info.tokens == told.consumed * info.spec.unit_tokens
-        assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
+    run = toy_run(spec(rounds=5, min_workers=1, members="round_max_s = 10"), clock=clock)
+    other = threading.Thread(target=lambda: own.extend(ones(run, after_it, name="b")), name="b")
+    ones(run, on_step, partial(CutLater, back=back))
+    other.join(PATIENCE_S)
+    info, told = run.final(), epoch(run)
+    assert starts == [3 * H]
+    dropped = run.told("a").account.dropped_steps
+    assert f"before this worker had the deltas of round 0: its {dropped} inner steps since are dropped" in caplog.text
+    assert dropped >= H > run.told("b").account.dropped_steps == 0
+    assert [weight(run, round_) for round_ in range(1, 4)] == [H, H, 2 * H]
+    assert told.assigned == {}
+    assert info.tokens == told.consumed * info.spec.unit_tokens
+    assert run.told("a").state_digest == run.told("b").state_digest == info.state_digest
 
 
-def test_a_loader_loads_one_unit_at_a_time_beyond_h(tmp_path: Path) -> None:
+def test_a_loader_loads_one_unit_at_a_time_beyond_h(toy_run: MakeToy) -> None:
     rows = TensorDataset(torch.arange(4096.0).reshape(-1, 1))
     model = Ones()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, spec(rounds=3), tmp_path)
-        with run.connect(model, optimizer) as diloco:
-            loader: Any = DataLoader(rows, batch_sampler=diloco.unit_sampler(rows))
-            steps = 0
-            while not diloco.finished:
-                for _ in loader:
-                    model().backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    steps += 1
-        assert steps > 3 * H
-        assert (epoch(run).consumed, epoch(run).assigned) == (steps, {})
+    run = toy_run(spec(rounds=3))
+    with run.connect(model, optimizer) as diloco:
+        loader: Any = DataLoader(rows, batch_sampler=diloco.unit_sampler(rows))
+        steps = 0
+        while not diloco.finished:
+            for _ in loader:
+                model().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                steps += 1
+    assert steps > 3 * H
+    assert (epoch(run).consumed, epoch(run).assigned) == (steps, {})
 
 
 @pytest.mark.parametrize(

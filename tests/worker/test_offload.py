@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from protocol.spec.run import RunSpec, parse_spec
-from worker.box import set_up
-from worker.errors import BoxError
 from worker.inner.compact import Held
 from worker.inner.loss import Loss
 from worker.inner.micro_batch import MicroBatches
@@ -18,8 +16,6 @@ from worker.inner.offload import HostGradients, page_locked
 from worker.inner.optimizers import build_inner_optimizers
 from worker.inner.step import InnerStep
 from worker.models.building import build_model
-from worker.ranks import Ranks
-from worker.settings import BoxSettings
 from worker.state.optimizer_state import load_local_state, local_state
 
 CPU = torch.device("cpu")
@@ -153,20 +149,3 @@ def test_a_saved_state_resumes_exactly_on_a_box_that_offloads_and_on_one_that_do
     undisturbed.steps(2, 4)
     for each in resumed:
         assert_equal(each.steps(2, 4), undisturbed)
-
-
-@pytest.mark.parametrize(
-    ("device", "settings", "inner", "processes", "message"),
-    [
-        ("cpu", {}, "", 1, "--offload moves .* from a GPU to host memory, and this worker trains on cpu: leave it out"),
-        ("cuda", {"precision": "fp16"}, "", 1, "--offload does not work with --precision fp16"),
-        ("cuda", {"compile": True}, "", 1, "--offload does not work with --compile"),
-        ("cuda", {}, "", 2, "--offload is for one GPU: .* --parallel fsdp"),
-        ("cuda", {}, 'optimizer = "mine:adam"', 1, "code that holds its moments as it does: leave out --offload"),
-    ],
-)
-def test_it_is_refused_by_name_where_it_cannot_be(
-    device: str, settings: dict[str, Any], inner: str, processes: int, message: str
-) -> None:
-    with pytest.raises(BoxError, match=message):
-        set_up(spec(inner), BoxSettings(offload=True, **settings), torch.device(device), ranks=Ranks(0, processes))

@@ -1,5 +1,6 @@
 """A token set is prepared: what is in it, what a killed or stopped process leaves, and every error."""
 
+import builtins
 import gzip
 import json
 import os
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,9 +20,10 @@ from protocol.spec.run import parse_spec
 from tests.support.text import write_text
 from tests.support.tokenizers import END, write_tokenizer
 from tests.support.waiting import PATIENCE_S
+from tests.worker.test_golden_token_sets import ROWS, TEXTS, write_hub, write_parquet
 from worker.data.open_training_set import open_training_set
 from worker.data.sources.rows import Rows
-from worker.data.sources.source import find_source
+from worker.data.sources.source import Source, find_source
 from worker.data.tokens.encoding import DocumentEncoding
 from worker.data.tokens.index import UNFINISHED, Index, read_index
 from worker.data.tokens.preparing import Progress, Recipe, prepare
@@ -28,7 +31,6 @@ from worker.data.tokens.tokenizer import load_tokenizer
 from worker.errors import DataError, Stopped
 
 ROOT = Path(__file__).parents[2]
-TEXTS = [f"the worker {number} sends the delta\nand waits {'for nobody ' * (number % 7)}" for number in range(200)]
 
 
 @pytest.fixture
@@ -242,10 +244,17 @@ def test_a_line_that_has_no_text(lines: Path, tokenizer: str, tmp_path: Path, li
         prepare(recipe(lines, tokenizer), tmp_path / "out", processes=1)
 
 
-def test_text_that_is_not_utf_8(tokenizer: str, tmp_path: Path) -> None:
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait\n")
-    with pytest.raises(DataError, match=r"latin.txt is not UTF-8 .*data.tokenizer = \"bytes\""):
-        prepare(recipe(tmp_path / "latin.txt", tokenizer), tmp_path / "out", processes=1)
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("latin.txt", b"caf\xe9 au lait\n", r"latin.txt is not UTF-8 .*data.tokenizer = \"bytes\""),
+        ("empty.jsonl", b'{"text": ""}\n\n', "empty.jsonl has no text to train on"),
+    ],
+)
+def test_a_file_without_text(tokenizer: str, tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        prepare(recipe(tmp_path / name, tokenizer), tmp_path / "out", processes=1)
 
 
 def test_a_directory_that_has_something_else(lines: Path, tokenizer: str, tmp_path: Path) -> None:
@@ -257,12 +266,6 @@ def test_a_directory_that_has_something_else(lines: Path, tokenizer: str, tmp_pa
     prepare(recipe(lines, tokenizer), tmp_path / "set", processes=1)
     with pytest.raises(DataError, match=r"another token set, .*docs.jsonl"):
         prepare(recipe(lines, tokenizer, holdout=0.2), tmp_path / "set", processes=1)
-
-
-def test_no_text_at_all(tokenizer: str, tmp_path: Path) -> None:
-    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n\n')
-    with pytest.raises(DataError, match="empty.jsonl has no text to train on"):
-        prepare(recipe(tmp_path / "empty.jsonl", tokenizer), tmp_path / "out", processes=1)
 
 
 # --- compressed files -------------------------------------------------------------------------------------------------
@@ -285,3 +288,97 @@ def test_a_compressed_file_that_is_cut_short_or_damaged_is_told(
     file.write_bytes(PACK[ending](b'{"text": "a"}\n{"text": 1}\n'))
     with pytest.raises(DataError, match=rf"docs.jsonl.{ending}, line 2: its 'text' is int, not text"):
         prepare(recipe(file, tokenizer), tmp_path / "wrong", processes=1)
+
+
+# --- parquet files and data sets of the hub, by pip's `outerstep[data]` --------------------------------------------
+
+
+def texts(source: Source) -> list[list[str]]:
+    return [[piece.text for piece in task.pieces()] for task in source.tasks(4000)]
+
+
+def hub_of_rows(directory: Path) -> str:
+    """A data set as `datasets` finds it in a directory, with a validation split."""
+    write_hub(ROWS)(directory)
+    (directory / "validation.jsonl").write_text(json.dumps({"text": "held out", "url": "x"}) + "\n")
+    return f"hub:{directory}"
+
+
+def test_a_dictionary_of_texts_is_text(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'outerstep[data]'")
+    from pyarrow import parquet
+
+    column = pyarrow.array(["a", "b", "a"]).dictionary_encode()
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert texts(find_source(str(tmp_path / "a.parquet"), Rows(0.0))) == [["a", "b", "a"]]
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("content", ["x"], r"a.parquet: it has no 'text'; .* 'id', 'content'"),
+        ("text", [1], "the column 'text' is int64, not text"),
+        ("text", ["x", None], "a.parquet, row 1 of row group 0: its 'text' is null, not text"),
+    ],
+)
+def test_parquet_without_text(tmp_path: Path, column: str, values: list[Any], message: str) -> None:
+    write_parquet(tmp_path / "a.parquet", [{"id": number, column: value} for number, value in enumerate(values)])
+    source = find_source(str(tmp_path / "a.parquet"), Rows(0.0))
+    with pytest.raises(DataError, match=message):
+        texts(source)
+
+
+def test_a_file_that_is_no_parquet(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'outerstep[data]'")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1, but no more")
+    with pytest.raises(DataError, match="a.parquet is not a readable parquet file"):
+        texts(find_source(str(tmp_path), Rows(0.0)))
+
+
+def test_a_split_of_the_hub_is_held_out(tmp_path: Path) -> None:
+    name = hub_of_rows(tmp_path / "hub")
+    sources = [find_source(name, Rows(0.0)), find_source(f"{name}::validation", Rows(1.0))]
+    index = prepare(Recipe(sources, DocumentEncoding(load_tokenizer("bytes"))), tmp_path / "out", processes=1)
+    assert np.fromfile(tmp_path / "out" / "held-out-00000.bin", np.uint8).tobytes() == b"held out"
+    assert sum(shard.documents or 0 for shard in index.training) == len(TEXTS)
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed: pip install 'outerstep[data]'")
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConnectionError("Couldn't reach 'allenai/c4' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    with pytest.raises(DataError, match=r"hub:allenai/c4:en .*\(ConnectionError: Couldn't reach"):
+        texts(find_source("hub:allenai/c4:en", Rows(0.0)))
+
+
+def test_a_column_that_a_data_set_of_the_hub_has_not(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="row 0: it has no 'content'; .* 'text', 'url'"):
+        texts(find_source(hub_of_rows(tmp_path / "hub"), Rows(0.0, column="content")))
+
+
+@pytest.mark.parametrize(("source", "library"), [("hub:x", "datasets"), ("{}/a.parquet", "pyarrow")])
+def test_without_the_extra_the_line_to_type_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, library: str
+) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"")
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.partition(".")[0] == library:
+            raise ModuleNotFoundError(f"No module named {library!r}", name=library)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    message = f"{library}, which is not installed; run: pip install 'outerstep.data.'"
+    with pytest.raises(DataError, match=message):
+        texts(find_source(source.format(tmp_path), Rows(0.0)))
+
+
+@pytest.mark.parametrize("source", ["hub:", "hub:a:b:c:d"])
+def test_a_name_that_is_none(source: str) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed: pip install 'outerstep[data]'")
+    with pytest.raises(DataError, match="is not hub:NAME, hub:NAME:CONFIG or hub:NAME:CONFIG:SPLIT"):
+        texts(find_source(source, Rows(0.0)))

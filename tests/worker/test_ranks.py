@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from harness.coordinator import InThread
-from protocol.messages import RunDetail, RunState, WorkerInfo
-from tests.support.waiting import wait_until
+from protocol.messages import RunState
 from tests.worker import toy
 from tests.worker.rank_script import STAGES, RankProcesses
-from tests.worker.toy import coordinator_thread
+from tests.worker.toy import MakeToy, Toy, coordinator_thread
 from worker.ranks import Ranks
 
 Start = Callable[..., RankProcesses]
@@ -30,35 +28,23 @@ def start(tmp_path: Path) -> Iterator[Callable[..., RankProcesses]]:
     with ExitStack() as started:
 
         def begin(
-            running: InThread, mode: str, size: int, name: str = "a", *, directory: Path = tmp_path, **how: Any
+            run: Toy, mode: str, size: int, name: str = "a", *, directory: Path = tmp_path, **how: Any
         ) -> RankProcesses:
-            worker = RankProcesses(running, directory, mode, size, name, **how)
+            worker = RankProcesses(run.coordinator, directory, mode, size, name, **how)
             started.callback(worker.kill)
             return worker
 
         yield begin
 
 
-def run_of(running: InThread) -> RunDetail:
-    with running.client() as http:
-        return RunDetail.model_validate(http.get("/v1/runs/toy").json())
-
-
-def worker_of(running: InThread, name: str = "a") -> WorkerInfo:
-    with running.client() as http:
-        return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
-
-
-def finished(running: InThread, *names: str) -> str:
+def finished(run: Toy, *names: str) -> str:
     """The digest of the run's last state, which all workers have as well."""
-    # The coordinator may be the last to take the outer step.
-    wait_until(lambda: run_of(running).state_digest is not None)
-    run = run_of(running)
-    assert run.state is RunState.FINISHED
+    final = run.final()
+    assert final.state is RunState.FINISHED
     for name in names or ("a",):
-        assert worker_of(running, name).state_digest == run.state_digest
-    assert run.state_digest is not None
-    return run.state_digest
+        assert run.told(name).state_digest == final.state_digest
+    assert final.state_digest is not None
+    return final.state_digest
 
 
 @pytest.fixture(scope="module")
@@ -68,30 +54,29 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for mode in ("fsdp", "ddp"):
         directory = tmp_path_factory.mktemp(mode)
         with coordinator_thread(directory / "coordinator") as running:
-            running.create_run(LONGER)
+            run = Toy(running, LONGER, directory)
             worker = RankProcesses(running, directory, mode, 2)
             assert worker.wait() == [0, 0], worker.told()
-            digests[mode] = finished(running)
+            digests[mode] = finished(run)
     return digests
 
 
 @pytest.mark.parametrize("sync", ["", 'overlap = 1\noffsets = "spread"\nalpha = 0.5', 'wait = "never"'])
-def test_sharded_replicated_and_plain_workers_have_one_state(start: Start, tmp_path: Path, sync: str) -> None:
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(toy.spec(min_workers=4, sync=sync))
-        workers = {
-            name: start(running, mode, size, name)
-            for name, mode, size in (("d", "hybrid", 4), ("a", "fsdp", 3), ("b", "ddp", 2), ("c", "plain", 1))
-        }
-        for worker in workers.values():
-            assert not any(worker.wait()), worker.told()
-        finished(running, *workers)
-        assert [worker_of(running, name).host.get("processes") for name in "abcd"] == [3, 2, None, 4]
-        # Each worker's loss is the mean over its processes.
-        found = [workers["a"].result(rank) for rank in range(3)]
-        steps = found[0]["rounds"].count(found[0]["rounds"][-1])  # of the last round
-        losses = [each["losses"][-steps:] for each in found]
-        assert worker_of(running, "a").metrics.loss == pytest.approx(sum(map(sum, losses)) / 3 / steps, rel=1e-5)
+def test_sharded_replicated_and_plain_workers_have_one_state(start: Start, toy_run: MakeToy, sync: str) -> None:
+    run = toy_run(toy.spec(min_workers=4, sync=sync))
+    workers = {
+        name: start(run, mode, size, name)
+        for name, mode, size in (("d", "hybrid", 4), ("a", "fsdp", 3), ("b", "ddp", 2), ("c", "plain", 1))
+    }
+    for worker in workers.values():
+        assert not any(worker.wait()), worker.told()
+    finished(run, *workers)
+    assert [run.told(name).host.get("processes") for name in "abcd"] == [3, 2, None, 4]
+    # Each worker's loss is the mean over its processes.
+    found = [workers["a"].result(rank) for rank in range(3)]
+    steps = found[0]["rounds"].count(found[0]["rounds"][-1])  # of the last round
+    losses = [each["losses"][-steps:] for each in found]
+    assert run.told("a").metrics.loss == pytest.approx(sum(map(sum, losses)) / 3 / steps, rel=1e-5)
 
 
 def test_each_process_holds_its_shard_and_its_fragments_and_the_line_carries_no_more(
@@ -100,11 +85,11 @@ def test_each_process_holds_its_shard_and_its_fragments_and_the_line_carries_no_
     held, moved = {}, {}
     for size in (1, 2, 4):
         with coordinator_thread(tmp_path / f"coordinator-{size}") as running:
-            running.create_run(toy.spec())
-            worker = start(running, "fsdp" if size > 1 else "plain", size, directory=tmp_path / str(size))
+            run = Toy(running, toy.spec(), tmp_path)
+            worker = start(run, "fsdp" if size > 1 else "plain", size, directory=tmp_path / str(size))
             assert worker.wait() == [0] * size, worker.told()
             held[size] = [worker.result(rank) for rank in range(size)]
-            account = worker_of(running).account
+            account = run.told("a").account
             assert account is not None
             moved[size] = (account.upload_bytes, account.download_bytes)
     total, longest = held[1][0]["model"], 256
@@ -117,33 +102,31 @@ def test_each_process_holds_its_shard_and_its_fragments_and_the_line_carries_no_
         assert moved[size][0] == pytest.approx(moved[1][0], rel=0.01)
 
 
-def test_more_processes_than_fragments(start: Start, tmp_path: Path) -> None:
+def test_more_processes_than_fragments(start: Start, toy_run: MakeToy) -> None:
     """Those that own none train all the same."""
     spec = toy.spec().replace("fragment_elements = 256", "fragment_elements = 100000")
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(spec)
-        worker = start(running, "fsdp", 3)
-        assert worker.wait() == [0, 0, 0], worker.told()
-        finished(running)
-        assert worker_of(running).contributions == 3
+    run = toy_run(spec)
+    worker = start(run, "fsdp", 3)
+    assert worker.wait() == [0, 0, 0], worker.told()
+    finished(run)
+    assert run.told("a").contributions == 3
 
 
 @pytest.mark.parametrize(("mode", "victim"), [("fsdp", 1), ("ddp", 0)])
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_process_killed_at_any_stage_loses_nothing(
-    start: Start, tmp_path: Path, undisturbed: dict[str, str], stage: str, mode: str, victim: int
+    start: Start, toy_run: MakeToy, undisturbed: dict[str, str], stage: str, mode: str, victim: int
 ) -> None:
     """The others end with a clear word, and the same command comes to the same bits as if nothing had happened."""
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(LONGER)
-        worker = start(running, mode, 2, stage=stage, victim=victim)
-        codes = worker.wait()
-        assert codes[victim] == -9
-        assert codes[1 - victim] == 1
-        assert "another process of this worker has died" in worker.told(1 - victim)
-        worker = start(running, mode, 2)
-        assert worker.wait() == [0, 0], worker.told()
-        assert finished(running) == undisturbed[mode]
+    run = toy_run(LONGER)
+    worker = start(run, mode, 2, stage=stage, victim=victim)
+    codes = worker.wait()
+    assert codes[victim] == -9
+    assert codes[1 - victim] == 1
+    assert "another process of this worker has died" in worker.told(1 - victim)
+    worker = start(run, mode, 2)
+    assert worker.wait() == [0, 0], worker.told()
+    assert finished(run) == undisturbed[mode]
 
 
 @pytest.mark.parametrize(
@@ -156,53 +139,49 @@ def test_a_process_killed_at_any_stage_loses_nothing(
     ],
 )
 def test_another_number_of_processes_goes_on(
-    start: Start, tmp_path: Path, before: tuple[str, int], after: tuple[str, int], sync: str
+    start: Start, toy_run: MakeToy, before: tuple[str, int], after: tuple[str, int], sync: str
 ) -> None:
     """With the work, the outer state and the inner optimizer that were saved."""
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(toy.spec(rounds=4, sync=sync))
-        worker = start(running, *before, stage="an inner step", victim=0)
-        assert -9 in worker.wait()
-        worker = start(running, *after)
-        assert worker.wait() == [0] * after[1], worker.told()
-        assert "resuming with the work of round" in worker.told()
-        finished(running)
-        if not sync:  # else a round may close with the fragments of it that were sent before
-            assert worker_of(running).tokens == 4 * toy.STEPS * run_of(running).spec.unit_tokens
+    run = toy_run(toy.spec(rounds=4, sync=sync))
+    worker = start(run, *before, stage="an inner step", victim=0)
+    assert -9 in worker.wait()
+    worker = start(run, *after)
+    assert worker.wait() == [0] * after[1], worker.told()
+    assert "resuming with the work of round" in worker.told()
+    finished(run)
+    if not sync:  # else a round may close with the fragments of it that were sent before
+        assert run.told("a").tokens == 4 * toy.STEPS * run.info().spec.unit_tokens
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_signal_to_one_process_is_for_all(start: Start, tmp_path: Path, victim: int) -> None:
+def test_a_signal_to_one_process_is_for_all(start: Start, toy_run: MakeToy, victim: int) -> None:
     """They leave after the same inner step, and hand in what is done."""
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(toy.spec())
-        worker = start(running, "fsdp", 2, stop=toy.STEPS + 1, victim=victim)
-        assert worker.wait() == [0, 0], worker.told()
-        found = [worker.result(rank) for rank in range(2)]
-        assert [(len(each["losses"]), each["stopped"]) for each in found] == [(toy.STEPS + 2, True)] * 2
-        assert "contributed the work on 2 units before leaving" in worker.told()
-        worker = start(running, "fsdp", 2)
-        assert worker.wait() == [0, 0], worker.told()
-        finished(running)
+    run = toy_run()
+    worker = start(run, "fsdp", 2, stop=toy.STEPS + 1, victim=victim)
+    assert worker.wait() == [0, 0], worker.told()
+    found = [worker.result(rank) for rank in range(2)]
+    assert [(len(each["losses"]), each["stopped"]) for each in found] == [(toy.STEPS + 2, True)] * 2
+    assert "contributed the work on 2 units before leaving" in worker.told()
+    worker = start(run, "fsdp", 2)
+    assert worker.wait() == [0, 0], worker.told()
+    finished(run)
 
 
-def test_processes_that_train_models_of_their_own_are_told(start: Start, tmp_path: Path) -> None:
+def test_processes_that_train_models_of_their_own_are_told(start: Start, toy_run: MakeToy) -> None:
     """DistributedDataParallel was forgotten: the run would have got the model of one of them."""
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(toy.spec())
-        worker = start(running, "plain", 2)
-        assert worker.wait() == [1, 1]
-        assert "parameter 0.weight is not the same in all processes of this worker" in worker.told()
-        assert run_of(running).round == 0
+    run = toy_run()
+    worker = start(run, "plain", 2)
+    assert worker.wait() == [1, 1]
+    assert "parameter 0.weight is not the same in all processes of this worker" in worker.told()
+    assert run.info().round == 0
 
 
-def test_processes_that_train_on_the_same_rows_are_told(start: Start, tmp_path: Path) -> None:
+def test_processes_that_train_on_the_same_rows_are_told(start: Start, toy_run: MakeToy) -> None:
     """The worker is as fast as one of them."""
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        running.create_run(toy.spec())
-        worker = start(running, "ddp", 2, whole_units=True)
-        assert worker.wait() == [0, 0]
-        assert worker.told().count("all 2 processes of this worker have the same loss") == 1
+    run = toy_run()
+    worker = start(run, "ddp", 2, whole_units=True)
+    assert worker.wait() == [0, 0]
+    assert worker.told().count("all 2 processes of this worker have the same loss") == 1
 
 
 def test_processes_of_torchrun_without_a_group_are_told() -> None:

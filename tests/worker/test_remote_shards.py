@@ -64,15 +64,21 @@ def server(directory: Path) -> FileServer:
     return FileServer({f"/sets/one/{path.name}": path.read_bytes() for path in directory.iterdir()})
 
 
+@pytest.fixture
+def url(server: FileServer) -> Iterator[str]:
+    with file_server(server) as url:
+        yield url
+
+
 Opened = Callable[..., TrainingSet]
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Opened]:
-    """Opens the set behind a URL, in a cache for so many shards; at the end nothing is fetched any more."""
+def opened(url: str, tmp_path: Path) -> Iterator[Opened]:
+    """Opens the served set, in a cache for so many shards; at the end nothing is fetched any more."""
     with ExitStack() as closed:
 
-        def opened(url: str, *, shards: int = 20, stop: threading.Event | None = None) -> TrainingSet:
+        def opened(*, shards: int = 20, stop: threading.Event | None = None) -> TrainingSet:
             settings = CacheSettings(tmp_path / "cache", shards * BYTES)
             data = open_remote_set(spec(f"{url}/sets/one"), None, settings, stop or threading.Event())
             return closed.enter_context(closing(data))
@@ -101,67 +107,39 @@ def test_units_and_held_out_batches_are_those_of_the_same_set_in_a_directory(
         most = max(most, sum(file.stat().st_size for file in (tmp_path / "cache").glob("?" * 64)))
 
     server.before = look
-    with file_server(server) as url:
-        remote = opened(url)
-        assert (remote.summary, remote.units_per_epoch) == (local.summary, local.units_per_epoch)
-        assert (remote.vocabulary, remote.bytes_per_token) == (local.vocabulary, local.bytes_per_token)
-        for unit in range(UNITS):
-            assert torch.equal(remote.unit(unit), local.unit(unit))
-        both = zip(remote.held_out_batches(2000), local.held_out_batches(2000), strict=True)
-        assert all(torch.equal(ours, theirs) for ours, theirs in both)
-        asked = {path: server.count(path) for path in server.files if "train" in path}
+    remote = opened()
+    assert (remote.summary, remote.units_per_epoch) == (local.summary, local.units_per_epoch)
+    assert (remote.vocabulary, remote.bytes_per_token) == (local.vocabulary, local.bytes_per_token)
+    for unit in range(UNITS):
+        assert torch.equal(remote.unit(unit), local.unit(unit))
+    both = zip(remote.held_out_batches(2000), local.held_out_batches(2000), strict=True)
+    assert all(torch.equal(ours, theirs) for ours, theirs in both)
+    asked = {path: server.count(path) for path in server.files if "train" in path}
     assert set(asked.values()) == {1}, "each shard is fetched once in an epoch"
     assert 10 * BYTES < most <= 20 * BYTES
 
 
 def test_only_the_held_out_shards_that_are_read_are_fetched(server: FileServer, opened: Opened) -> None:
-    with file_server(server) as url:
-        remote = opened(url)
-        assert sum(len(batch) for batch in remote.held_out_batches(2 * 100)) == 2
-        assert sorted(path for path, _ in server.asked) == [
-            "/sets/one/held-out-0.bin",
-            "/sets/one/held-out-3.bin",
-            "/sets/one/index.json",
-        ]
-
-
-def names_of(data: TrainingSet, units: range) -> set[str]:
-    return {f"/sets/one/train-{shard}.bin" for unit in units for shard in data.order.shards(unit)}
+    remote = opened()
+    assert sum(len(batch) for batch in remote.held_out_batches(2 * 100)) == 2
+    assert sorted(path for path, _ in server.asked) == [
+        "/sets/one/held-out-0.bin",
+        "/sets/one/held-out-3.bin",
+        "/sets/one/index.json",
+    ]
 
 
 def asked(server: FileServer) -> set[str]:
     return {path for path, _ in server.asked if "train" in path}
 
 
-def test_shards_are_fetched_ahead_of_their_units_and_of_those_of_the_next_round(
-    server: FileServer, opened: Opened
-) -> None:
-    """Two workers take five units each: this one the first five of ten, so it will have those from 30 on."""
-    with file_server(server) as url:
-        data = opened(url, shards=SHARDS)
-        data.expect(range(10, 15))  # the round after this is guessed to go on there
-        wait_until(lambda: asked(server) == names_of(data, range(10, 20)))
-        data.expect(range(40, 45))  # there are other workers: the guess is 70
-        wait_until(
-            lambda: (
-                asked(server)
-                == names_of(data, range(10, 20)) | names_of(data, range(40, 45)) | names_of(data, range(70, 75))
-            )
-        )
-        before = len(server.asked)
-        for unit in (10, 14, 40, 44, 70, 74):
-            data.unit(unit)
-        assert len(server.asked) == before
-
-
 def test_no_thread_goes_on_fetching_for_a_set_that_is_closed(server: FileServer, opened: Opened) -> None:
     """Threads that waited for the server of another test wrote of it into the log of the last one."""
     others = set(threading.enumerate())
-    with file_server(server) as url:
-        data = opened(url)
-        server.fault = lambda path: 503
-        data.expect(range(20))
-        wait_until(lambda: len(asked(server)) == THREADS)
+    data = opened()
+    server.fault = lambda path: 503
+    data.expect(range(20))
+    wait_until(lambda: len(asked(server)) == THREADS)
     data.close()
     wait_until(lambda: set(threading.enumerate()) <= others)
 
@@ -176,11 +154,10 @@ def test_a_server_that_knows_no_ranges_will_do(server: FileServer, directory: Pa
 
     server.fault = fault
     local = open_training_set(spec(str(directory)))
-    with file_server(server) as url:
-        remote = opened(url, shards=SHARDS)
-        window = next(range(w * 20, w * 20 + 20) for w in range(5) if 3 in remote.order.shards(w * 20))
-        assert all(torch.equal(remote.unit(unit), local.unit(unit)) for unit in window)
-        assert server.count("/sets/one/train-3.bin") == 2
+    remote = opened(shards=SHARDS)
+    window = next(range(w * 20, w * 20 + 20) for w in range(5) if 3 in remote.order.shards(w * 20))
+    assert all(torch.equal(remote.unit(unit), local.unit(unit)) for unit in window)
+    assert server.count("/sets/one/train-3.bin") == 2
 
 
 # --- what is wrong for good ---------------------------------------------------------------------------------------
@@ -200,21 +177,20 @@ def first_shard(data: TrainingSet) -> str:
     ],
 )
 def test_a_shard_that_is_missing_cut_or_altered_is_told_where_it_is_needed(
-    server: FileServer, opened: Opened, tmp_path: Path, spoil, said: str
+    server: FileServer, url: str, opened: Opened, spoil, said: str
 ) -> None:
-    with file_server(server) as url:
-        name = first_shard(opened(url))
-        path = f"/sets/one/{name}"
-        spoilt = spoil(server.files[path])
-        if spoilt is None:
-            del server.files[path]
-        else:
-            server.files[path] = spoilt
-        data = opened(url)
-        data.expect(range(5))
-        with pytest.raises(DataError, match=said) as raised:
-            units(data, range(20))
-        assert f"{url}/sets/one/{name}" in str(raised.value)
+    name = first_shard(opened())
+    path = f"/sets/one/{name}"
+    spoilt = spoil(server.files[path])
+    if spoilt is None:
+        del server.files[path]
+    else:
+        server.files[path] = spoilt
+    data = opened()
+    data.expect(range(5))
+    with pytest.raises(DataError, match=said) as raised:
+        units(data, range(20))
+    assert f"{url}/sets/one/{name}" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -223,21 +199,20 @@ def test_a_shard_that_is_missing_cut_or_altered_is_told_where_it_is_needed(
 )
 def test_a_set_that_may_not_be_read_is_told_at_once(server: FileServer, opened: Opened, status: int, said: str) -> None:
     server.fault = lambda path: status
-    with file_server(server) as url, pytest.raises(DataError, match=said):
-        opened(url)
+    with pytest.raises(DataError, match=said):
+        opened()
 
 
 def test_an_index_that_is_none_is_told_at_once(server: FileServer, opened: Opened) -> None:
     server.files["/sets/one/index.json"] = b"<html>Sign in to the Wi-Fi"
-    with file_server(server) as url, pytest.raises(DataError, match="index.json is not the index of a token set"):
-        opened(url)
+    with pytest.raises(DataError, match="index.json is not the index of a token set"):
+        opened()
 
 
 def test_a_cache_that_is_too_small_is_told_before_anything_is_fetched(server: FileServer, opened: Opened) -> None:
-    with file_server(server) as url:
-        with pytest.raises(DataError, match="up to 16 shards of this set, 3.2e-05 GB.* OUTERSTEP_DATA_CACHE_GB"):
-            opened(url, shards=15)
-        assert asked(server) == set()
+    with pytest.raises(DataError, match="up to 16 shards of this set, 3.2e-05 GB.* OUTERSTEP_DATA_CACHE_GB"):
+        opened(shards=15)
+    assert asked(server) == set()
 
 
 def test_a_cache_without_room_for_what_is_held_out_is_told_at_the_start(server: FileServer, opened: Opened) -> None:
@@ -246,46 +221,43 @@ def test_a_cache_without_room_for_what_is_held_out_is_told_at_the_start(server: 
     large = index.held_out[0].model_copy(update={"tokens": 30 * TOKENS})
     changed = index.model_copy(update={"held_out": [large]})
     server.files["/sets/one/index.json"] = changed.text().encode()
-    with (
-        file_server(server) as url,
-        pytest.raises(DataError, match="an evaluation needs a shard of this set, 6.01e-05 GB"),
-    ):
-        opened(url)
+    with pytest.raises(DataError, match="an evaluation needs a shard of this set, 6.01e-05 GB"):
+        opened()
 
 
-def test_an_address_that_is_none_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="index.json cannot be fetched: Invalid port: 'port'"):
-        open_remote_set(spec("https://host:port/set"), None, CacheSettings(tmp_path), threading.Event())
-
-
-def test_another_version_of_an_address_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"hf://datasets/NAME/SET"):
-        open_remote_set(spec("hf://datasets/only"), None, CacheSettings(tmp_path), threading.Event())
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("https://host:port/set", "index.json cannot be fetched: Invalid port: 'port'"),
+        ("hf://datasets/only", "hf://datasets/NAME/SET"),
+    ],
+)
+def test_an_address_that_is_none_is_told(tmp_path: Path, source: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        open_remote_set(spec(source), None, CacheSettings(tmp_path), threading.Event())
 
 
 # --- the line -----------------------------------------------------------------------------------------------------
 
 
 def test_a_server_that_is_away_is_waited_for(
-    server: FileServer, opened: Opened, caplog: pytest.LogCaptureFixture
+    server: FileServer, url: str, opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     answers = iter([503, 429])
     server.fault = lambda path: next(answers, None)
-    with file_server(server) as url:
-        opened(url).unit(0)
+    opened().unit(0)
     assert "answers 503; retrying in" in caplog.text
     assert f"data.source = '{url}/sets/one' answers again after" in caplog.text
 
 
 def test_a_worker_that_is_asked_to_stop_does_not_wait_for_the_line(server: FileServer, opened: Opened) -> None:
     stop = threading.Event()
-    with file_server(server) as url:
-        data = opened(url, stop=stop)
-        server.fault = lambda path: 503
-        server.before = lambda path: stop.set()
-        with pytest.raises(Stopped):
-            data.unit(0)
+    data = opened(stop=stop)
+    server.fault = lambda path: 503
+    server.before = lambda path: stop.set()
+    with pytest.raises(Stopped):
+        data.unit(0)
 
 
 # --- other addresses ----------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from worker.accounts.stages import Stages
 from worker.state import snapshot
 from worker.state.outer_state import OuterState
 from worker.state.saver import Saver
-from worker.state.snapshot import Snapshot
 from worker.state.state_dir import StateDir
 from worker.state.work import Contribution, Work
 
@@ -54,10 +53,11 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], OuterSt
     return made
 
 
-def found(path: Path, state: OuterState) -> tuple[Snapshot | None, OuterState]:
-    """What a process that begins now would find."""
+def found(path: Path, state: OuterState) -> tuple[int, int | None, float] | None:
+    """What a process that begins now would find: the round of its work, and that and a parameter of its state."""
     with saver_of(path, state) as saver:
-        return saver.load(), state
+        loaded = saver.load()
+    return None if loaded is None else (loaded.work.round, state.round, float(state.theta[0][0]))
 
 
 def test_the_last_work_keeps_its_state_until_other_work_is_durable(
@@ -71,17 +71,13 @@ def test_the_last_work_keeps_its_state_until_other_work_is_durable(
         for number in (1, 2, 3):  # states that were recovered, and no work done on them
             to_round(state, number)
             saver.save_state()
-    loaded, then = found(tmp_path / "state", make())
-    assert loaded is not None
-    assert (loaded.work.round, then.round, float(then.theta[0][0])) == (0, 0, 0.0)
+    assert found(tmp_path / "state", make()) == (0, 0, 0.0)
     state = make()
     with saver_of(tmp_path / "state", state) as saver:
         assert saver.load() is not None
         to_round(state, 3)
         save(saver, 3)
-    loaded, then = found(tmp_path / "state", make())
-    assert loaded is not None
-    assert (loaded.work.round, then.round, float(then.theta[0][0])) == (3, 3, 3.0)
+    assert found(tmp_path / "state", make()) == (3, 3, 3.0)
 
 
 def test_a_state_is_written_once_and_does_not_change_meanwhile(
@@ -126,9 +122,7 @@ def test_work_is_not_saved_without_its_state(
         to_round(state, 1)
         with pytest.raises(OSError, match="disk full"):
             save(saver, 1)
-    loaded, then = found(tmp_path / "state", make())
-    assert loaded is not None
-    assert (loaded.work.round, then.round) == (0, 0)
+    assert found(tmp_path / "state", make()) == (0, 0, 0.0)
 
 
 def test_a_state_in_files_is_not_copied(tmp_path: Path) -> None:
@@ -142,6 +136,11 @@ def test_a_state_in_files_is_not_copied(tmp_path: Path) -> None:
         assert sorted(path.name for path in folder.iterdir()) == [
             "lock", "snapshot.pt", "state-0-of-1.bin", "state-1-of-1.bin", "state-2-of-1.bin",
         ]  # fmt: skip
+
+
+def copied(folder: Path) -> Path:
+    shutil.rmtree(folder.parent / "copy", ignore_errors=True)
+    return Path(shutil.copytree(folder, folder.parent / "copy"))
 
 
 @pytest.mark.parametrize("in_files", [False, True])
@@ -161,22 +160,12 @@ def test_a_worker_with_other_settings_continues_and_leaves_no_file_behind(tmp_pa
         assert loaded is not None
         assert (loaded.work.round, after.digest()) == (1, before.digest())
         save(saver, 1)
-        assert found_again(folder, in_files=in_files) == (1, 1.0)
+        assert found(copied(folder), empty_state(tmp_path / "copy" if in_files else None)) == (1, 1, 1.0)
         to_round(after, 2)
         save(saver, 2)
-        assert found_again(folder, in_files=in_files) == (2, 2.0)
+        assert found(copied(folder), empty_state(tmp_path / "copy" if in_files else None)) == (2, 2, 2.0)
     left = {path.suffix for path in folder.glob("state-*")}
     assert left == ({".bin"} if in_files else {".pt"})
-
-
-def found_again(folder: Path, *, in_files: bool) -> tuple[int, float]:
-    """The round and the first parameter of what a process that began now would find."""
-    copy = folder.parent / "copy"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(folder, copy)
-    loaded, state = found(copy, empty_state(copy if in_files else None))
-    assert loaded is not None
-    return loaded.work.round, float(state.theta[0][0])
 
 
 def test_without_a_directory_nothing_is_saved() -> None:

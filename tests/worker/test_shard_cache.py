@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -60,6 +60,11 @@ class Shelf:
         return RemoteShard(blake3(whole).hexdigest(), size, f"shard {number}", read)
 
 
+def whole(cache: ShardCache, shard: RemoteShard, keep: Collection[str] = ()) -> bytes:
+    with cache.open(shard, keep) as file:
+        return file.read()
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name != "lock")
 
@@ -73,16 +78,14 @@ def test_a_shard_is_fetched_once_and_is_there_for_the_next_process(tmp_path: Pat
     for _ in range(2):
         cache = ShardCache(tmp_path / "deep" / "cache", 10 * SIZE, retry())
         for _ in range(2):
-            with cache.open(shelf.wanted(1)) as file:
-                assert file.read() == content(1)
+            assert whole(cache, shelf.wanted(1)) == content(1)
     assert shelf.read == [1]
     assert names(tmp_path / "deep" / "cache") == digests(1)
 
 
 def test_a_try_that_broke_off_is_made_again(tmp_path: Path) -> None:
     shelf = Shelf(_1=[70_000, Transient("503"), 90_000])
-    with ShardCache(tmp_path, 10 * SIZE, retry()).open(shelf.wanted(1)) as file:
-        assert file.read() == content(1)
+    assert whole(ShardCache(tmp_path, 10 * SIZE, retry()), shelf.wanted(1)) == content(1)
     assert shelf.read == [1, 1, 1, 1]
 
 
@@ -113,8 +116,7 @@ def test_an_altered_shard_is_refused_and_nothing_is_kept(tmp_path: Path) -> None
     assert digests(1)[0] in str(raised.value)
     assert digests(2)[0] in str(raised.value)
     assert not (tmp_path / good.digest).exists()
-    with ShardCache(tmp_path, 10 * SIZE, retry()).open(good) as file:  # once it was put there again
-        assert file.read() == content(1)
+    assert whole(ShardCache(tmp_path, 10 * SIZE, retry()), good) == content(1)  # once it was put there again
 
 
 def test_a_part_of_a_process_that_was_killed_is_fetched_anew(tmp_path: Path) -> None:
@@ -122,8 +124,7 @@ def test_a_part_of_a_process_that_was_killed_is_fetched_anew(tmp_path: Path) -> 
     shelf = Shelf()
     wanted = shelf.wanted(1)
     (tmp_path / f"{wanted.digest}.part").write_bytes(content(1)[:40_000] + bytes(2 * SIZE))
-    with ShardCache(tmp_path, 10 * SIZE, retry()).open(wanted) as file:
-        assert file.read() == content(1)
+    assert whole(ShardCache(tmp_path, 10 * SIZE, retry()), wanted) == content(1)
     assert shelf.read == [1]
 
 
@@ -131,8 +132,7 @@ def test_a_spoilt_file_is_fetched_again(tmp_path: Path, caplog: pytest.LogCaptur
     shelf = Shelf()
     ShardCache(tmp_path, 10 * SIZE, retry()).fetch(shelf.wanted(1))
     (tmp_path / digests(1)[0]).write_bytes(content(1)[:-1] + b"?")
-    with ShardCache(tmp_path, 10 * SIZE, retry()).open(shelf.wanted(1)) as file:
-        assert file.read() == content(1)
+    assert whole(ShardCache(tmp_path, 10 * SIZE, retry()), shelf.wanted(1)) == content(1)
     assert shelf.read == [1, 1]
     assert "damaged; fetching it again" in caplog.text
 
@@ -177,8 +177,7 @@ def test_what_is_still_needed_is_deleted_last(tmp_path: Path) -> None:
         used_at(tmp_path, number, 1000 + number)
     cache.fetch(shelf.wanted(4), digests(1, 2))
     assert names(tmp_path) == digests(1, 2, 4)
-    with cache.open(shelf.wanted(5), digests(1, 2, 4)) as file:
-        assert file.read() == content(5)
+    assert whole(cache, shelf.wanted(5), digests(1, 2, 4)) == content(5)
     assert names(tmp_path) == digests(2, 4, 5)
 
 
@@ -215,8 +214,7 @@ def test_what_is_needed_at_once_waits_while_others_fetch(tmp_path: Path, caplog:
     fetching = threading.Thread(target=cache.fetch, args=(RemoteShard(first.digest, SIZE, "shard 1", read),))
     fetching.start()
     assert begun.wait(PATIENCE_S)
-    with ShardCache(tmp_path, SIZE, other).open(second) as file:
-        assert file.read() == content(2)
+    assert whole(ShardCache(tmp_path, SIZE, other), second) == content(2)
     assert "has no room" in caplog.text
     assert names(tmp_path) == digests(2)
 
@@ -257,8 +255,7 @@ def test_many_workers_in_a_small_directory_all_read_what_is_right(tmp_path: Path
         cache = ShardCache(tmp_path, limit, retry())
         for _ in range(60):
             number = draw.randrange(12)
-            with cache.open(shelf.wanted(number, size)) as file:
-                assert file.read() == content(number, size)
+            assert whole(cache, shelf.wanted(number, size)) == content(number, size)
             with (tmp_path / "lock").open("rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 most = max(most, sum((tmp_path / name).stat().st_size for name in names(tmp_path)))
@@ -302,8 +299,7 @@ def test_who_is_killed_in_the_middle_leaves_nothing_wrong(tmp_path: Path) -> Non
         assert names(cache) == [f"{digests(1)[0]}.part"]
         server.fault, server.before = lambda path: None, lambda path: None
         held.set()
-        with ShardCache(cache, 10 * SIZE, retry()).open(served(url)) as file:
-            assert file.read() == content(1)
+        assert whole(ShardCache(cache, 10 * SIZE, retry()), served(url)) == content(1)
     assert names(cache) == digests(1)
 
 
@@ -332,8 +328,7 @@ def test_on_a_full_disk_old_shards_make_room_and_then_it_waits(
                 disk.make_room()
 
         waiting = Retry(threading.Event(), sleep=sleep, rng=random.Random(0), peer="the data")
-        with ShardCache(directory, 100 * SIZE, waiting).open(shelf.wanted(3, 3 * SIZE)) as file:
-            assert file.read() == content(3, 3 * SIZE)
+        assert whole(ShardCache(directory, 100 * SIZE, waiting), shelf.wanted(3, 3 * SIZE)) == content(3, 3 * SIZE)
         assert len(slept) == 5
         assert f"the disk of the data cache {directory} is full" in caplog.text
         assert names(directory) == [blake3(content(3, 3 * SIZE)).hexdigest()]

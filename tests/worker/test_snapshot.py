@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ from worker.state.state_dir import SNAPSHOT, STATE, STATE_FILE, MemberTokens, St
 from worker.state.work import Carry, Contribution, Late, RoundStart, Work
 
 
-def make_state() -> OuterState:
-    state = empty_state()
+def make_state(folder: Path | None = None) -> OuterState:
+    state = empty_state(folder)
     for p, n in enumerate(LAYOUT.elements):
         state.set(p, torch.randn(n), torch.randn(n))
     return state
@@ -135,73 +136,45 @@ def test_a_copy_does_not_follow_the_training() -> None:
     assert taken["param_groups"] == optimizer.state_dict()["param_groups"]
 
 
-def test_none_yet(files: StateDir) -> None:
-    assert load(files)[0] is None
-
-
 def test_a_foreign_one_is_ignored_and_says_so(files: StateDir, caplog: pytest.LogCaptureFixture) -> None:
     save(files, "somebody", make_state())
     assert load(files)[0] is None
     assert "belongs to another run" in caplog.text
 
 
-@pytest.mark.parametrize("name", [SNAPSHOT, STATE.format(0)])
-def test_a_damaged_one_is_ignored_and_says_so(files: StateDir, caplog: pytest.LogCaptureFixture, name: str) -> None:
-    save(files, "me", make_state())
-    path = files.path / name
-    whole = path.read_bytes()
-    for length in range(0, len(whole), max(len(whole) // 50, 1)):
-        path.write_bytes(whole[:length])
-        caplog.clear()
-        assert load(files)[0] is None
-        assert [message.split(" (")[0] for message in caplog.messages] == [f"{path} is damaged"]  # once
-
-
 @pytest.mark.covers("reliability:damaged-snapshot")
-@pytest.mark.parametrize("name", [SNAPSHOT, STATE.format(0)])
-def test_flipped_bytes_never_pass_for_what_was_saved(files: StateDir, name: str) -> None:
-    """Bytes that changed on the disk are noticed, wherever they are, and nothing is raised."""
-    save(files, "me", make_state())
-    path = files.path / name
-    whole = path.read_bytes()
-    for position in range(0, len(whole), 101):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
-        assert load(files)[0] is None
-    path.write_bytes(whole)
-    assert load(files)[0] is not None
-
-
-@pytest.mark.covers("reliability:damaged-snapshot")
-@pytest.mark.parametrize("name", [SNAPSHOT, STATE_FILE.format(0, 1)])
-def test_damage_to_a_snapshot_that_shares_its_state_is_noticed(
-    files: StateDir, caplog: pytest.LogCaptureFixture, name: str
+@pytest.mark.parametrize(
+    ("name", "shared"),
+    [(SNAPSHOT, False), (STATE.format(0), False), (SNAPSHOT, True), (STATE_FILE.format(0, 1), True)],
+)
+def test_damage_is_noticed_wherever_it_is_and_said_once(
+    files: StateDir, caplog: pytest.LogCaptureFixture, name: str, shared: bool
 ) -> None:
-    def load_again() -> Snapshot | None:
-        return snapshot.load(files, "me", empty_state())
-
-    state = empty_state(files.path)
-    for p, n in enumerate(LAYOUT.elements):
-        state.set(p, torch.randn(n), torch.randn(n))
-    assert state.keep(1) == 0
-    save(files, "me", state, replace(take(state), shared=True))
+    """Bytes that changed on the disk never pass for what was saved, a cut file neither, and nothing is raised. `shared`:
+    the snapshot shares the files of its state."""
+    state = make_state(files.path if shared else None)
+    if shared:
+        assert state.keep(1) == 0
+    save(files, "me", state, replace(take(state), shared=shared))
     path = files.path / name
     whole = path.read_bytes()
-    sizes = [4 * n for n in LAYOUT.elements for _ in range(2)]
-    used = [len(whole) // 4 * index + at for index, size in enumerate(sizes) for at in range(0, size, 101)]
-    for position in used if name != SNAPSHOT else range(0, len(whole), 101):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
+    used = range(0, len(whole), 101)
+    if name == STATE_FILE.format(0, 1):
+        sizes = [4 * n for n in LAYOUT.elements for _ in range(2)]
+        used = [len(whole) // 4 * index + at for index, size in enumerate(sizes) for at in range(0, size, 101)]
+    flipped = (whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :] for at in used)
+    cut = (whole[:length] for length in range(0, len(whole), max(len(whole) // 50, 1)))
+    for content in chain(flipped, cut):
+        path.write_bytes(content)
         caplog.clear()
-        assert load_again() is None
+        assert load(files)[0] is None
         assert [message.split(" (")[0] for message in caplog.messages] == [f"{path} is damaged"]
-    for length in range(0, len(whole), max(len(whole) // 20, 1)):
-        path.write_bytes(whole[:length])
-        assert load_again() is None
     path.write_bytes(whole)
     caplog.clear()
-    assert load_again() is not None
+    assert load(files)[0] is not None
     assert not caplog.messages
     path.unlink()
-    assert load_again() is None
+    assert load(files)[0] is None
 
 
 def test_work_without_the_state_it_was_done_on_is_ignored(files: StateDir, caplog: pytest.LogCaptureFixture) -> None:
@@ -248,12 +221,6 @@ def test_one_process_per_directory(files: StateDir) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, files.path], check=False, capture_output=True, text=True)
     assert re.search(r"StateDirBusy: another process uses .*another name \(--name\)", done.stderr)
-
-
-def test_the_lock_ends_with_its_holder(tmp_path: Path) -> None:
-    for _ in range(2):
-        with StateDir(tmp_path):
-            pass
 
 
 @pytest.mark.covers("security:local-users")

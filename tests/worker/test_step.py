@@ -168,16 +168,6 @@ def test_the_held_out_loss_survives_a_lack_of_memory_as_well() -> None:
     assert report.loss == pytest.approx(evaluate(Small(), data, 44, CPU).loss)  # type: ignore[arg-type]
 
 
-def test_a_step_is_clipped_and_dropped() -> None:
-    model = Small()
-    step = step_of(model, None)
-    before = [parameter.clone() for parameter in model.parameters()]
-    step.gradient(batch())
-    step.apply()
-    assert not any(map(torch.equal, model.parameters(), before))
-    assert gradients(model) == []
-
-
 # --- precision ----------------------------------------------------------------------------------------------------
 
 
@@ -310,15 +300,3 @@ def test_parameters_in_bf16_and_buffers_as_they_were() -> None:
     cast_parameters(model, torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.table.dtype == torch.float32
-    step = InnerStep(
-        Loss(model, "bf16"),
-        [torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)],
-        MicroBatches(4, 8),
-        inner=InnerSpec(),
-    )
-    first = step.gradient(batch())
-    step.apply()
-    for _ in range(5):
-        last = step.gradient(batch())
-        step.apply()
-    assert last < first

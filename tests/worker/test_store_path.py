@@ -2,9 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from sqlalchemy import select
 from coordinator.store.blobs import SignedRequest
 from coordinator.store.direct_access import SignedAccess
 from coordinator.store.tables import ContributionRow
-from harness.coordinator import InThread
 from harness.ports import free_port
 from harness.seaweedfs import SeaweedFS
 from protocol.errors import UnexpectedAnswer
@@ -29,14 +26,6 @@ pytestmark = pytest.mark.slow
 _numbers = itertools.count()
 
 
-@contextmanager
-def bucket(store: SeaweedFS, tmp_path: Path) -> Iterator[InThread]:
-    pytest.importorskip("botocore", reason="no signatures: pip install 'outerstep[remote]'")
-    number = next(_numbers)
-    with coordinator_thread(tmp_path / f"data-{number}", blobs=store.url(f"path-{number}")) as running:
-        yield running
-
-
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str | None:
     """The digest that the run ends with if everything goes through the coordinator."""
@@ -47,23 +36,43 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str | None:
         return run.final().state_digest
 
 
-def train(coordinator: InThread, tmp_path: Path) -> tuple[str | None, list[bool]]:
-    """Return the run's final digest, and of each contribution whether it went to the store directly."""
-    run = Toy(coordinator, toy.spec(min_workers=2, checkpoints="every_rounds = 1"), tmp_path)
-    assert run.info().direct
-    run.workers(["a", "b"])
-    digest = run.final().state_digest
-    assert run.told("a").direct is not None
-    with coordinator.coordinator.database.read() as session:
-        rows = session.scalars(select(ContributionRow)).all()
-    return digest, [row.sha256 is not None for row in rows]
+Train = Callable[..., tuple[str | None, list[bool]]]
+
+
+@pytest.fixture
+def train(store: SeaweedFS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Trains with a bucket for the payloads. Returns the run's final digest, and of each contribution whether it went to
+    the store directly. Requests of `method` that workers send to the store go to `elsewhere`, if that is given."""
+    pytest.importorskip("botocore", reason="no signatures: pip install 'outerstep[remote]'")
+
+    def train(method: str = "", elsewhere: str = "") -> tuple[str | None, list[bool]]:
+        real = SignedAccess._signed  # noqa: SLF001 the one place where all are signed
+
+        def signed(self: SignedAccess, method_: str, path: str, *arguments: Any) -> SignedRequest:
+            request = real(self, method_, path, *arguments)
+            if method_ != method or path.startswith("check/"):  # the coordinator's own
+                return request
+            return SignedRequest(request.method, request.url.replace(self.origin, elsewhere), request.headers)
+
+        with coordinator_thread(tmp_path / "data", blobs=store.url(f"path-{next(_numbers)}")) as coordinator:
+            monkeypatch.setattr(SignedAccess, "_signed", signed)
+            run = Toy(coordinator, toy.spec(min_workers=2, checkpoints="every_rounds = 1"), tmp_path)
+            assert run.info().direct
+            run.workers(["a", "b"])
+            digest = run.final().state_digest
+            assert run.told("a").direct is not None
+            with coordinator.coordinator.database.read() as session:
+                rows = session.scalars(select(ContributionRow)).all()
+        return digest, [row.sha256 is not None for row in rows]
+
+    return train
 
 
 def test_everything_goes_directly_and_ends_in_the_same_bits(
-    store: SeaweedFS, tmp_path: Path, expected: str | None, caplog: pytest.LogCaptureFixture
+    train: Train, store: SeaweedFS, expected: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.DEBUG), bucket(store, tmp_path) as coordinator:
-        digest, directly = train(coordinator, tmp_path)
+    with caplog.at_level(logging.DEBUG):
+        digest, directly = train()
     assert digest == expected
     assert directly == [True] * len(directly)
     assert caplog.text.count("payloads go directly between this worker and") == 2
@@ -82,19 +91,10 @@ def test_everything_goes_directly_and_ends_in_the_same_bits(
     ids=["unreachable", "not used by workers"],
 )
 def test_a_store_that_a_worker_cannot_use_is_avoided(
-    store: SeaweedFS,
-    tmp_path: Path,
-    expected: str | None,
-    method: str,
-    address: str,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    train: Train, expected: str | None, method: str, address: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed = f"127.0.0.1:{free_port()}"
-    with bucket(store, tmp_path) as coordinator:
-        elsewhere(monkeypatch, method, address.format(closed=closed))
-        digest, directly = train(coordinator, tmp_path)
+    digest, directly = train(method, address.format(closed=closed))
     assert digest == expected
     if method == "PUT":
         assert not any(directly)
@@ -104,63 +104,33 @@ def test_a_store_that_a_worker_cannot_use_is_avoided(
 @pytest.mark.covers("reliability:store-faults")
 @pytest.mark.parametrize("status", [503, 403])
 def test_a_store_that_refuses_is_avoided(
-    store: SeaweedFS,
-    tmp_path: Path,
-    expected: str | None,
-    status: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    train: Train, expected: str | None, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Refuses(Handler, BaseHTTPRequestHandler):
-        def do_PUT(self) -> None:
+    class Refuses(Handler):
+        def do_PUT(self) -> None:  # noqa: N802
             self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            self.answer(status)
 
-    with serving(Refuses) as url, bucket(store, tmp_path) as coordinator:
-        elsewhere(monkeypatch, "PUT", url)
-        digest, directly = train(coordinator, tmp_path)
+    with serving(Refuses) as url:
+        digest, directly = train("PUT", url)
     assert digest == expected
     assert not any(directly)
     assert f"answers {status} to an upload" in caplog.text
 
 
 def test_other_bytes_than_published_are_not_used(
-    store: SeaweedFS,
-    tmp_path: Path,
-    expected: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    train: Train, expected: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Lies(Handler, BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Lies(Handler):
+        def do_GET(self) -> None:  # noqa: N802
             first, last = (int(each) for each in self.headers["Range"].removeprefix("bytes=").split("-"))
-            length = last - first + 1
-            self.send_response(206)
-            self.send_header("Content-Length", str(length))
-            self.send_header("Content-Range", f"bytes {first}-{last}/{last + 1}")
-            self.end_headers()
-            self.wfile.write(bytes(length))
+            place = {"Content-Range": f"bytes {first}-{last}/{last + 1}"}
+            self.answer(206, bytes(last - first + 1), place)
 
-    with serving(Lies) as url, bucket(store, tmp_path) as coordinator:
-        elsewhere(monkeypatch, "GET", url)
-        digest, _ = train(coordinator, tmp_path)
+    with serving(Lies) as url:
+        digest, _ = train("GET", url)
     assert digest == expected
     assert "has sent other bytes than published" in caplog.text
-
-
-def elsewhere(monkeypatch: pytest.MonkeyPatch, method: str, url: str) -> None:
-    """Have requests of a method that workers send go to another server."""
-    real = SignedAccess._signed  # noqa: SLF001 the one place where all are signed
-
-    def signed(self: SignedAccess, method_: str, path: str, *arguments: Any) -> SignedRequest:
-        request = real(self, method_, path, *arguments)
-        if method_ != method or path.startswith("check/"):  # the coordinator's own
-            return request
-        return SignedRequest(request.method, request.url.replace(self.origin, url), request.headers)
-
-    monkeypatch.setattr(SignedAccess, "_signed", signed)
 
 
 def test_after_a_few_faults_the_store_is_avoided_for_a_while() -> None:

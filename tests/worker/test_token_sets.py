@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support.text import write_text
@@ -451,21 +452,22 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, before, data.
 
 def sparse_set(directory: Path, shards: int) -> Path:
     """Shards of 16 M tokens of nothing, which take no room on the disk; their digest is computed once."""
-    from blake3 import blake3
-
     directory.mkdir()
-    tokens = 1 << 24
-    hasher = blake3()
-    for _ in range(32):
-        hasher.update(bytes(1 << 20))
-    listed = []
+    tokens, listed = 1 << 24, []
+    digest = blake3(bytes(2 * tokens)).hexdigest()
     for number in range(shards):
         with (directory / f"train-{number:05}.bin").open("wb") as file:
             file.truncate(2 * tokens)
-        listed.append({"file": f"train-{number:05}.bin", "tokens": tokens, "digest": hasher.hexdigest()})
-    index = {"dtype": "uint16", "vocabulary": 300, "tokenizer": None, "tokenizer_digest": None, "end": None}
-    Index.model_validate(index | {"source": "nothing", "training": listed, "held_out": []})
-    (directory / "index.json").write_text(json.dumps(index | {"source": "nothing", "training": listed, "held_out": []}))
+        listed.append({"file": f"train-{number:05}.bin", "tokens": tokens, "digest": digest})
+    index: dict[str, Any] = {
+        "dtype": "uint16",
+        "vocabulary": 300,
+        "tokenizer": None,
+        "tokenizer_digest": None,
+        "end": None,
+    }
+    index |= {"source": "nothing", "training": listed, "held_out": []}
+    (directory / "index.json").write_text(Index.model_validate(index).text())
     return directory
 
 

@@ -1,6 +1,7 @@
 """Tokenizers: what is told of one, and what is said of one that cannot be used."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,17 +65,27 @@ def test_a_copy_is_the_same_tokenizer(tmp_path: Path) -> None:
     assert (copy.digest, copy.end, copy.vocabulary) == (tokenizer.digest, tokenizer.end, tokenizer.vocabulary)
 
 
-def test_without_an_end_it_says_how_to_name_one(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, end=None)
-    with pytest.raises(DataError, match=r'tokenizer_config.json, as {"eos_token": "…"}; its special tokens are <'):
-        load_tokenizer(str(tmp_path))
+UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no end": (
+        lambda directory: write_tokenizer(directory, end=None),
+        r'tokenizer_config.json, as {"eos_token": "…"}; its special tokens are <',
+    ),
+    "an end that is no token": (
+        lambda directory: write_tokenizer(directory, end="</s>"),
+        "tokenizer_config.json or .* names the eos_token '</s>', which .* does not contain",
+    ),
+    "nothing": (lambda directory: None, "has no tokenizer.json; write one"),
+    "damaged": (
+        lambda directory: (directory / "tokenizer.json").write_text("{}"),
+        "cannot be read by the tokenizers library",
+    ),
+}
 
 
-def test_an_end_that_is_no_token(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, end="</s>")
-    with pytest.raises(
-        DataError, match="tokenizer_config.json or .* names the eos_token '</s>', which .* does not contain"
-    ):
+@pytest.mark.parametrize(("write", "message"), UNUSABLE.values(), ids=UNUSABLE.keys())
+def test_a_directory_without_a_usable_one(tmp_path: Path, write: Callable[[Path], object], message: str) -> None:
+    write(tmp_path)
+    with pytest.raises(DataError, match=message):
         load_tokenizer(str(tmp_path))
 
 
@@ -86,17 +97,6 @@ def test_a_text_that_it_has_no_ids_for(tmp_path: Path) -> None:
     assert encode(["worker"])[0].tolist() == [1]
     with pytest.raises(DataError, match="tokenizer.json cannot tokenise this text"):
         encode(["nobody"])
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "has no tokenizer.json; write one"), ("{}", "cannot be read by the tokenizers library")],
-)
-def test_a_directory_without_one(tmp_path: Path, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(DataError, match=message):
-        load_tokenizer(str(tmp_path))
 
 
 def test_a_path_that_is_not_there() -> None:

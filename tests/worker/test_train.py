@@ -1,19 +1,28 @@
-"""The parts of the training loop that are plain functions."""
+"""The parts of the training loop that are plain functions. A script's learning rate schedule follows the run's step, and not
+how often this process has stepped."""
 
+import copy
+import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim import lr_scheduler as schedulers
 from transformers import get_cosine_schedule_with_warmup
 
 from protocol.spec.run import RunSpec, parse_spec
+from tests.worker import toy
+from tests.worker.toy import MakeToy
 from worker.data.open_training_set import TextData
 from worker.inner.evaluation import evaluate
-from worker.inner.loss import mean_loss
 from worker.inner.schedules import SCHEDULES, Schedule, learning_rate
 from worker.rounds.training import round_seed
+from worker.script.optimizers import RunSchedules
 
 CPU = torch.device("cpu")
 
@@ -133,10 +142,6 @@ class Uniform(nn.Module):
         return torch.zeros(*tokens.shape, 256)
 
 
-def test_loss_is_nats_per_token() -> None:
-    assert float(mean_loss(Uniform(), torch.zeros(3, 11, dtype=torch.int64))) == pytest.approx(math.log(256))
-
-
 def test_evaluation(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_bytes(b"x" * 1000)
     data, model = TextData(spec(str(tmp_path))), Uniform()
@@ -146,3 +151,201 @@ def test_evaluation(tmp_path: Path) -> None:
     assert report.bytes == 60, "a token is a byte"
     assert model.modes == [False, False]
     assert model.training
+
+
+# --- a script's own schedule ---------------------------------------------------------------------------------------
+
+
+TOTAL = 12
+MAKE: dict[str, Callable[[Optimizer], schedulers.LRScheduler]] = {
+    "a function": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "from the value before": lambda optimizer: schedulers.CosineAnnealingLR(optimizer, TOTAL),
+    "of parts": lambda optimizer: schedulers.SequentialLR(
+        optimizer,
+        [schedulers.LinearLR(optimizer, 0.1, total_iters=3), schedulers.CosineAnnealingLR(optimizer, TOTAL - 3)],
+        [3],
+    ),
+    "with moments": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.5, total_steps=TOTAL),
+}
+EVERY = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
+
+
+def adam() -> Optimizer:
+    groups: list[dict[str, Any]] = [{"params": [nn.Parameter(torch.ones(2))]}]
+    return Adam([*groups, {"params": [nn.Parameter(torch.ones(1))], "lr": 0.3}])
+
+
+def scheduled(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def expected(make: Callable[[Optimizer], schedulers.LRScheduler]) -> list[list[dict[str, Any]]]:
+    """What is scheduled at each step of a run from its beginning to its end."""
+    optimizer = adam()
+    scheduler, values = make(optimizer), []
+    for _ in range(TOTAL):
+        values.append(copy.deepcopy(scheduled(optimizer)))
+        optimizer.step()
+        if len(values) < TOTAL:
+            scheduler.step()
+    return values
+
+
+@EVERY
+@pytest.mark.slow
+def test_any_step_has_the_value_of_that_step(make: Callable[[Optimizer], schedulers.LRScheduler]) -> None:
+    optimizer, values = adam(), expected(make)
+    schedules = RunSchedules(make(optimizer), [optimizer], TOTAL)
+    optimizer.step()
+    for step in (0, 1, 2, 5, 5, 6, 11, 4, 5, 0, 10):
+        schedules.set(step)
+        assert scheduled(optimizer) == values[step]
+
+
+@EVERY
+@pytest.mark.slow
+def test_the_rates_that_a_snapshot_brings_do_not_matter(make: Callable[[Optimizer], schedulers.LRScheduler]) -> None:
+    optimizer, other, values = adam(), adam(), expected(make)
+    schedules = RunSchedules(make(optimizer), [optimizer], TOTAL)
+    make(other)
+    for group in other.param_groups:
+        group["lr"] = 7.0
+    optimizer.load_state_dict(other.state_dict())
+    schedules.set(5)
+    assert scheduled(optimizer) == values[5]
+
+
+@pytest.mark.parametrize(
+    ("give", "error", "told"),
+    [
+        (lambda own: schedulers.ReduceLROnPlateau(own), TypeError, "ReduceLROnPlateau, which does not depend on"),
+        (lambda own: 0.1, TypeError, "scheduler is of type float"),
+        (
+            lambda own: MAKE["a function"](adam()),
+            ValueError,
+            "a LambdaLR, is not for an optimizer",
+        ),
+        (lambda own: schedulers.OneCycleLR(own, 0.5, total_steps=11), ValueError, "for 11 steps, but the run has 12"),
+        (
+            lambda own: schedulers.SequentialLR(
+                own,
+                [schedulers.OneCycleLR(own, 0.5, total_steps=4), schedulers.OneCycleLR(own, 0.5, total_steps=7)],
+                [4],
+            ),
+            ValueError,
+            "for 11 steps",
+        ),
+    ],
+)
+@pytest.mark.slow
+def test_what_cannot_follow_the_run_is_refused(
+    give: Callable[[Optimizer], Any], error: type[Exception], told: str
+) -> None:
+    own = adam()
+    with pytest.raises(error, match=told):
+        RunSchedules(give(own), [own], TOTAL)
+
+
+@pytest.mark.parametrize("steps_itself", [True, False], ids=["that the loop steps", ""])
+@pytest.mark.slow
+def test_a_worker_that_joins_late_or_comes_again_has_the_rate_of_the_run(
+    toy_run: MakeToy, tmp_path: Path, steps_itself: bool
+) -> None:
+    seen: dict[str, list[tuple[int, float]]] = {"a": [], "a again": [], "b": []}
+    run = toy_run(toy.spec(rounds=4))
+
+    def work(name: str, until: int) -> None:
+        model, optimizer = toy.model_and_optimizer(SGD, lr=1e-3)
+        scheduler = schedulers.CosineAnnealingLR(optimizer, 4 * toy.STEPS)
+        who = name.removesuffix(" again")
+        options = {"scheduler": scheduler, "state_dir": tmp_path / who}
+        with run.connect(model, optimizer, name=who, **options) as diloco:
+            optimizer.register_step_pre_hook(
+                lambda *_: seen[name].append((diloco.global_step, optimizer.param_groups[0]["lr"]))
+            )
+            for unit in toy.units_until(diloco, until):
+                toy.step(diloco, model, optimizer, unit)
+                if steps_itself:
+                    scheduler.step()
+
+    work("a", toy.STEPS)
+    work("b", 2 * toy.STEPS)
+    work("a again", 4 * toy.STEPS)
+    reference = SGD([nn.Parameter(torch.ones(1))], lr=1e-3)
+    scheduler, rates = schedulers.CosineAnnealingLR(reference, 4 * toy.STEPS), []
+    for _ in range(4 * toy.STEPS):
+        rates.append(reference.param_groups[0]["lr"])
+        reference.step()
+        scheduler.step()
+    steps = {name: [step for step, _ in each] for name, each in seen.items()}
+    assert steps == {"a": [0, 1, 2, 3], "b": [4, 5, 6, 7], "a again": list(range(8, 16))}
+    assert all(rate == rates[step] for each in seen.values() for step, rate in each)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("given", "warnings"), [({}, 1), ({"scheduler": []}, 0)], ids=["", "that follows the run"])
+@pytest.mark.slow
+def test_a_scheduler_that_diloco_does_not_know_is_warned_of_once(
+    toy_run: MakeToy, caplog: pytest.LogCaptureFixture, when: str, given: dict[str, Any], warnings: int
+) -> None:
+    model, optimizer = toy.model_and_optimizer(SGD, lr=1e-3)
+    with caplog.at_level(logging.WARNING, "worker"):
+        run = toy_run(toy.spec(rounds=1))
+        if when == "before":
+            schedulers.StepLR(optimizer, 3)
+        with run.connect(model, optimizer, **given) as diloco:
+            if when == "after":
+                schedulers.StepLR(optimizer, 3)
+            for unit in diloco.units():
+                toy.step(diloco, model, optimizer, unit)
+    assert len([each for each in caplog.records if "scheduler=scheduler" in each.message]) == warnings
+
+
+@pytest.mark.slow
+def test_a_restarted_script_keeps_the_settings_that_it_changed(
+    toy_run: MakeToy, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And those that it changed on the way, as a scheduler of its own does, are the snapshot's."""
+    used: list[tuple[float, float, tuple[float, float]]] = []
+    with caplog.at_level(logging.WARNING, "worker"):
+        run = toy_run(toy.spec(rounds=4))
+
+        def work(until: int, **settings: Any) -> None:
+            model, optimizer = toy.model_and_optimizer(Adam, **settings)
+            with run.connect(model, optimizer, state_dir=tmp_path / "a") as diloco:
+                group = optimizer.param_groups[0]
+                used.append((group["lr"], group["weight_decay"], group["betas"]))
+                for unit in toy.units_until(diloco, until):
+                    toy.step(diloco, model, optimizer, unit)
+                    group["lr"] = 0.5e-3
+
+        work(4, lr=1e-3)
+        work(8, lr=1e-3)
+        assert [each for each in caplog.records if each.name.startswith("worker")] == []
+        work(12, lr=2e-3, betas=(0.8, 0.9))
+        assert "lr = 0.002, before: 0.001; betas = (0.8, 0.9), before: (0.9, 0.999)" in caplog.text
+    assert used == [(1e-3, 0, (0.9, 0.999)), (0.5e-3, 0, (0.9, 0.999)), (2e-3, 0, (0.8, 0.9))]
+
+
+@pytest.mark.parametrize("peak", [1e-3, 2e-3])
+@pytest.mark.slow
+def test_a_rate_that_a_scheduler_sets_is_no_changed_setting(
+    toy_run: MakeToy, tmp_path: Path, caplog: pytest.LogCaptureFixture, peak: float
+) -> None:
+    """transformers' Trainer restores optimizer and scheduler from a checkpoint before it joins: the rate was 0.0 when
+    the first process joined, and is another one when the second does. A changed peak is reported."""
+    with caplog.at_level(logging.WARNING, "worker"):
+        run = toy_run(toy.spec(rounds=3))
+        checkpoint: list[dict[str, Any]] = []
+        for until, base in ((4, 1e-3), (8, peak)):
+            model, optimizer = toy.model_and_optimizer(Adam, lr=base)
+            scheduler = schedulers.LambdaLR(optimizer, lambda step: step / 12)
+            if checkpoint and base == 1e-3:
+                optimizer.load_state_dict(checkpoint[0])
+                scheduler.load_state_dict(checkpoint[1])
+            with run.connect(model, optimizer, scheduler=scheduler, state_dir=tmp_path / "a") as diloco:
+                for unit in toy.units_until(diloco, until):
+                    toy.step(diloco, model, optimizer, unit)
+                checkpoint = [optimizer.state_dict(), scheduler.state_dict()]
+    assert ("settings of Adam have changed" in caplog.text) == (peak != 1e-3)
+    assert ("initial_lr = 0.002, before: 0.001" in caplog.text) == (peak != 1e-3)

@@ -2,13 +2,13 @@
 
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from harness.coordinator import InThread, coordinator_thread
+from harness.coordinator import InThread
 from harness.member import spec_toml
 from outerstep.common.exit_codes import Exit
 from protocol.errors import Problem
@@ -25,9 +25,11 @@ from worker.state.state_dir import WORKER_TOKEN, StateDir
 
 
 @pytest.fixture
-def coordinator(tmp_path: Path):
-    with coordinator_thread(tmp_path / "coordinator") as running:
-        yield running
+def client(coordinator: InThread) -> Iterator[Client]:
+    """A client with a join token for the run `r`."""
+    coordinator.create_run(spec_toml("r"))
+    with open_http(coordinator.url) as http:
+        yield Client(http, "r", coordinator.token(Scope.JOIN))
 
 
 def used(running: InThread) -> int:
@@ -61,87 +63,65 @@ def test_a_worker_exchanges_a_join_token_by_itself_and_once(
     assert run_worker(settings) == Exit.DONE, "its own token is as good as before"
 
 
-class Breaking(httpx.BaseTransport):
-    """Loses the answer to the first exchange."""
-
-    def __init__(self) -> None:
-        self._inner = httpx.HTTPTransport()
-        self.lost = 0
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        answer = self._inner.handle_request(request)
-        if request.method == "POST" and not self.lost:
-            answer.read()
-            self.lost += 1
-            raise httpx.ReadError("the line is gone", request=request)
-        return answer
-
-
 class Killed(Exception):
     pass
 
 
-def client_of(coordinator: InThread, http: httpx.Client, **options: Any) -> Client:
-    return Client(http, "r", coordinator.token(Scope.JOIN, uses=1), **options)
-
-
 def test_an_exchange_whose_answer_was_lost_is_asked_for_again(coordinator: InThread, tmp_path: Path) -> None:
     coordinator.create_run(spec_toml("r"))
-    transport = Breaking()
-    with httpx.Client(base_url=coordinator.url, transport=transport) as http:
-        client = client_of(coordinator, http, sleep=lambda _: None)
+    lost: list[httpx.Response] = []
+
+    def lose(answer: httpx.Response) -> None:
+        if answer.request.method == "POST" and not lost:
+            lost.append(answer)
+            raise httpx.ReadError("the line is gone", request=answer.request)
+
+    with httpx.Client(base_url=coordinator.url, event_hooks={"response": [lose]}) as http:
+        client = Client(http, "r", coordinator.token(Scope.JOIN, uses=1), sleep=lambda _: None)
         with_worker_token(client, "w", tmp_path / "state", ALONE).run_detail()
-    assert transport.lost == 1
+    assert len(lost) == 1
     assert used(coordinator) == 1
 
 
 def test_who_is_killed_before_the_answer_exchanges_for_the_same_token(
-    coordinator: InThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    coordinator: InThread, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    coordinator.create_run(spec_toml("r"))
     exchange = Client.exchange_token
 
     def dies(client: Client, worker: str, request: ExchangeRequest) -> TokenInfo:
         exchange(client, worker, request)
         raise Killed
 
-    with open_http(coordinator.url) as http:
-        client = client_of(coordinator, http)
-        with monkeypatch.context() as patched:
-            patched.setattr(Client, "exchange_token", dies)
-            with pytest.raises(Killed):
-                with_worker_token(client, "w", tmp_path / "state", ALONE)
-        before = json.loads((tmp_path / "state" / WORKER_TOKEN).read_text())
-        assert before["exchanged"] is False
-        with_worker_token(client, "w", tmp_path / "state", ALONE).run_detail()
-        assert json.loads((tmp_path / "state" / WORKER_TOKEN).read_text()) == before | {"exchanged": True}
+    with monkeypatch.context() as patched:
+        patched.setattr(Client, "exchange_token", dies)
+        with pytest.raises(Killed):
+            with_worker_token(client, "w", tmp_path / "state", ALONE)
+    before = json.loads((tmp_path / "state" / WORKER_TOKEN).read_text())
+    assert before["exchanged"] is False
+    with_worker_token(client, "w", tmp_path / "state", ALONE).run_detail()
+    assert json.loads((tmp_path / "state" / WORKER_TOKEN).read_text()) == before | {"exchanged": True}
     assert used(coordinator) == 1
 
 
-def test_a_token_that_was_revoked_is_not_exchanged_anew(coordinator: InThread, tmp_path: Path) -> None:
-    coordinator.create_run(spec_toml("r"))
-    with open_http(coordinator.url) as http, coordinator.client() as admin:
-        client = Client(http, "r", coordinator.token(Scope.JOIN))
-        with_worker_token(client, "w", tmp_path / "state", ALONE)
+def test_a_token_that_was_revoked_is_not_exchanged_anew(coordinator: InThread, client: Client, tmp_path: Path) -> None:
+    with_worker_token(client, "w", tmp_path / "state", ALONE)
+    with coordinator.client() as admin:
         (own,) = [token for token in admin.get("/v1/tokens").json()["items"] if token["parent"]]
         admin.delete(f"/v1/tokens/{own['id']}").raise_for_status()
-        with pytest.raises(Problem, match="delete the file") as refused:
-            with_worker_token(client, "w", tmp_path / "state", ALONE)
-        assert refused.value.slug == "unauthorized"
-        assert str(tmp_path / "state" / WORKER_TOKEN) in refused.value.detail
-        assert used(coordinator) == 1
-        (tmp_path / "state" / WORKER_TOKEN).unlink()
-        with_worker_token(client, "w", tmp_path / "state", ALONE).run_detail()
+    with pytest.raises(Problem, match="delete the file") as refused:
+        with_worker_token(client, "w", tmp_path / "state", ALONE)
+    assert refused.value.slug == "unauthorized"
+    assert str(tmp_path / "state" / WORKER_TOKEN) in refused.value.detail
+    assert used(coordinator) == 1
+    (tmp_path / "state" / WORKER_TOKEN).unlink()
+    with_worker_token(client, "w", tmp_path / "state", ALONE).run_detail()
 
 
 def test_another_worker_or_run_in_the_same_directory_has_a_token_of_its_own(
-    coordinator: InThread, tmp_path: Path
+    coordinator: InThread, client: Client, tmp_path: Path
 ) -> None:
-    coordinator.create_run(spec_toml("r"))
-    with open_http(coordinator.url) as http:
-        client = Client(http, "r", coordinator.token(Scope.JOIN))
-        with_worker_token(client, "w", tmp_path / "state", ALONE)
-        with_worker_token(client, "v", tmp_path / "state", ALONE)
+    with_worker_token(client, "w", tmp_path / "state", ALONE)
+    with_worker_token(client, "v", tmp_path / "state", ALONE)
     assert used(coordinator) == 2
 
 
@@ -152,22 +132,19 @@ def test_what_is_no_join_token_is_used_as_it_is(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_where_a_token_cannot_be_kept_none_is_exchanged(coordinator: InThread, tmp_path: Path) -> None:
-    coordinator.create_run(spec_toml("r"))
+def test_where_a_token_cannot_be_kept_none_is_exchanged(coordinator: InThread, client: Client, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / WORKER_TOKEN).write_text('{"token": ')
-    with open_http(coordinator.url) as http:
-        client = Client(http, "r", coordinator.token(Scope.JOIN))
-        for directory, said in (
-            (None, "give a state_dir, or a worker token"),
-            (tmp_path / "file" / "state", "give another --state-dir"),
-            (tmp_path / "damaged", "is damaged"),
-        ):
-            with pytest.raises(BoxError, match=said):
-                with_worker_token(client, "w", directory, ALONE)
-        with StateDir(tmp_path / "busy"), pytest.raises(StateDirBusy):
-            with_worker_token(client, "w", tmp_path / "busy", ALONE)
+    for directory, said in (
+        (None, "give a state_dir, or a worker token"),
+        (tmp_path / "file" / "state", "give another --state-dir"),
+        (tmp_path / "damaged", "is damaged"),
+    ):
+        with pytest.raises(BoxError, match=said):
+            with_worker_token(client, "w", directory, ALONE)
+    with StateDir(tmp_path / "busy"), pytest.raises(StateDirBusy):
+        with_worker_token(client, "w", tmp_path / "busy", ALONE)
     assert used(coordinator) == 0
 
 

@@ -1,8 +1,7 @@
 """What others than the run's optimizers write into the model: refused before it is sent, unless it is taken back."""
 
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,27 +11,14 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from tests.worker import toy
-from tests.worker.toy import Toy, coordinator_thread
-from worker.diloco import DiLoCo
+from tests.worker.toy import Joined, MakeToy
 from worker.errors import ModelError
 from worker.state.parameters import trainable_parameters
 from worker.state.writes import ForeignWrites
 
 pytestmark = pytest.mark.slow
 
-Joined = tuple[DiLoCo, nn.Module, Optimizer]
 State = dict[str, Tensor]
-
-
-@pytest.fixture
-def joined(tmp_path: Path) -> Iterator[Joined]:
-    """A worker of the toy run, its model and its optimizer."""
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(rounds=1), tmp_path)
-        model = toy.make_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=toy.LR)
-        with run.connect(model, optimizer) as diloco:
-            yield diloco, model, optimizer
 
 
 def load(model: nn.Module, state: State) -> None:
@@ -130,16 +116,14 @@ def test_a_step_on_borrowed_weights_is_refused(joined: Joined) -> None:
 
 
 def test_of_weights_that_are_left_in_at_the_end_nothing_is_handed_in(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    toy_run: MakeToy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(rounds=1), tmp_path)
-        model = toy.make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with run.connect(model, optimizer) as diloco:
-            toy.step(diloco, model, optimizer, 0)
-            copy_data(model, other_than(model))
-        assert run.told("a").tokens == 0
+    run = toy_run(toy.spec(rounds=1))
+    model, optimizer = toy.model_and_optimizer(torch.optim.SGD, lr=0.1)
+    with run.connect(model, optimizer) as diloco:
+        toy.step(diloco, model, optimizer, 0)
+        copy_data(model, other_than(model))
+    assert run.told("a").tokens == 0
     assert "not contributed" in caplog.text
 
 
@@ -203,12 +187,11 @@ class Perturbed(Optimizer):
 
 
 @pytest.mark.parametrize("gives_base", [True, False])
-def test_an_optimizer_around_another_one_is_no_other(tmp_path: Path, gives_base: bool) -> None:
-    with coordinator_thread(tmp_path / "coordinator") as coordinator:
-        run = Toy(coordinator, toy.spec(rounds=1), tmp_path)
-        model = toy.make_model()
-        optimizer = Perturbed(model.parameters(), torch.optim.SGD, lr=0.01)
-        with run.connect(model, optimizer.base if gives_base else optimizer) as diloco:
-            for unit in diloco.units():
-                toy.step(diloco, model, optimizer, unit)
-        assert diloco.finished
+def test_an_optimizer_around_another_one_is_no_other(toy_run: MakeToy, gives_base: bool) -> None:
+    run = toy_run(toy.spec(rounds=1))
+    model = toy.make_model()
+    optimizer = Perturbed(model.parameters(), torch.optim.SGD, lr=0.01)
+    with run.connect(model, optimizer.base if gives_base else optimizer) as diloco:
+        for unit in diloco.units():
+            toy.step(diloco, model, optimizer, unit)
+    assert diloco.finished

@@ -5,7 +5,7 @@ Every worker is a real DiLoCo with a real client on a real coordinator; only the
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 from harness import coordinator
 from harness.coordinator import InThread, SettableClock
 from harness.member import waiting
-from protocol.messages import RunDetail, Scope, WorkerInfo
+from protocol.messages import RoundDetail, RunDetail, Scope, WorkerInfo
 from tests.support.waiting import PATIENCE_S, wait_until
 from worker.diloco import DiLoCo
 from worker.link.client import Client, open_http
 
-__all__ = ["Killed", "Toy", "coordinator_thread", "make_model", "spec"]
+__all__ = ["Killed", "MakeToy", "Toy", "coordinator_thread", "make_model", "spec"]
 
 T = TypeVar("T")
 
@@ -81,6 +81,12 @@ def make_model() -> nn.Module:
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model
+
+
+def model_and_optimizer(kind: Any = torch.optim.AdamW, **options: Any) -> tuple[nn.Module, Optimizer]:
+    """The model, and an optimizer of all its parameters."""
+    model = make_model()
+    return model, kind(model.parameters(), **{"lr": LR} | options)
 
 
 def coordinator_thread(data_dir: Path, *arguments: Any, **options: Any) -> AbstractContextManager[InThread]:
@@ -141,14 +147,28 @@ class Toy:
         self.token = coordinator.token(Scope.WORKER)
         self.state_dirs = state_dirs
 
-    def info(self) -> RunDetail:
+    def get(self, path: str = "") -> Any:
+        """The coordinator's answer to a question about the run."""
         with self.coordinator.client() as http:
-            return RunDetail.model_validate(http.get("/v1/runs/toy").json())
+            return http.get(f"/v1/runs/toy{path}").raise_for_status().json()
+
+    def info(self) -> RunDetail:
+        return RunDetail.model_validate(self.get())
 
     def told(self, name: str) -> WorkerInfo:
         """What the coordinator says of a worker."""
+        return WorkerInfo.model_validate(self.get(f"/workers/{name}"))
+
+    def round(self, number: int) -> RoundDetail:
+        return RoundDetail.model_validate(self.get(f"/rounds/{number}"))
+
+    def events(self) -> list[Any]:
+        return list(self.get("/events?limit=1000")["items"])
+
+    def stop(self) -> None:
+        """Stop the run, as an operator does."""
         with self.coordinator.client() as http:
-            return WorkerInfo.model_validate(http.get(f"/v1/runs/toy/workers/{name}").json())
+            http.patch("/v1/runs/toy", json={"state": "stopped"}).raise_for_status()
 
     def final(self) -> RunDetail:
         """The run once it is finished and the coordinator has taken the last outer step itself."""
@@ -191,6 +211,10 @@ class Toy:
         return at_once({name: partial(self.worker, name, **options.get(name, {})) for name in names})
 
 
+MakeToy = Callable[..., Toy]  # the fixture `toy_run`
+Joined = tuple[DiLoCo, nn.Module, Optimizer]  # the fixture `joined`
+
+
 def at_once(workers: dict[str, Callable[[], T]]) -> dict[str, T]:
     """Run each worker on a thread of its own; what they return, by name. Raises what one raised."""
     done: dict[str, T] = {}
@@ -226,3 +250,11 @@ def step(diloco: DiLoCo, model: nn.Module, optimizer: torch.optim.Optimizer, uni
     diloco.report_loss(loss)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def units_until(diloco: DiLoCo, inner_step: int) -> Iterator[int]:
+    """The run's units before this inner step of it."""
+    for unit in diloco.units():
+        if diloco.global_step == inner_step:
+            return
+        yield unit

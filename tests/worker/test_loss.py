@@ -1,6 +1,6 @@
-"""The loss of conversations: that of each by itself, however they are packed, padded and split."""
+"""The loss: of conversations, that of each by itself, however they are packed, padded and split; and of a large vocabulary, with
+few logits in memory at a time."""
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from outerstep.compare import losses
@@ -16,16 +17,15 @@ from protocol.spec.sections import InnerSpec
 from tests.support.conversations import write_conversations
 from tests.support.tokenizers import write_chat_tokenizer
 from tests.worker.test_conversations import spec
-from worker.box import set_up
 from worker.data.open_training_set import open_training_set
 from worker.data.tokens.marks import BEGINS, IDS, TRAINED
 from worker.data.training_set import TrainingSet
 from worker.errors import ModelError
+from worker.inner import loss as loss_module
 from worker.inner.evaluation import evaluate
-from worker.inner.loss import Loss, check_packing, find_head
+from worker.inner.loss import Head, Loss, check_packing, chunked_cross_entropy, find_head
 from worker.inner.micro_batch import MicroBatches
 from worker.inner.step import InnerStep
-from worker.settings import BoxSettings
 
 CPU = torch.device("cpu")
 
@@ -188,23 +188,6 @@ def test_a_model_that_mixes_conversations_is_rejected() -> None:
         check_packing(Plain())
 
 
-@pytest.mark.slow
-def test_a_box_trains_on_conversations(source: Path) -> None:
-    run = spec(source, source.parent, "holdout = 0.2", length=160, batch=4)
-    box = set_up(run, BoxSettings(), CPU)
-    assert box.evaluate is not None
-    before = box.evaluate()
-    batch = box.data.unit(0)
-    first = float(box.step.gradient(batch))
-    for _ in range(20):
-        box.step.apply()
-        last = float(box.step.gradient(batch))
-    assert last < first / 2
-    assert box.evaluate().loss < before.loss
-    assert before.tokens == box.data.held_out_tokens
-    assert json.loads(box.data.summary.model_dump_json())["units"] == box.data.units_per_epoch
-
-
 @pytest.mark.parametrize("data", ["", "packing = false"])
 def test_the_loss_by_conversation_adds_up_to_that_of_all(source: Path, data: str) -> None:
     opened_set, model = opened(source, data), model_of().eval()
@@ -218,3 +201,119 @@ def test_the_loss_by_conversation_adds_up_to_that_of_all(source: Path, data: str
     assert of_each.mean == pytest.approx(report.loss, rel=1e-5)
     begins = sum(int((batch & BEGINS != 0).sum()) for batch in opened_set.held_out_batches(10**6))
     assert 1 < len(of_each.targets) <= begins
+
+
+# --- a large vocabulary: few logits in memory at a time ------------------------------------------------------------
+
+
+VOCABULARY, ROWS, LENGTH = 300, 4, 16
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+def small_model(kind: str, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SHAPE, **changes})
+    config.use_cache = False
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+
+
+def batch() -> Tensor:
+    return torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many elements the largest tensor has that anything makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(each, Tensor):
+                self.elements = max(self.elements, each.numel())
+        return result
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_loss_and_gradient_with_few_logits(
+    monkeypatch: pytest.MonkeyPatch, precision: Any, tied: bool
+) -> None:
+    plain, chunked = (small_model("llama", tie_word_embeddings=tied) for _ in range(2))
+    expected = Loss(plain, precision)(batch())
+    expected.backward()
+    monkeypatch.setattr(loss_module, "LOGITS_BYTES", 4 * VOCABULARY * 10)  # ten tokens, the last time fewer
+    with Largest() as largest:
+        loss = Loss(chunked, precision, find_head(chunked))(batch())
+        loss.backward()
+    assert largest.elements < ROWS * LENGTH * VOCABULARY // 2
+    rtol, atol = (1e-5, 1e-7) if precision == "fp32" else (2e-2, 1e-3)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(chunked.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_chunks_of_a_part_of_the_targets_scaled(bias: bool, frozen: bool) -> None:
+    """Some targets do not count, the last chunk is shorter, the loss is scaled, and the head may be frozen."""
+    torch.manual_seed(0)
+    linear = nn.Linear(8, VOCABULARY, bias=bias).requires_grad_(not frozen)
+    hidden = torch.randn(53, 8, requires_grad=True)
+    targets = torch.randint(0, VOCABULARY, (53,))
+    targets[::3] = -100
+    given = [hidden, *(each for each in linear.parameters() if not frozen)]
+    expected = nn.functional.cross_entropy(linear(hidden), targets, reduction="sum") / 7 * 0.3
+    found = chunked_cross_entropy(hidden, Head(nn.Identity(), linear), targets, 10, 7) * 0.3
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(torch.autograd.grad(found, given), torch.autograd.grad(expected, given), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        assert torch.equal(chunked_cross_entropy(hidden, Head(nn.Identity(), linear), targets, 10, 7) * 0.3, found)
+
+
+def test_a_sum_over_many_tokens_does_not_exceed_the_range_of_fp16() -> None:
+    """All of them have one target, and large states; a GradScaler would skip every step for ever."""
+    linear, hidden = nn.Linear(8, 16, bias=False), torch.full((4096, 8), 40.0)
+    with torch.autocast("cpu", torch.float16):
+        loss = chunked_cross_entropy(
+            hidden, Head(nn.Identity(), linear), torch.zeros(4096, dtype=torch.int64), 2048, 4096
+        )
+    loss.backward()
+    assert linear.weight.grad is not None
+    expected = torch.autograd.grad(nn.functional.cross_entropy(linear(hidden), torch.zeros(4096).long()), linear.weight)
+    torch.testing.assert_close(linear.weight.grad, expected[0], rtol=1e-2, atol=1e-2)
+
+
+def test_its_gradients_can_be_asked_for_only_once() -> None:
+    """They are scaled in place; a second time would scale them again without a word."""
+    hidden = torch.randn(30, 8, requires_grad=True)
+    loss = chunked_cross_entropy(
+        hidden, Head(nn.Identity(), nn.Linear(8, 9)), torch.zeros(30, dtype=torch.int64), 10, 1
+    )
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only once"):
+        loss.backward()
+
+
+def test_few_logits_are_made_at_once_bit_for_bit() -> None:
+    model = small_model("llama")
+    assert torch.equal(Loss(model, None, find_head(model))(batch()), Loss(model)(batch()))
+
+
+def test_a_head_that_is_not_plain_is_left_alone() -> None:
+    """These scale or cap their logits: the linear layer alone would give another loss, and say nothing."""
+    assert find_head(small_model("llama")) is not None
+    assert find_head(small_model("granite", logits_scaling=8.0)) is None
+    assert find_head(small_model("gemma2", final_logit_softcapping=0.1)) is None
+    assert find_head(nn.Linear(3, 3)) is None
