@@ -158,7 +158,7 @@ def test_damage_is_noticed_wherever_it_is_and_said_once(
     save(files, "me", state, replace(take(state), shared=shared))
     path = files.path / name
     whole = path.read_bytes()
-    used = range(0, len(whole), 101)
+    used = [*range(0, len(whole), 101)]
     if name == STATE_FILE.format(0, 1):
         sizes = [4 * n for n in LAYOUT.elements for _ in range(2)]
         used = [len(whole) // 4 * index + at for index, size in enumerate(sizes) for at in range(0, size, 101)]
