@@ -100,8 +100,10 @@ class PostgreSQL:
     def database(self) -> Iterator[str]:
         """A new database, by its URL, until the end of the block."""
         name = f"database{next(_numbers)}"
-        yield self.create(name)
-        self.drop(name)
+        try:
+            yield self.create(name)
+        finally:
+            self.drop(name)
 
     def url(self, name: str = USER) -> str:
         """Return the URL of a database, for `USER`."""

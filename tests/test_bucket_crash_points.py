@@ -19,7 +19,7 @@ from coordinator.settings import Settings
 from coordinator.store import sqlite
 from harness.coordinator import coordinator_thread
 from tests.coordinator.crew import crew, play_round
-from tests.coordinator.test_bucket_backups import at_rest, backups
+from tests.coordinator.test_bucket_backups import backups
 from tests.support.backing_up import damages
 from tests.support.crash_points import forked
 from tests.support.crashing import run_bucket_restore, run_bucket_start
@@ -52,7 +52,7 @@ def prepared(s3: S3Server, tmp_path: Path) -> Callable[[str], tuple[Path, str]]:
         (a,) = crew(running, "r", ["a"], rounds=9, checkpoints="every_rounds = 1\nkeep = 1")
         for round_ in range(2):
             play_round([a], round_)
-            at_rest(running, "r", round_ + 1)
+            running.await_state("r", round_ + 1)
     content = {key: s3.read(f"prepared/{key}") for key in s3.keys("prepared/")}
 
     def copy(name: str) -> tuple[Path, str]:

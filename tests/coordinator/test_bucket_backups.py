@@ -64,11 +64,6 @@ def states(url: str, run: str = "r") -> dict[int, int]:
     }
 
 
-def at_rest(running: InThread, run: str, round_: int) -> None:
-    """Return once the state is checkpointed and what it made superfluous is deleted."""
-    running.await_state(run, round_)
-
-
 def play(url: str, data_dir: Path, number: int, checkpoints: str = SHORT) -> None:
     """Play that many rounds of the run r of one worker, with a checkpoint of each."""
     with coordinator_thread(data_dir, blobs=url) as running:

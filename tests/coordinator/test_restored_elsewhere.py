@@ -25,7 +25,6 @@ from harness.stores import names, read
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, enlist, info, play_round, ready
 from tests.coordinator.test_backup import caught_up
-from tests.coordinator.test_bucket_backups import at_rest
 from tests.coordinator.test_removing import leave
 
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
@@ -52,7 +51,7 @@ def after_two_rounds(running: InThread) -> list[Member]:
     members = crew(running, "r", ["a", "b"], rounds=20, min_workers=2, checkpoints=CHECKPOINTS)
     for round_ in range(2):
         play_round(members, round_)
-        at_rest(running, "r", round_ + 1)
+        running.await_state("r", round_ + 1)
     return members
 
 
@@ -86,7 +85,7 @@ def go_on(running: InThread, round_: int) -> None:
     members = [caught_up(enlist(running, "r", name)) for name in ("a", "b")]
     assert info(running, "r")["round"] == round_
     play_round(members, round_)
-    at_rest(running, "r", round_ + 1)
+    running.await_state("r", round_ + 1)
     for member in members:
         leave(member)
 

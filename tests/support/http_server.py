@@ -30,11 +30,7 @@ def answering(status: int, body: bytes, kind: str = "text/html") -> type[Handler
 
     class Answering(Handler):
         def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(status, body, {"Content-Type": kind})
 
     return Answering
 
