@@ -195,7 +195,7 @@ class Settings(EnvironmentSettings):
     @field_validator("backup_dir", mode="before")
     @classmethod
     def _is_directory(cls, value: object) -> object:
-        if re.match(r"[a-z0-9+]+:/", str(value)):  # a Path has one slash left
+        if isinstance(value, str) and "://" in value:
             raise ValueError(f"{value} is no directory; with --blobs URL backups are in that bucket, without a setting")
         return value
 

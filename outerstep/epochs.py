@@ -98,9 +98,9 @@ def schedule_of(text: str, workers: int | None = None, epochs: float = EPOCHS) -
     from worker.data.open_training_set import open_training_set
 
     document = tomllib.loads(text)
-    given = {name: _section(document, name) for name in ("inner", "sync")}
-    batch_size, inner_steps = given["inner"].get("batch_size"), given["sync"].get("inner_steps")
-    probe = text if "rounds" in given["sync"] else _with_keys(text, "sync", {"rounds": 1})
+    inner, sync = _section(document, "inner"), _section(document, "sync")
+    batch_size, inner_steps = inner.get("batch_size"), sync.get("inner_steps")
+    probe = text if "rounds" in sync else _with_keys(text, "sync", {"rounds": 1})
     spec = parse_spec(probe if batch_size is not None else _with_keys(probe, "inner", {"batch_size": 1}))
     if spec.data.source == "custom" or spec.data.private:
         raise SpecError("sync.rounds can only be chosen for data that all workers share")

@@ -83,15 +83,15 @@ def coordinator(ctx: typer.Context, *, given: dict[str, Any]) -> None:
 def _check_used(settings: Settings, given: dict[str, Any]) -> None:
     """Raise UsageError if a setting was given that has no effect without another one."""
     for key, needed in (
-        ("backup_keep", ["backup_dir"]),
-        ("backup_every_s", ["backup_dir", "blobs"]),
-        ("notify_secret", ["notify_url"]),
-        ("blobs_public_url", ["blobs"]),
-        ("tls_key", ["tls_certificate"]),
+        ("backup_keep", {"--backup-dir DIR": settings.backup_dir}),
+        ("backup_every_s", {"--backup-dir DIR": settings.backup_dir, "--blobs URL": settings.blobs}),
+        ("notify_secret", {"--notify-url URL|@FILE": settings.notify_url}),
+        ("blobs_public_url", {"--blobs URL": settings.blobs}),
+        ("tls_key", {"--tls-certificate": settings.tls_certificate}),
     ):
-        if key in settings.model_fields_set and not any(getattr(settings, each) for each in needed):
+        if key in settings.model_fields_set and not any(needed.values()):
             name = flag_of(key) if given.get(key) is not None else f"OUTERSTEP_COORDINATOR_{key.upper()}"
-            raise UsageError(f"{name} needs {' or '.join(map(flag_of, needed))}")
+            raise UsageError(f"{name} needs {' or '.join(needed)}")
 
 
 @with_settings(Settings, ["notify_url"])

@@ -173,19 +173,21 @@ def _option_of(name: str, field: FieldInfo) -> Any:
         text += " Required."
     elif field.default not in (None, False, (), PydanticUndefined):
         text += f" Default: {field.default}."
-    kind = _kind_of(field.annotation)
-    metavar = "<str>" if kind == list[str] else None
+    kind, metavar = _kind_of(field.annotation)
     flag = flag_of(name) + (f"/--no-{name.replace('_', '-')}" if field.default is True else "")
     return Annotated[kind | None, typer.Option(flag, metavar=metavar, help=text)]
 
 
-def _kind_of(annotation: Any) -> Any:
-    """Return the type of the option for a field of this type: text if only the settings class can read it."""
+def _kind_of(annotation: Any) -> tuple[Any, str | None]:
+    """Return the type of the option for a field of this type, and how help shows it (None: as typer does): text if only
+    the settings class can read it. A path is text, too: as a Path, an address loses a slash before it is refused."""
     is_union = get_origin(annotation) in (Union, UnionType)
     kind, *others = [each for each in get_args(annotation) if each is not NoneType] if is_union else [annotation]
     if get_origin(kind) is tuple:
-        return list[str]
-    return kind if not others and (kind in (bool, int, float, Path) or get_origin(kind) is Literal) else str
+        return list[str], "<str>"
+    if kind is Path:
+        return str, "<path>"
+    return kind if not others and (kind in (bool, int, float) or get_origin(kind) is Literal) else str, None
 
 
 # --- what the run's spec may do on this machine -----------------------------------------------------------------

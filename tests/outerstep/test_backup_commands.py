@@ -121,7 +121,7 @@ def test_into_a_bucket(tmp_path: Path, store: SeaweedFS):
         (
             "--backup-dir ftp://host/b --data-dir {tmp}/empty",
             2,
-            "--backup-dir = 'ftp:/host/b': ftp:/host/b is no directory",
+            "--backup-dir = 'ftp://host/b': ftp://host/b is no directory",
         ),
     ],
 )
@@ -135,14 +135,14 @@ def test_what_is_refused_with_a_sentence(tmp_path: Path, arguments: str, code: i
 @pytest.mark.parametrize(
     ("variables", "arguments", "told"),
     [
-        ({"BACKUP_EVERY_S": "60"}, "", "BACKUP_EVERY_S needs --backup-dir or --blobs"),
-        ({"BACKUP_KEEP": "3"}, "", "BACKUP_KEEP needs --backup-dir"),
-        ({"BLOBS_PUBLIC_URL": "https://cdn"}, "", "BLOBS_PUBLIC_URL needs --blobs"),
+        ({"BACKUP_EVERY_S": "60"}, "", "BACKUP_EVERY_S needs --backup-dir DIR or --blobs URL"),
+        ({"BACKUP_KEEP": "3"}, "", "BACKUP_KEEP needs --backup-dir DIR"),
+        ({"BLOBS_PUBLIC_URL": "https://cdn"}, "", "BLOBS_PUBLIC_URL needs --blobs URL"),
         ({"BACKUP_EVERY_S": "1h"}, "--backup-dir b", "BACKUP_EVERY_S = '1h': input should be a valid number"),
         ({"BACKUP_EVERY_S": "0"}, "--backup-dir b", "BACKUP_EVERY_S = '0': input should be greater than 0"),
         ({"BACKUP_KEEP": "0"}, "--backup-dir b", "BACKUP_KEEP = '0': input should be greater than or equal to 1"),
-        ({"PORT": "eight", "HEAD_S": "soon"}, "", "PORT = 'eight': "),
-        ({"PORT": "eight", "HEAD_S": "soon"}, "", "HEAD_S = 'soon': "),
+        ({"PORT": "eight"}, "--advertise-url loud", "PORT = 'eight': "),
+        ({"PORT": "eight"}, "--advertise-url loud", "--advertise-url = 'loud': "),
         ({}, "--tls-key {key}", "--tls-key needs --tls-certificate"),
         ({}, "--database mysql://me:secret@db/runs", "mysql is not supported: use one of sqlite, postgresql"),
     ],

@@ -96,6 +96,7 @@ def test_the_exit_codes_are_told_as_they_are():
         (["worker", "http://c"], "a token is needed: --token-file FILE, or OUTERSTEP_TOKEN in the environment"),
         (["worker", "http://c", "--run", "r", "--mode", "fsdp"], "No such option: --mode"),
         (["worker", "http://c", "--run", "r", "--precision", "fp8"], "'fp8' is not one of 'float8', 'bf16'"),
+        (["coordinator", "--log-level", "loud"], "'--log-level': Value error, 'loud' is not one of 'debug', 'info'"),
         (["demo", "--codec", "int3"], "'int3' is not one of 'fp32', 'bf16', 'int8'"),
     ],
 )
