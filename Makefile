@@ -3,12 +3,12 @@
 #              killed midway, and the final model must be that of `make demo`, bit for bit
 # make test    the quick tests of every part, on all CPUs, in minutes: while you work
 # make check   what must hold before a change is merged, and what `.ci/run` runs in a clean clone: format, lint, types,
-#              `make test`, the tests that compute for longer (marked `slow`), whole systems (marked `system`: kills at every
-#              second crash point, several processes) and 100 seeds of the simulation. `make --jobs=2 check` runs two of its
-#              parts side by side. The parts are `systems`, `kills`, `slow`, `simulated`, `test`, `types` and `lint`
-# make nightly    `make check` and what takes longer (marked `nightly`): images, installations, the tutorial, the demo, planted
-#              bugs, 1000 more seeds, a soak, benchmarks in short, and `make test slow` with blobs in memory, with
-#                 PostgreSQL, through a standby, and with an aggregator
+#              `make test`, whole systems (marked `system`: kills at every fourth crash point, several processes) and 76 seeds
+#              of the simulation. `make --jobs=2 check` runs two of its parts side by side. The parts are `systems`, `kills`,
+#              `simulated`, `test`, `types` and `lint`
+# make nightly    `make check` and what takes longer (marked `slow`, from half a second, or `nightly`): images, installations,
+#              the tutorial, planted bugs, 1000 more seeds, a soak, benchmarks in short, and `make test slow` with blobs in
+#              memory, with PostgreSQL, through a standby, and with an aggregator
 # make simulate    SEEDS=100000 simulated runs under faults, on all CPUs, with the invariants checked after every step
 # make soak    a coordinator and 6 workers under kills, slow lines and flipped bits, for MINUTES=15; as root, or without slow lines
 # make gpu     what needs a GPU, in parts that are not run again once they have passed; it fetches nothing. GPU_WHEELS=DIR has
@@ -47,7 +47,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=$(PROCESSES) --dist=loadfile --
 test: $(VENV)/installed-dev
 	$(PYTEST) -m "not slow and not system and not nightly"
 
-check: systems kills slow simulated test types lint
+check: systems kills simulated test types lint
 
 slow: $(VENV)/installed-dev
 	$(PYTEST) -m "slow and not system and not nightly"
@@ -71,7 +71,7 @@ THROUGH_A_STANDBY := $(addprefix tests/coordinator/test_,$(addsuffix .py,audit c
 # Tests of what is done with contributions, not of the coordinator's own files.
 WITH_AN_AGGREGATOR := $(addprefix tests/coordinator/test_,$(addsuffix .py,carrying deltas epochs equal_work evaluating \
 	guarding late private quarantine residuals rolling_back short_rounds steering verdicts weights))
-nightly: check
+nightly: check slow
 	$(BIN)/python -m pytest -m nightly --durations=30
 	$(PYTEST) -m "not system and not nightly" --blobs=memory
 	$(PYTEST) -m "not system and not nightly" --blobs=memory --database=postgresql tests/coordinator

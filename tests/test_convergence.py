@@ -126,6 +126,7 @@ def test_what_cannot_be_measured_is_refused_before_anything_is(
     assert not results.exists()
 
 
+@pytest.mark.slow
 def test_completion_knows_what_it_reads() -> None:
     """Every byte costs an untrained model about 8 bits."""
     torch.set_num_threads(1)  # several are much slower on busy cores

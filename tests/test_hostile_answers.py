@@ -126,12 +126,14 @@ def test_a_refusal_beyond_all_bounds_is_read_as_far_as_it_is_shown(who: str, kin
         ASKING[who](url)
 
 
+@pytest.mark.slow
 @of_every_kind
 def test_the_doctor_finds_no_coordinator_there(kind: str) -> None:
     with hostile(200, kind) as url, open_http(url) as http, bounded(), pytest.raises(NoCoordinator):
         greet(rest.Client(http))
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:hostile-data-server")
 @of_every_kind
 def test_a_token_set_s_server_is_held_to_what_an_index_can_be(kind: str) -> None:

@@ -16,6 +16,7 @@ from outerstep.common.exit_codes import Exit
 from protocol.messages import CheckpointDetail, Scope
 from protocol.spec.run import RunSpec, parse_spec
 from protocol.wire import Payload
+from tests.support.cases import in_the_night
 from tests.support.reference import fragment_bounds, run_reference
 from tests.support.specs import tiny_spec
 from tests.support.text import write_text
@@ -78,9 +79,9 @@ def one_thread() -> None:
     ("upload", "download", "play"),
     [
         ("int8", "int8", in_threads),
-        pytest.param("fp32", "fp32", in_processes, marks=pytest.mark.system),
+        in_the_night("fp32", "fp32", in_processes),
         pytest.param("int8", "int8", in_processes, marks=pytest.mark.system),
-        pytest.param("ternary", "int4", in_processes, marks=pytest.mark.system),
+        in_the_night("ternary", "int4", in_processes),
     ],
 )
 def test_three_workers_and_four_rounds_equal_the_reference_bit_for_bit(

@@ -70,6 +70,7 @@ def test_what_a_worker_waited_for_follows_from_its_report_and_the_coordinators_t
     assert found["waiting"] == {"share": 0.5, "never": 30 / 80, "doubled_h": 15 / 80}
 
 
+@pytest.mark.slow
 @pytest.mark.in_sqlite
 def test_what_a_worker_adds_is_its_share_and_what_all_others_waited_for_it(tmp_path: Path) -> None:
     now = SettableClock()
@@ -91,6 +92,7 @@ def test_what_a_worker_adds_is_its_share_and_what_all_others_waited_for_it(tmp_p
     assert {name: each["held_s"] for name, each in adds.items()} == {"a": 0, "b": 0, "c": 0, "d": 30}
 
 
+@pytest.mark.slow
 def test_reports_that_wait_for_the_run_are_booked_together_and_none_is_lost(shared: InThread, run: str) -> None:
     names = [f"w{number}" for number in range(8)]
     members = crew(shared, run, names, min_workers=8)

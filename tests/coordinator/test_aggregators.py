@@ -287,6 +287,7 @@ def site(url: URL, tmp_path: Path) -> Iterator[Site]:
         yield Site(running, url, blobs, tmp_path)
 
 
+@pytest.mark.slow
 def test_aggregators_that_do_nothing_are_findings(site: Site) -> None:
     with connected(site.url) as connection:
         for name in ("old", "silent"):

@@ -20,6 +20,7 @@ def entries(running: Running, query: str = "limit=1000") -> list[dict[str, Any]]
     return found[::-1]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:event-flooding", "security:hostile-admin")
 def test_every_act_is_told_with_who_did_it_and_from_where(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running, running.client() as admin:

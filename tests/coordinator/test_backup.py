@@ -71,6 +71,7 @@ def test_the_run_goes_on_from_the_round_that_the_database_knows(tmp_path: Path) 
         assert len(events(running, "r", "restored-from-backup")) == 1, "the next start finds nothing newer"
 
 
+@pytest.mark.slow
 def test_a_contribution_that_the_older_database_does_not_know_is_asked_for_again(tmp_path: Path) -> None:
     lives = Lives(tmp_path / "data")
     with lives.life() as running:

@@ -60,6 +60,7 @@ def claim(member: Member, round_: int, units: list[list[int]]) -> httpx.Response
     return member.http.put(member.path("/assignment"), json={"state_round": round_, "carried": units})
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:untrained-units")
 def test_over_some_rounds_a_fragment_weighs_what_its_worker_was_assigned(shared: InThread, run: str) -> None:
     """With overlap a contribution may name few of its units and weigh a round all the same, and the next one the rest

@@ -86,6 +86,7 @@ def test_private_conversations_weigh_by_each_worker_s_own_set(shared: InThread, 
     assert "7 units of 32 trained tokens" in detail
 
 
+@pytest.mark.slow
 def test_rolled_back_work_is_subtracted_with_its_weight(shared: InThread, run: str) -> None:
     sets = {"a": summary(20, private=True), "b": summary(5, private=True)}
     members = talkers(shared, run, sets, CHAT + "private = true\n", rounds=4, checkpoints="every_rounds = 1")

@@ -40,6 +40,7 @@ def test_the_page_needs_no_token_and_has_nothing_of_a_run(shared: InThread, http
     assert "{" not in reply.text, "an address that was not filled in"
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:dashboard-assets")
 def test_it_loads_from_here_alone_and_all_that_it_names_is_there(http: httpx.Client) -> None:
     named = addresses(page(http))

@@ -232,6 +232,7 @@ def test_steering_by_clicks(browser: Browser, played: Played) -> None:
         ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_button_that_is_pressed_while_its_row_changes_is_clicked(browser: Browser, played: Played) -> None:
     """The row was taken out of the page and put back, and the press was lost."""
     with opened(browser, played.running, f"run={played.run}") as found:
@@ -247,6 +248,7 @@ def test_a_button_that_is_pressed_while_its_row_changes_is_clicked(browser: Brow
         click(found, "Cancel", "dialog")
 
 
+@pytest.mark.nightly
 def test_evicting_banning_and_readmitting(browser: Browser, played: Played) -> None:
     running, run = played.running, played.run
     with opened(browser, running, f"run={run}") as found:
@@ -448,6 +450,7 @@ def test_what_strangers_write_is_text(
             is_text()
 
 
+@pytest.mark.nightly
 def test_on_a_phone_nothing_is_wider_than_it(browser: Browser, played: Played) -> None:
     running = played.running
     width = "document.documentElement.scrollWidth"
@@ -475,6 +478,7 @@ def test_on_a_phone_nothing_is_wider_than_it(browser: Browser, played: Played) -
             assert page.evaluate(width) == 390
 
 
+@pytest.mark.nightly
 def test_everything_is_reached_by_the_keyboard(browser: Browser, played: Played) -> None:
     with opened(browser, played.running, f"run={played.run}") as found:
         page = found.page
@@ -492,6 +496,7 @@ def test_everything_is_reached_by_the_keyboard(browser: Browser, played: Played)
             assert name in reached, (name, reached)
 
 
+@pytest.mark.nightly
 def test_an_outage_is_told_and_outlived(browser: Browser, tmp_path: Path) -> None:
     coordinator = CoordinatorProcess(tmp_path / "data")
     try:
@@ -529,6 +534,7 @@ BREAK_OFF = """() => {
 }"""
 
 
+@pytest.mark.nightly
 def test_answers_that_break_off_in_the_middle_are_an_outage(browser: Browser, played: Played) -> None:
     """As where the coordinator is killed while it answers: the page gave up, with "Failed to fetch"."""
     running = played.running
@@ -549,6 +555,7 @@ def test_the_command_that_joins_has_the_coordinator_s_address(browser: Browser, 
         expect(workers).to_contain_text(f"outerstep worker {running.url} --run {run}")
 
 
+@pytest.mark.nightly
 def test_what_is_not_there_is_told_with_a_way_back(browser: Browser, running: InThread) -> None:
     with tab(browser, **WIDE) as found:
         found.page.goto(f"{running.url}/#token={running.admin_token}&run=nowhere")
@@ -557,6 +564,7 @@ def test_what_is_not_there_is_told_with_a_way_back(browser: Browser, running: In
         expect(found.page.get_by_role("heading", name="Runs")).to_be_visible()
 
 
+@pytest.mark.nightly
 def test_where_nobody_answers_at_first_it_asks_again_and_keeps_the_token(browser: Browser, running: InThread) -> None:
     with tab(browser, **WIDE) as found:
         found.page.route("**/tokens/self", lambda route: route.abort())
@@ -566,6 +574,7 @@ def test_where_nobody_answers_at_first_it_asks_again_and_keeps_the_token(browser
         expect(found.page.get_by_role("heading", name="Runs")).to_be_visible()
 
 
+@pytest.mark.nightly
 def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running: InThread) -> None:
     account = {"seconds": {"train": 2.0, "sync": 1.0, "upload": 0.7, "wait": 0.5}}
     slow = {"seconds": {"train": 6.0, "sync": 1.0, "upload": 0.7}, "dropped_steps": 12}
@@ -619,6 +628,7 @@ def test_the_timeline_tells_who_is_slow_late_and_gone(browser: Browser, running:
     assert [cell["gone"] for cell in cells["new"]] == [False, False]
 
 
+@pytest.mark.nightly
 def test_where_nobody_looks_nothing_is_asked(browser: Browser, played: Played) -> None:
     with opened(browser, played.running, f"run={played.run}") as found:
         page = found.page
@@ -640,6 +650,7 @@ def hide(evaluate: Callable[[str], Any], hidden: bool) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_thousand_rounds_and_two_hundred_workers_are_few_requests(
     browser: Browser, running: InThread, run: str
 ) -> None:
@@ -679,6 +690,7 @@ def long_run(running: InThread, run: str, *, rounds: int, workers: int, tokens: 
             )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_run_is_shown_beside_its_baseline_or_another_run(browser: Browser, running: InThread, run: str) -> None:
     """At equal tokens, although the rounds of the other have twice as many."""
     for name, tokens, above in (
@@ -715,6 +727,7 @@ def test_a_run_is_shown_beside_its_baseline_or_another_run(browser: Browser, run
         expect(panel).not_to_contain_text("perplexity")
 
 
+@pytest.mark.nightly
 def test_the_last_of_many_events_are_found(browser: Browser, running: InThread, run: str) -> None:
     """The listing begins with the oldest: the page finds its end without reading all of it."""
     events_kept = 2600
@@ -729,6 +742,7 @@ def test_the_last_of_many_events_are_found(browser: Browser, running: InThread, 
         assert sum("/events?" in url for url in found.asked) < 20
 
 
+@pytest.mark.nightly
 def test_the_server_page_says_what_is_wrong_and_what_to_do(
     browser: Browser, running: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def test_three_slashes_are_relative_and_four_absolute(tmp_path: Path, monkeypatc
     assert {path.name for path in tmp_path.iterdir() if path.suffix == ".db"} == {"relative.db", "absolute.db"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_page", [0, 1, 20])
 def test_a_damaged_database_is_refused_with_one_sentence(tmp_path: Path, first_page: int) -> None:
     """It was a traceback of SQLAlchemy, or nothing before a request needed the page."""

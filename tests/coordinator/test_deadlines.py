@@ -5,6 +5,8 @@ import pytest
 from harness.coordinator import InThread, SettableClock
 from tests.coordinator.crew import GRACE_OF_A_SECOND, assigned, crew, events, info, play_round, problem, step_all
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["a", "b", "c"]
 
 
@@ -79,7 +81,6 @@ def test_a_box_whose_gpu_hangs_holds_no_round_although_its_heartbeats_go_on(
     assert "no inner step for 61 s" in event["message"]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("one_h")
 @pytest.mark.parametrize(("sync", "advised"), [("", True), ('wait = "never"', False)])
 def test_whose_work_is_lost_each_time_is_named_with_what_to_do(

@@ -114,6 +114,7 @@ def test_long_polls_of_a_run_that_is_stopped_end(shared: InThread, run: str) -> 
         problem(reply.result(PATIENCE_S), "run-ended")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "keep", "slugs", "kept"),
     [

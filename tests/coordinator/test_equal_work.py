@@ -10,6 +10,8 @@ from harness.member import Member
 from tests.coordinator.crew import assigned, crew, events, info, step_all
 from tests.coordinator.test_screening import honest, sketched
 
+pytestmark = pytest.mark.slow
+
 
 def play(members: list[Member], round_: int, sent: dict[str, Any], **losses: float | None) -> None:
     """A round in which each sends its own work, that of the member in `sent`, or the fragments there. `losses`: those
@@ -22,7 +24,6 @@ def play(members: list[Member], round_: int, sent: dict[str, Any], **losses: flo
     step_all(members, round_)
 
 
-@pytest.mark.slow
 @pytest.mark.covers("security:copied-contribution")
 def test_workers_with_equal_work_are_told_of_once(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["a", "b", "c", "d"], rounds=3)
@@ -62,7 +63,6 @@ def test_a_loss_that_nobody_told_is_unknown(shared: InThread, run: str) -> None:
     assert told["message"].startswith("round 0: a, b have sent the same contribution (norm ")
 
 
-@pytest.mark.slow
 def test_another_dropout_seed_or_precision_hides_no_equal_work(shared: InThread, run: str) -> None:
     members = a, b, *_ = crew(shared, run, ["a", "b", "c", "d", "e"], rounds=4)
     for round_ in range(4):
@@ -76,7 +76,6 @@ def test_another_dropout_seed_or_precision_hides_no_equal_work(shared: InThread,
     assert told["data"]["workers"] == ["a", "b"]
 
 
-@pytest.mark.slow
 def test_no_honest_pair_is_taken_for_one() -> None:
     """Of many steps directions are less noisy, and so closer to each other than to those of few steps."""
     for cosine in (0.1, 0.4, 0.9, 0.99):

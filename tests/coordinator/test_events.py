@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from harness.coordinator import InThread, Running, coordinator_thread
 from harness.member import spec_toml
@@ -39,6 +40,7 @@ def parsed(reply: httpx.Response) -> Iterator[dict[str, Any]]:
             event = {}
 
 
+@pytest.mark.slow
 def test_pages_go_through_all_events_in_order_once(shared: InThread, run: str) -> None:
     (member,) = crew(shared, run, ["w"], rounds=3)
     play_rounds(shared, [member], range(3))

@@ -74,6 +74,7 @@ def test_a_contribution_that_arrives_several_times_at_once_is_accepted_once_and_
     assert events(shared, run, "fault") == []
 
 
+@pytest.mark.slow
 def test_a_contribution_that_waits_several_times_for_one_transaction_is_accepted_once(
     shared: InThread, run: str
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_seeding_that_failed_at_the_very_end_is_finished_by_sending_the_fragme
     play_round([member], 0)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_could_not_be_completed_is_completed_later(tmp_path: Path) -> None:
     clock = SettableClock()
     with coordinator_thread(tmp_path / "data", clock=clock) as running:

@@ -163,6 +163,7 @@ def test_a_disk_that_stays_full_for_a_while_is_told_once_and_then_that_it_has_ro
         assert_nothing_half_written(running, "r")
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:unfinished-payloads")
 def test_uploads_leave_the_room_that_the_run_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half-sent payloads filled the disk, and with it the database."""
@@ -194,6 +195,7 @@ def test_uploads_leave_the_room_that_the_run_needs(tmp_path: Path, monkeypatch: 
         assert_nothing_half_written(running, "r")
 
 
+@pytest.mark.slow
 @pytest.mark.in_sqlite
 def test_a_database_that_another_process_has_locked_is_told_as_the_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -1,9 +1,12 @@
 """Late contributions are told with how late they were, and divergences are counted."""
 
+import pytest
+
 from harness.coordinator import InThread, SettableClock
 from tests.coordinator.crew import GRACE_OF_A_SECOND, assigned, crew, events, info, play_rounds, problem, take_part
 
 
+@pytest.mark.slow
 def test_the_rounds_record_says_who_was_late_and_by_how_much(shared: InThread, run: str, clock: SettableClock) -> None:
     a, b, c = crew(shared, run, ["a", "b", "c"], rounds=2, members=GRACE_OF_A_SECOND)
     *_, assignment = assigned([a, b, c], 0)

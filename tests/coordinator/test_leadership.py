@@ -170,6 +170,7 @@ def waiting_for_locks(connection: Connection) -> bool:
     return bool(connection.execute(query).scalar_one())
 
 
+@pytest.mark.slow
 def test_a_paused_write_does_not_keep_others_from_leading(
     url: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -515,6 +516,7 @@ def test_the_database_may_be_restarted(tmp_path: Path) -> None:
         play_rounds(running, [member], [0])
 
 
+@pytest.mark.slow
 def test_a_standby_that_cannot_reach_the_leader_is_not_ready(tmp_path: Path, url: str) -> None:
     """So that the load balancer sends requests to the leader; and a client's next connection may get there."""
     with two(tmp_path, url, addresses=("http://127.0.0.1:1", "http://127.0.0.1:2")) as (leader, standby):

@@ -284,6 +284,7 @@ def test_a_start_keeps_the_checkpoint_before_a_round_that_may_be_done_again(tmp_
             wait_until(lambda: [each["round"] for each in info(running, "r", "/checkpoints")["items"]] == [1, 0])
 
 
+@pytest.mark.slow
 def test_sent_back_without_a_checkpoint_a_worker_holds_no_state(shared: InThread, run: str):
     members = crew_of_tokens(shared, run, "ab", checkpoints="every_rounds = 1\nkeep = 1")
     assigned(members, 0)
@@ -296,6 +297,7 @@ def test_sent_back_without_a_checkpoint_a_worker_holds_no_state(shared: InThread
         assert state.round == reached
 
 
+@pytest.mark.slow
 def test_nobody_is_left_out_of_a_private_run(shared: InThread, run: str):
     """An evaluator could compute each contribution."""
     own = DATA.model_copy(update={"digest": None})

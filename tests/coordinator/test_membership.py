@@ -316,6 +316,7 @@ def test_a_run_waits_for_min_workers_that_are_ready(shared: InThread, run: str) 
     assert a.assignment(0).action == "train"
 
 
+@pytest.mark.slow
 def test_an_open_round_waits_when_too_few_are_left_and_goes_on_with_a_newcomer(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
@@ -333,6 +334,7 @@ def test_an_open_round_waits_when_too_few_are_left_and_goes_on_with_a_newcomer(
     a.step(0)
 
 
+@pytest.mark.slow
 def test_two_members_that_are_told_a_round_hear_of_its_end_by_the_same_state(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["a", "b"], rounds=1, min_workers=2)
     play_rounds(shared, members, range(1))
@@ -362,6 +364,7 @@ def test_a_worker_that_left_with_another_final_state_is_recorded_as_diverged(sha
 # --- a restart ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_after_a_restart_every_lease_has_a_full_new_term(tmp_path: Path, clock: SettableClock) -> None:
     with coordinator_thread(tmp_path / "data", clock=clock) as running:
         (member,) = crew(running, "r", ["w"], members=MINUTE)

@@ -164,6 +164,7 @@ def test_redirects_are_not_followed_and_answers_are_cut(sink: Sink) -> None:
         assert hidden not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_nobody_listens(caplog: pytest.LogCaptureFixture) -> None:
     with receiving() as gone:
         pass
@@ -290,6 +291,7 @@ def test_a_flood_is_a_few_messages(sink: Sink) -> None:
     assert "(35 similar" in sink.bodies[-1]["data"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:hostile-webhook")
 def test_one_that_does_not_answer_holds_up_no_round_and_no_other(
     tmp_path: Path, sink: Sink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -389,6 +391,7 @@ def test_a_disk_that_fills_up_and_the_end_of_a_run(tmp_path: Path, sink: Sink) -
         assert [body["data"]["run"] for body in sink.bodies if body["type"] == "run-finished"] == ["r"]
 
 
+@pytest.mark.slow
 def test_a_failed_backup_is_notified_until_one_is_good(tmp_path: Path, sink: Sink) -> None:
     clock, place = SettableClock(), tmp_path / "backups"
     place.write_text("in the way")

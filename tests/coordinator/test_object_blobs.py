@@ -251,6 +251,7 @@ def test_a_put_whose_answer_was_lost_is_in_the_store(s3: S3Server, blobs: Object
     assert read(blobs, NAME) == b"some bytes"
 
 
+@pytest.mark.slow
 def test_only_one_of_several_puts_creates_the_blob(store: SeaweedFS, data: DataDirectory, prefix: str) -> None:
     blobs = ObjectBlobs(owned(Objects(store.url(prefix))), data)
     contents = [bytes([number]) for number in range(6)]

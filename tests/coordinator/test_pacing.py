@@ -40,6 +40,7 @@ def test_a_worker_of_unknown_rate_does_a_short_round(h: int, expected: int) -> N
 claims = st.none() | st.floats(allow_nan=False, allow_infinity=False)
 
 
+@pytest.mark.slow
 @example(5e-324, [(None, 1, 1.0)], 5e-324)  # it would be the fastest, in a round that never ends
 @given(claims, st.lists(st.tuples(claims, st.integers(1, 100), st.floats(0, 1e9))), st.floats(0, 1e3, exclude_min=True))
 def test_whatever_a_worker_says_of_itself_h_stays_within_the_bounds(
@@ -139,6 +140,7 @@ def hand_in(members: list[Member], assignments: list[Assignment], clock: Settabl
         member.step(each.round)
 
 
+@pytest.mark.slow
 def test_a_fast_and_a_slow_worker_get_what_they_manage(shared: InThread, run: str, clock: SettableClock) -> None:
     _, slow = members = crew(shared, run, ["fast", "slow"], rounds=4, inner_steps=20, min_workers=2, sync=AUTO)
     steps = 0
@@ -161,6 +163,7 @@ def test_the_grace_may_begin_once_the_fastest_has_had_time_for_h() -> None:
     assert replace(opening, fastest=None).grace_from == 100
 
 
+@pytest.mark.slow
 def test_what_a_slow_worker_began_earlier_does_not_close_the_round_on_the_fastest(
     shared: InThread, run: str, clock: SettableClock
 ) -> None:
@@ -233,6 +236,7 @@ def test_one_in_quarantine_does_not_begin_the_round_for_the_others(
     assert honest.assignment(1).inner_steps == 40
 
 
+@pytest.mark.slow
 def test_after_a_restart_each_gets_what_it_has_contributed_to_the_last_round(tmp_path: Path) -> None:
     lives, clock = Lives(tmp_path / "data"), SettableClock()
     with lives.life(clock=clock, now=clock) as running:

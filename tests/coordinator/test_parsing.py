@@ -48,7 +48,7 @@ def test_the_largest_messages_are_taken() -> None:
 @pytest.mark.covers("security:object-flood")
 @pytest.mark.parametrize(
     "body",
-    [b"[" + b"{}," * 1_000_000 + b"{}]", b"{" + b",".join(b'"%d":1' % n for n in range(1_000_000)) + b"}"],
+    [b"[" + b"{}," * 1_000_000 + b"{}]", b"{" + b'"a":1,' * 1_000_000 + b'"a":1}'],
     ids=["objects", "members"],
 )
 def test_a_million_values_are_refused_before_they_are_parsed(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,6 +108,7 @@ def test_only_json_is_json(shared: InThread) -> None:
             assert admin.post("/v1/tokens", content=b'{"scope": "viewer"}', headers=kind).status_code == 201
 
 
+@pytest.mark.slow
 def test_who_may_not_join_cannot_send_a_large_join(shared: InThread, run: str) -> None:
     shared.create_run(spec_toml(run))
     large = join_of(*[TENSOR] * 1000)

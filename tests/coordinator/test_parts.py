@@ -116,6 +116,7 @@ def test_parts_that_are_not_the_whole_that_they_announce_begin_anew(parts: Parts
     assert parts.send(*parts.places[-1]).status_code == 201
 
 
+@pytest.mark.slow
 def test_a_part_of_a_round_that_closed_is_refused_before_the_rest_is_sent(shared: InThread, run: str) -> None:
     a, b = crew(shared, run, ["a", "b"], rounds=3, min_workers=1)
     ready([a, b], 0)
@@ -291,6 +292,7 @@ class Crumbs:
             yield number.to_bytes(2, "little")
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:trickling-parts")
 def test_pieces_of_two_bytes_take_no_more_memory_than_others(tmp_path: Path) -> None:
     """Each was an object of 35 bytes: 256 KiB that were on their way were 7 MB, for each connection."""

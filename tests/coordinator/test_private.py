@@ -87,6 +87,7 @@ def test_a_worker_too_many_is_refused(shared: InThread, run: str, monkeypatch: p
     play_round(members, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["left", "evicted", "banned"])
 def test_units_that_come_back_are_dealt_to_nobody_but_their_worker(shared: InThread, run: str, how: str) -> None:
     a, b = private_crew(shared, run, {"a": 100, "b": 100}, rounds=3)
@@ -157,6 +158,7 @@ def test_a_worker_that_comes_back_with_another_set_is_refused(shared: InThread, 
     bring(shared, run, "a", 12)
 
 
+@pytest.mark.slow
 def test_the_held_out_loss_is_the_mean_of_what_the_workers_measure(shared: InThread, run: str) -> None:
     """Each holds out a part of its own set, so that one of them cannot speak for the others."""
     members = private_crew(shared, run, {"a": 12, "b": 12}, rounds=2, min_workers=2, checkpoints="every_rounds = 1")

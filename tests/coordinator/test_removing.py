@@ -78,6 +78,7 @@ def test_a_run_that_goes_on_is_not_removed(shared: InThread, run: str) -> None:
     remove(shared, run)
 
 
+@pytest.mark.slow
 def test_a_run_that_another_is_to_start_from_is_not_removed(shared: InThread, run: str) -> None:
     leave(finished(shared, run))
     shared.create_run(spec_toml(f"{run}-next").replace('preset = "tiny"', f'preset = "tiny"\nrun = "{run}"'))

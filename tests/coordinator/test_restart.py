@@ -39,6 +39,8 @@ from tests.coordinator.crew import (
 )
 from tests.support.waiting import PATIENCE_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 class Lives:
     """One data directory and one address, served again and again."""
@@ -104,7 +106,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
         return [a.delta(0, p).content for p in (0, 1)]
 
 
-@pytest.mark.slow
 def test_a_fault_of_the_disk_is_recorded_and_the_aggregation_tried_again_until_it_succeeds(
     tmp_path: Path, undisturbed: list[bytes]
 ) -> None:
@@ -126,7 +127,6 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage",
     [pytest.param(Path.unlink, id="missing"), pytest.param(flip, id="one bit flipped")],
@@ -207,7 +207,6 @@ def everything(running: InThread) -> list[Any]:
     return [info(running, run, path) for run, path in shown]
 
 
-@pytest.mark.slow
 def test_all_runs_tokens_and_history_are_there_again(lives: Lives) -> None:
     with lives.life() as running:
         (member,) = crew(running, "r", ["w"], rounds=2)

@@ -79,6 +79,7 @@ def test_what_was_acknowledged_in_the_open_round_is_in_its_delta(tmp_path: Path)
         assert [fragment["contributors"] for fragment in fragments] == [["a", "b"]] * 2
 
 
+@pytest.mark.slow
 def test_a_run_that_had_ended_is_as_it_was(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         (a,) = crew(running, "r", ["a"], rounds=1)

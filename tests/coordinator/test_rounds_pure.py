@@ -160,6 +160,7 @@ def test_a_worker_that_has_stalled_is_not_waited_for_once_there_is_a_quorum() ->
         assert decision.reason.startswith(said)
 
 
+@pytest.mark.slow
 @given(situations())
 def test_a_round_never_closes_below_min_workers_and_sums_in_worker_id_order(situation: dict) -> None:
     decision = decide(**situation)
@@ -256,6 +257,7 @@ def test_a_run_of_one_token_has_the_quorum_of_its_workers(expected: set, contrib
     assert has_quorum(expected, contributed, policy, owners) == has_quorum(expected, contributed, policy)
 
 
+@pytest.mark.slow
 @given(workers, workers, st.dictionaries(st.sampled_from([f"w{i}" for i in range(8)]), st.sampled_from("xyz")), workers)
 def test_a_further_contribution_never_takes_a_quorum_away(
     expected: set, contributed: set, owners: dict, more: set

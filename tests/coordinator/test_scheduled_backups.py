@@ -71,6 +71,7 @@ def await_rest(running: InThread) -> None:
     wait_until(lambda: scheduled_of(running).due < math.inf)
 
 
+@pytest.mark.slow
 def test_one_is_made_at_the_first_start_and_again_after_a_while(
     tmp_path: Path, running: InThread, clock: SettableClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_one_that_the_command_has_made_counts(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [1]
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_with_what_to_do_and_tried_again(
     tmp_path: Path, clock: SettableClock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -152,6 +154,7 @@ def test_a_failure_is_told_with_what_to_do_and_tried_again(
         assert len(events(running, "r", "backup-failed")) == 1, "told once"
 
 
+@pytest.mark.slow
 def test_it_waits_for_nobody_and_nobody_for_it(tmp_path: Path, clock: SettableClock) -> None:
     """A disk from which nothing comes holds up neither a round nor the end of the coordinator."""
     root = tmp_path / "backups"

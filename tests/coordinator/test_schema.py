@@ -103,6 +103,7 @@ def as_it_is_sent(case: Any, *, there: bool) -> Any:
     return case
 
 
+@pytest.mark.nightly
 @pytest.mark.covers("security:any-request")
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: f"{operation.method.upper()} {operation.path}")
 @pytest.mark.parametrize("kind", KINDS)

@@ -54,6 +54,7 @@ def test_who_asks_too_often_is_told_when_to_ask_again(strict: InThread, clock: S
         assert client.get("/v1/runs?limit=1").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:listing-flood")
 def test_a_long_listing_counts_as_many(strict: InThread, clock: SettableClock) -> None:
     with viewer(strict) as client:
@@ -63,6 +64,7 @@ def test_a_long_listing_counts_as_many(strict: InThread, clock: SettableClock) -
         assert client.get("/v1/runs?limit=1").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:listing-flood")
 def test_members_train_while_a_viewer_is_refused(strict: InThread, run: str) -> None:
     (member,) = crew(strict, run, ["a"], rounds=1)
@@ -108,6 +110,7 @@ def exchanged(running: InThread, run: str, count: int) -> Iterator[list[httpx.Cl
         yield clients
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:metrics-flood", "security:stream-flood")
 def test_tokens_exchanged_for_one_join_token_share_requests_streams_and_line_checks(
     strict: InThread, run: str, clock: SettableClock
@@ -149,6 +152,7 @@ def test_a_members_reading_counts_with_its_token_and_its_training_does_not(
     b.http.close()
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:long-poll-flood")
 def test_long_polls_of_one_token_are_bounded_and_members_are_woken_first(strict: InThread, run: str) -> None:
     (a,) = crew(strict, run, ["a"], rounds=2)

@@ -1,5 +1,7 @@
 """Rounds that all workers hand in early: the schedule follows what was trained, and the run has a round for the rest."""
 
+import pytest
+
 from harness.coordinator import InThread
 from harness.member import Member
 from protocol.messages import Assignment
@@ -32,6 +34,7 @@ def place(assignment: Assignment) -> tuple[int, int, int]:
     return assignment.step, assignment.schedule_steps, assignment.inner_steps
 
 
+@pytest.mark.slow
 def test_a_round_that_all_hand_in_is_as_long_as_its_longest_part(shared: InThread, run: str) -> None:
     """Two rounds of 5 steps: the second is handed in after 2 at most, so there is a third for the other 3."""
     members = crew(shared, run, ["a", "b"], rounds=2, min_workers=2)

@@ -145,6 +145,7 @@ def test_a_delta_that_cannot_be_made_again_is_gone_and_told_once(shared: InThrea
     play_rounds(shared, [a], range(2, 3))
 
 
+@pytest.mark.slow
 def test_a_spoilt_checkpoint_is_made_again_from_an_older_one(shared: InThread, run: str) -> None:
     _, live = played(shared, run, "a", 3, "every_rounds = 2")
     name = the(live, "checkpoints", 2, 1)
@@ -181,6 +182,7 @@ def test_a_deleted_checkpoint_is_found_by_its_reader_and_made_again_without_a_re
     assert [each.levelname for each in caplog.records if mended["message"] in each.getMessage()] == ["WARNING"]
 
 
+@pytest.mark.slow
 def test_checkpoints_that_cannot_be_made_again_are_marked_and_nobody_is_sent_to_them(
     shared: InThread, run: str
 ) -> None:
@@ -254,6 +256,7 @@ def test_a_state_file_that_is_no_longer_what_was_written_is_derived_again_withou
     assert info(shared, run)["divergences"] == 0
 
 
+@pytest.mark.slow
 def test_a_deleted_delta_is_made_again_for_its_reader(shared: InThread, run: str) -> None:
     (a, _), live = played(shared, run, "ab", 2, "every_rounds = 100")
     name = the(live, "deltas", 0, 0)
@@ -288,6 +291,7 @@ def renewed(running: InThread, member: Member) -> Member:
     return other
 
 
+@pytest.mark.slow
 def test_a_run_whose_database_has_lost_a_delta_says_so_and_does_not_disturb_the_others(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         (a,) = crew(running, "lost", ["a"], rounds=5, checkpoints="every_rounds = 100")
@@ -302,6 +306,7 @@ def test_a_run_whose_database_has_lost_a_delta_says_so_and_does_not_disturb_the_
         assert "waits for workers" in info(running, "sound")["reason"]
 
 
+@pytest.mark.slow
 def test_a_run_whose_files_are_all_lost_says_so_and_does_not_disturb_the_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

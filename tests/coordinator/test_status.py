@@ -21,6 +21,7 @@ from tests.support.waiting import wait_until
 TOKEN = "ost_" + "a" * 43
 
 
+@pytest.mark.slow
 @pytest.mark.in_sqlite
 def test_all_is_well_and_then_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, place = SettableClock(), tmp_path / "backups"

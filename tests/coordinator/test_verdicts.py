@@ -15,6 +15,8 @@ from protocol.messages import Assignment
 from protocol.wire import DeltaHeader, Payload
 from tests.coordinator.crew import crew, events, info, ready
 
+pytestmark = pytest.mark.slow
+
 NAMES = ["a", "b", "c", "d"]
 
 
@@ -59,7 +61,6 @@ def times(factor: float) -> Any:
     return lambda values: (values * np.float32(factor)).astype(np.float32)
 
 
-@pytest.mark.slow
 @pytest.mark.covers("security:giant-gradient")
 @pytest.mark.parametrize(
     ("change", "reason"),
@@ -137,7 +138,6 @@ def test_a_short_first_round_says_nothing_about_the_norms_of_whole_ones(shared: 
             member.step(round_)
 
 
-@pytest.mark.slow
 def test_after_a_restart_the_same_is_left_out_and_a_spoilt_delta_is_made_again(tmp_path: Path) -> None:
     with coordinator_thread(tmp_path / "data") as running:
         members = crew(running, "r", NAMES, min_workers=4)

@@ -80,6 +80,7 @@ WEIGHTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:untrained-units")
 @pytest.mark.parametrize(("rounds", "sync", "own", "refused", "weight"), WEIGHTS)
 def test_a_contribution_weighs_the_work_of_its_own_round_whatever_it_carries(
@@ -166,6 +167,7 @@ def test_a_weight_ends_at_four_times_the_median_of_the_others(units: list[int]) 
     assert weights(bounded, AUTO).keys() == tokens.keys()
 
 
+@pytest.mark.slow
 def test_the_delta_says_what_each_weighed_and_is_made_again_to_the_same_bytes(shared: InThread, run: str) -> None:
     members = crew(shared, run, ["a", "b", "fast"], rounds=9, inner_steps=100, min_workers=3, sync='wait = "never"')
     for round_ in range(2):

@@ -14,7 +14,7 @@ def _distribution(requirement: str) -> str:
     return re.split(r"[<>=!~;\[ (]", requirement)[0].lower()
 
 
-@pytest.mark.system
+@pytest.mark.nightly
 def test_no_part_needs_what_only_developers_have() -> None:
     """Each is collected with its own configuration, without those packages."""
     developers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]

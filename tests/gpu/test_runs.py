@@ -62,7 +62,7 @@ def play(running: InThread, tmp_path: Path, devices: list[str]) -> None:
     [
         pytest.param("int8", CLASSIC, False, id="int8"),
         pytest.param("int8", CLASSIC, True, id="int8, mixed", marks=pytest.mark.nightly),
-        pytest.param("int4", STREAMING, True, id="int4, overlap, mixed", marks=pytest.mark.system),
+        pytest.param("int4", STREAMING, True, id="int4, overlap, mixed"),
         pytest.param("ternary", STREAMING, False, id="ternary, overlap", marks=pytest.mark.nightly),
         pytest.param("int8", NEVER, True, id="int8, never, mixed", marks=pytest.mark.nightly),
     ],

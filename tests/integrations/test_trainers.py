@@ -11,6 +11,7 @@ from harness.coordinator import InThread, coordinator_thread
 from protocol.messages import Scope
 from tests.integrations import script
 from tests.integrations.script import SPEC, TOTAL, H, Script, result, told
+from tests.support.cases import in_the_night
 from tests.support.shown import finished
 from tests.support.waiting import wait_until
 from worker.errors import BoxError
@@ -116,7 +117,7 @@ def linear(steps: list[int]) -> Any:
     return pytest.approx([0.01 * (1 - step / TOTAL) for step in steps])
 
 
-@pytest.mark.parametrize("trainer", SCRIPTS)
+@pytest.mark.parametrize("trainer", [in_the_night("transformers"), "lightning"])
 def test_two_of_them_end_with_the_same_model_and_have_trained_on_other_data(tmp_path: Path, trainer: str) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(f"{SPEC}[members]\nmin_workers = 2\n")
@@ -158,7 +159,7 @@ def test_several_processes_of_torchrun_are_one_worker(tmp_path: Path, trainer: s
     assert len({*a["rows"][:count], *b["rows"][:count]}) == 2 * count, "no row is trained on twice in an epoch"
 
 
-@pytest.mark.parametrize("trainer", ["transformers", pytest.param("lightning", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("trainer", ["transformers", in_the_night("lightning")])
 def test_one_that_is_stopped_hands_in_and_a_late_one_is_at_the_run_s_step(tmp_path: Path, trainer: str) -> None:
     with coordinator_thread(tmp_path / "coordinator") as running:
         running.create_run(SPEC)

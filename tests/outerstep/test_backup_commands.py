@@ -81,6 +81,7 @@ def test_those_beside_the_blobs_of_a_bucket(tmp_path: Path, store: SeaweedFS):
     assert (code, "there is no backup in" in err) == (3, True)
 
 
+@pytest.mark.slow
 def test_into_a_bucket(tmp_path: Path, store: SeaweedFS):
     url = store.url("restore-command")
     with coordinator_thread(tmp_path / "data") as running:

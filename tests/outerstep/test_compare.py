@@ -180,6 +180,7 @@ def test_checkpoints_differ_by_what_each_of_them_is_evaluated_at(trained: Traine
     assert (last["rounds"], first["rounds"]) == (2, 0)
 
 
+@pytest.mark.slow
 def test_an_export_is_the_run_s_model(trained: Trained, exported: Path) -> None:
     export = trained.compared(RUN, str(exported))["models"][1]
     assert export["difference"]["nats"] == pytest.approx(0, abs=1e-6)
@@ -300,6 +301,7 @@ def test_of_what_the_first_worker_reports_only_the_digest_is_used(
 # --- other tokenizers, adapters, large batches --------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_batch_goes_through_the_model_in_parts(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run's batch may be 512 sequences of 1024 tokens, whose logits take 67 GB; the worker takes them in parts."""
     rows: list[int] = []

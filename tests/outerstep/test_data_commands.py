@@ -99,6 +99,7 @@ def test_what_cannot_be_done(
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_conversations_are_prepared_and_shown(command: Command, tmp_path: Path) -> None:
     talk, tokenizer = write_conversations(tmp_path / "talk.jsonl"), write_chat_tokenizer(tmp_path / "tokenizer")
     prepare = ("prepare", talk, "--tokenizer", tokenizer, "--out", tmp_path / "set", "--data-format", "chat")

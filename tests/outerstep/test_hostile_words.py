@@ -116,6 +116,7 @@ def test_what_a_coordinator_says_is_shown_and_not_obeyed(command: str, code: int
         assert re.search(r"\\(x|u00)1b", out + err)
 
 
+@pytest.mark.slow
 @pytest.mark.covers("security:terminal-escapes")
 @pytest.mark.parametrize("facts", UNPRINTABLE_FACTS, ids=str)
 def test_facts_that_no_coordinator_keeps_are_rejected(facts: dict[str, object]) -> None:
@@ -128,6 +129,7 @@ def test_facts_that_no_coordinator_keeps_are_rejected(facts: dict[str, object]) 
     assert said(Forging, "run", "show", "demo", "--worker", "box-7")[0] == 3
 
 
+@pytest.mark.slow
 def test_json_says_just_what_was_said() -> None:
     assert json.loads(said(Hostile, "run", "ls", "--format", "json")[1])[0]["reason"] == f"all done {EVIL}"
 

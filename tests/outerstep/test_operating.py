@@ -15,6 +15,8 @@ from tests.outerstep.examples import SPEC
 from tests.support.python import python
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_is_created_once(served: Served, tmp_path: Path):
     path = tmp_path / "run.toml"
@@ -89,7 +91,6 @@ def test_an_export_of_a_checkpoint_that_the_disk_has_lost_ends_and_says_so(serve
     assert (code, err.startswith("outerstep: file-lost: "), "from a backup" in err) == (3, True, True)
 
 
-@pytest.mark.slow
 def test_pause_resume_and_stop(served: Served):
     served.create("steered")
     # a run without workers is drained at once
@@ -103,7 +104,6 @@ def test_pause_resume_and_stop(served: Served):
     assert (code, err.startswith("outerstep: run-ended: ")) == (3, True)
 
 
-@pytest.mark.slow
 def test_workers_are_evicted_banned_and_readmitted_and_the_units_are_shown(served: Served):
     served.create("crewed")
     served.member("crewed").ask_to_join().raise_for_status()
@@ -121,7 +121,6 @@ def test_workers_are_evicted_banned_and_readmitted_and_the_units_are_shown(serve
     assert served.shown("run", "show", "crewed", "--units") == []
 
 
-@pytest.mark.slow
 def test_workers_are_listed_and_each_is_shown_in_full(served: Served):
     assert served.outerstep("run", "create", "-", stdin=spec_toml("staffed", min_workers=1))[0] == 0
     told = served.member("staffed", "box-2")
@@ -179,7 +178,6 @@ def test_what_is_not_there_is_refused(served: Served):
     assert served.outerstep("token", "revoke", "nothing")[0] == 3
 
 
-@pytest.mark.slow
 def test_a_token_is_made_used_listed_and_revoked(served: Served):
     code, secret, said = served.outerstep("token", "create", "--scope", "viewer", "--note", "Ann's [box]")
     assert code == 0
@@ -199,7 +197,6 @@ def test_a_token_is_made_used_listed_and_revoked(served: Served):
     assert (code, err.startswith("outerstep: unauthorized: ")) == (3, True)
 
 
-@pytest.mark.slow
 def test_a_token_says_what_it_is_for(served: Served):
     served.create("for-one")
     options = ["--scope", "join", "--run", "for-one", "--uses", "3", "--expires", "12h"]
@@ -271,7 +268,6 @@ def test_a_coordinator_that_cannot_serve_says_why(served: Served, tmp_path: Path
     assert not re.search("Errno|Traceback", done.stderr)
 
 
-@pytest.mark.slow
 def test_a_certificate_that_cannot_be_served_with_is_told_before_anything_is_made(served: Served, tmp_path: Path):
     """Nothing of the data directory is made, and no passphrase is asked for; it was `[SSL] PEM lib (_ssl.c:3926)`."""
     one, other = make_certificate(tmp_path / "one"), make_certificate(tmp_path / "other")
@@ -315,7 +311,6 @@ def test_a_log_of_json_says_of_which_request_run_worker_and_round_a_line_is(tmp_
     assert (asked["request_id"], asked["run"], asked["round"]) == ("from-a-proxy", "told", 7)
 
 
-@pytest.mark.slow
 def test_an_ended_run_is_removed_after_a_question(served: Served):
     served.create("old")
     code, _, err = served.outerstep("run", "rm", "old", "--yes")

@@ -96,6 +96,7 @@ def said_by_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Callable
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [200, 404])
 def test_a_server_that_is_no_coordinator(status: int, said_by_worker: Callable[[str], tuple[int, str]]) -> None:
     with serving_pages(answering(status, PAGE)) as url:
@@ -156,6 +157,7 @@ def test_a_certificate_that_is_given_is_trusted(
         DiLoCo.connect(model, optimizer, run="other", url=secured.url, token=token)
 
 
+@pytest.mark.slow
 def test_a_file_without_certificates_is_told(
     secured: Served, certificate: Certificate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +172,7 @@ def test_a_file_without_certificates_is_told(
         DiLoCo.connect(model, torch.optim.SGD(model.parameters()), run="r", url=secured.url, token="t")
 
 
+@pytest.mark.slow
 def test_a_certificate_of_another_host_or_time(tmp_path: Path) -> None:
     """The clock of this machine may be what is wrong, so the sentence has it."""
     other = make_certificate(tmp_path / "other", host="DNS:coordinator.example.org")
@@ -257,6 +260,7 @@ def test_a_dead_proxy_is_named_with_its_variable(monkeypatch: pytest.MonkeyPatch
     assert "proxy" not in describe(refused.value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_no_proxy")
 def test_a_proxy_that_answers_itself_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving_pages(answering(404, PAGE)) as proxy:

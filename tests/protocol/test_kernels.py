@@ -245,6 +245,7 @@ def results() -> str:
     return digest.hexdigest()
 
 
+@pytest.mark.slow
 def test_without_them_numpy_gives_the_same() -> None:
     program = (
         "import sys; sys.modules['protocol.kernels'] = None\n"

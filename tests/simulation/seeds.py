@@ -10,7 +10,7 @@ from pathlib import Path
 FIXED = range(50)
 # When they were chosen, a round was done again in the first four, and others were accused in the last three.
 DONE_AGAIN = (66, 147, 178, 75, 104, 180)
-PER_COMMIT = 50
+PER_COMMIT = 20
 WITHOUT_COMMIT = FIXED.stop
 
 

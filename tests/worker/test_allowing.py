@@ -14,6 +14,7 @@ from outerstep.common.exit_codes import Exit
 from protocol.messages import Scope
 from protocol.spec.run import RunSpec, parse_spec
 from tests.support import at_terminal
+from tests.support.cases import in_the_night
 from tests.support.specs import tiny_spec
 from tests.support.text import write_chapters
 from tests.support.workers import worker_settings
@@ -253,7 +254,9 @@ def test_a_worker_runs_no_code_and_reads_nothing_unless_its_owner_says_so(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("answer", "code"), [("y", Exit.DONE), ("n", Exit.REFUSED), ("\x03", Exit.REFUSED)])
+@pytest.mark.parametrize(
+    ("answer", "code"), [in_the_night("y", Exit.DONE), ("n", Exit.REFUSED), in_the_night("\x03", Exit.REFUSED)]
+)
 def test_at_a_terminal_the_owner_is_asked(
     coordinator: InThread, text: Path, tmp_path: Path, answer: str, code: Exit
 ) -> None:

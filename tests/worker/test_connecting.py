@@ -181,6 +181,7 @@ def test_it_shares_a_run_with_outerstep_worker(coordinator: InThread, tmp_path: 
     assert shown(coordinator, "words").state is RunState.FINISHED
 
 
+@pytest.mark.slow
 def test_other_data_and_other_places_are_refused(coordinator: InThread, tmp_path: Path) -> None:
     create(coordinator, tmp_path, "words", 'preset = "tiny"')
     diloco, _ = connected(coordinator, shown(coordinator, "words").spec)

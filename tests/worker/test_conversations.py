@@ -64,6 +64,7 @@ def trained_text(tokenizer: Tokenizer, ids: np.ndarray) -> list[str]:
 # --- what is trained on -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_ids_and_marks_are_those_of_apply_chat_template(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -412,6 +413,7 @@ def test_conversations_in_parquet(tmp_path: Path) -> None:
 # --- packing --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(1, 30), max_size=60))
 def test_packing_places_every_conversation_once_and_wastes_little(lengths: list[int]) -> None:
     sequences = pack(lengths, 30)

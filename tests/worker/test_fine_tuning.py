@@ -110,6 +110,7 @@ def exported(tmp_path: Path) -> Path:
     return tmp_path / "export"
 
 
+@pytest.mark.slow
 def test_a_conversation_is_rendered_and_streamed(exported: Path) -> None:
     from transformers import AutoTokenizer
 

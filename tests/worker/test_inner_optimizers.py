@@ -305,7 +305,7 @@ def ends_of(
     [
         *(pytest.param(name, "", None, id=f"{name}-classic") for name in ("adamw", OWN, EIGHT_BIT)),
         *(
-            pytest.param(name, SPREAD, None, id=f"{name}-spread", marks=() if name == "muon" else pytest.mark.system)
+            pytest.param(name, SPREAD, None, id=f"{name}-spread", marks=() if name == "muon" else pytest.mark.nightly)
             for name in NAMES
         ),
         # Parameters in bf16 that are rounded stochastically, and moments in 8 bits.

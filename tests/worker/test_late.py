@@ -18,6 +18,7 @@ from protocol.codecs import CODECS
 from protocol.codecs.base import F32
 from protocol.errors import Problem
 from protocol.wire import ContributionHeader, Payload, pack_header
+from tests.support.cases import in_the_night
 from tests.support.waiting import PATIENCE_S, wait_until
 from tests.worker import toy
 from tests.worker.toy import Killed, MakeToy, MortalClient, Toy, coordinator_thread
@@ -307,7 +308,9 @@ def undisturbed(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("point", ["before upload", "after upload", "before download", "after download"])
+@pytest.mark.parametrize(
+    "point", ["before upload", *map(in_the_night, ["after upload", "before download", "after download"])]
+)
 @pytest.mark.slow
 def test_what_was_left_out_survives_a_crash(
     tmp_path: Path, undisturbed: tuple[str, dict[Key, np.ndarray], str], point: str

@@ -25,6 +25,8 @@ from worker.link.client import Client, open_http
 from worker.link.membership import Heartbeat
 from worker.process import GracePeriod
 
+pytestmark = pytest.mark.slow
+
 
 class StopsWhileUploading(Client):
     """Is asked to stop in the middle of its first upload for round 1."""
@@ -35,7 +37,6 @@ class StopsWhileUploading(Client):
         super().contribute(member_token, header, frames, **options)
 
 
-@pytest.mark.slow
 def test_uploads_under_way_are_finished_and_no_delta_is_waited_for(toy_run: MakeToy) -> None:
     """The delta needs the other worker, which does not contribute before this one has left."""
     gone = threading.Event()
@@ -147,7 +148,6 @@ def test_a_wait_for_an_answer_ends_at_once(caplog: pytest.LogCaptureFixture) -> 
 # --- the end of a run ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_stopped_run_ends_its_workers(toy_run: MakeToy) -> None:
     """The heartbeat brings the news in the middle of a round."""
 
@@ -162,7 +162,6 @@ def test_a_stopped_run_ends_its_workers(toy_run: MakeToy) -> None:
     assert diloco.inner_step == 0
 
 
-@pytest.mark.slow
 def test_a_stopped_run_ends_a_worker_that_waits_for_a_delta(toy_run: MakeToy) -> None:
     """It was told `run-ended` by the delta that it asked for, and died of it where no heartbeat had come before."""
     contributed, stopped = threading.Event(), threading.Event()
@@ -187,7 +186,6 @@ def test_a_stopped_run_ends_a_worker_that_waits_for_a_delta(toy_run: MakeToy) ->
 
 @pytest.mark.usefixtures("one_h")
 @pytest.mark.parametrize("sync", ["", 'wait = "never"'])
-@pytest.mark.slow
 def test_a_worker_that_the_run_finished_without_trains_no_further_and_takes_its_last_state(
     toy_run: MakeToy, sync: str
 ) -> None:
@@ -215,7 +213,6 @@ def test_a_worker_that_the_run_finished_without_trains_no_further_and_takes_its_
     assert digests == {run.final().state_digest}
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_told_of_the_end_takes_its_last_outer_step(toy_run: MakeToy) -> None:
     """The news comes before the deltas of the last round have."""
 

@@ -30,6 +30,7 @@ def unsent_bytes(response: httpx.Response) -> int:
     return int(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT))
 
 
+@pytest.mark.slow
 def test_a_line_that_carries_nothing_is_handed_little() -> None:
     """It was 2.9 MB, which the next body would have had to share the line with."""
     handed = 0
@@ -133,6 +134,7 @@ def test_transfers_and_small_requests_have_connections_of_their_own(toy_run: Mak
     assert not ports["other"] & (ports["up"] | ports["down"])
 
 
+@pytest.mark.slow
 def test_connections_are_opened_ahead_if_those_of_the_last_transfers_have_been_closed() -> None:
     served: list[socket.socket] = []
     up, down = Line().up.parallel.now, Line().down.parallel.now
@@ -229,6 +231,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: patience(SILENT_S)
 
 
+@pytest.mark.slow
 def test_an_upload_that_nobody_takes_any_more_is_sent_over_a_new_connection(silent: Callable[[], None]) -> None:
     """The first connection takes a part of the body and then nothing: as where a router has forgotten it."""
     header, frames = zeros_of_state_0(4 << 20)
@@ -253,6 +256,7 @@ def test_an_upload_that_nobody_takes_any_more_is_sent_over_a_new_connection(sile
     assert arrived == [0, sum(map(len, frames)) + len(wire.pack_header(header))]
 
 
+@pytest.mark.slow
 def test_a_download_that_stops_goes_on_where_it_was_over_a_new_connection(silent: Callable[[], None]) -> None:
     header, frames = zeros_of_state_0(1000)
     data = b"".join([wire.pack_header(header), *frames])
@@ -276,6 +280,7 @@ def test_a_download_that_stops_goes_on_where_it_was_over_a_new_connection(silent
     assert asked == [None, f"bytes=500-{len(data) - 1}"]
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_takes_its_time_to_answer_is_waited_for(silent: Callable[[], None]) -> None:
     """All that was sent has arrived: the line is well."""
     header, frames = zeros_of_state_0(1000)

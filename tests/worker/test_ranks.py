@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from protocol.messages import RunState
+from tests.support.cases import in_the_night
 from tests.worker import toy
 from tests.worker.rank_script import STAGES, RankProcesses
 from tests.worker.toy import MakeToy, Toy, coordinator_thread
@@ -61,7 +62,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return digests
 
 
-@pytest.mark.parametrize("sync", ["", 'overlap = 1\noffsets = "spread"\nalpha = 0.5', 'wait = "never"'])
+@pytest.mark.parametrize(
+    "sync", ['wait = "never"', *map(in_the_night, ["", 'overlap = 1\noffsets = "spread"\nalpha = 0.5'])]
+)
 def test_sharded_replicated_and_plain_workers_have_one_state(start: Start, toy_run: MakeToy, sync: str) -> None:
     run = toy_run(toy.spec(min_workers=4, sync=sync))
     workers = {
@@ -112,8 +115,10 @@ def test_more_processes_than_fragments(start: Start, toy_run: MakeToy) -> None:
     assert run.told("a").contributions == 3
 
 
-@pytest.mark.parametrize(("mode", "victim"), [("fsdp", 1), ("ddp", 0)])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("mode", "victim"), [("fsdp", 1), in_the_night("ddp", 0)])
+@pytest.mark.parametrize(
+    "stage", ["an inner step", *(in_the_night(stage) for stage in STAGES if stage != "an inner step")]
+)
 def test_a_process_killed_at_any_stage_loses_nothing(
     start: Start, toy_run: MakeToy, undisturbed: dict[str, str], stage: str, mode: str, victim: int
 ) -> None:
@@ -133,9 +138,9 @@ def test_a_process_killed_at_any_stage_loses_nothing(
     ("before", "after", "sync"),
     [
         (("fsdp", 3), ("fsdp", 2), ""),
-        (("ddp", 2), ("fsdp", 4), ""),
-        (("fsdp", 2), ("plain", 1), "overlap = 2"),
-        (("plain", 1), ("fsdp", 2), ""),
+        in_the_night(("ddp", 2), ("fsdp", 4), ""),
+        in_the_night(("fsdp", 2), ("plain", 1), "overlap = 2"),
+        in_the_night(("plain", 1), ("fsdp", 2), ""),
     ],
 )
 def test_another_number_of_processes_goes_on(
@@ -153,7 +158,7 @@ def test_another_number_of_processes_goes_on(
         assert run.told("a").tokens == 4 * toy.STEPS * run.info().spec.unit_tokens
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, in_the_night(1)])
 def test_a_signal_to_one_process_is_for_all(start: Start, toy_run: MakeToy, victim: int) -> None:
     """They leave after the same inner step, and hand in what is done."""
     run = toy_run()

@@ -240,6 +240,7 @@ def test_an_address_that_is_none_is_told(tmp_path: Path, source: str, said: str)
 # --- the line -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_is_waited_for(
     server: FileServer, url: str, opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -263,6 +264,7 @@ def test_a_worker_that_is_asked_to_stop_does_not_wait_for_the_line(server: FileS
 # --- other addresses ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_repository_of_the_hub(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     base = "/datasets/team/c4/resolve/v2/gpt2"
@@ -278,6 +280,7 @@ def test_a_repository_of_the_hub(server: FileServer, tmp_path: Path, monkeypatch
     assert set(server.authorizations) == {"Bearer hf_secret"}
 
 
+@pytest.mark.slow
 def test_an_object_store(server: FileServer, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
     local = open_training_set(spec(str(directory)))

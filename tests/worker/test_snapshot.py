@@ -142,6 +142,7 @@ def test_a_foreign_one_is_ignored_and_says_so(files: StateDir, caplog: pytest.Lo
     assert "belongs to another run" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.covers("reliability:damaged-snapshot")
 @pytest.mark.parametrize(
     ("name", "shared"),
