@@ -4,6 +4,8 @@ Revision ID: 0001
 Revises:
 """
 
+import os
+
 import sqlalchemy as sa
 from alembic import op
 
@@ -119,6 +121,7 @@ def upgrade() -> None:
         sa.Column("loss", sa.Double(), nullable=True),
         sa.Column("norm", sa.Double(), nullable=False),
         sa.Column("accepted_at", sa.Double(), nullable=False),
+        sa.Column("lateness", sa.JSON(), nullable=True),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_contributions_run_id")),
         sa.PrimaryKeyConstraint("run_id", "round", "fragment", "worker", name=op.f("pk_contributions")),
     )
@@ -131,6 +134,7 @@ def upgrade() -> None:
         sa.Column("tokens", INTEGER, nullable=False),
         sa.Column("bytes", INTEGER, nullable=True),
         sa.Column("confirmed", sa.Boolean(), server_default="1", nullable=False),
+        sa.Column("without", sa.JSON(), nullable=True),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_evaluations_run_id")),
         sa.PrimaryKeyConstraint("run_id", "round", "worker", name=op.f("pk_evaluations")),
     )
@@ -167,6 +171,8 @@ def upgrade() -> None:
             "(state = 'published') = (delta_digest IS NOT NULL)", name=op.f("ck_fragments_published_has_delta")
         ),
         sa.CheckConstraint("state IN ('collecting', 'aggregating', 'published')", name=op.f("ck_fragments_state")),
+        sa.Column("residual_bytes", INTEGER, nullable=True),
+        sa.Column("residual_digest", sa.LargeBinary(), nullable=True),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_fragments_run_id")),
         sa.PrimaryKeyConstraint("run_id", "round", "fragment", name=op.f("pk_fragments")),
     )
@@ -266,15 +272,70 @@ def upgrade() -> None:
         sa.Column("reputation", sa.JSON(), server_default="{}", nullable=False),
         sa.Column("suspected", sa.Boolean(), server_default="0", nullable=False),
         sa.Column("refuted_state", INTEGER, nullable=True),
+        sa.Column("unit_tokens", INTEGER, nullable=True),
         sa.ForeignKeyConstraint(["run_id"], ["runs.id"], name=op.f("fk_workers_run_id")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_workers")),
         sa.UniqueConstraint("run_id", "name", name=op.f("uq_workers_run_id_name")),
         sa.UniqueConstraint("token_hash", name=op.f("uq_workers_token_hash")),
     )
     op.create_index(op.f("ix_workers_run_id_place"), "workers", ["run_id", "place"], unique=True)
+    op.create_table(
+        "coordinators",
+        sa.Column("id", name(64), nullable=False),
+        sa.Column("address", sa.String(), nullable=False),
+        sa.Column("version", sa.String(), nullable=False),
+        sa.Column("seen_at", sa.Double(), nullable=False),
+        sa.Column("store_fault", sa.String(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_coordinators")),
+    )
+    deployment = op.create_table(
+        "deployment",
+        sa.Column("id", INTEGER, nullable=False),
+        sa.Column("secret", sa.LargeBinary(), nullable=False),
+        sa.Column("bucket_owner", name(64), nullable=True),
+        sa.Column("bucket_url", sa.String(), nullable=True),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_deployment")),
+    )
+    leader = op.create_table(
+        "leader",
+        sa.Column("id", INTEGER, nullable=False),
+        sa.Column("token", INTEGER, nullable=False),
+        sa.Column("holder", name(64), nullable=True),
+        sa.Column("address", sa.String(), nullable=True),
+        sa.Column("taken_at", sa.Double(), nullable=False),
+        sa.Column("expires_at", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_leader")),
+    )
+    op.create_table(
+        "aggregators",
+        sa.Column("id", name(64), nullable=False),
+        sa.Column("host", sa.String(), nullable=False),
+        sa.Column("version", sa.String(), nullable=False),
+        sa.Column("seen_at", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_aggregators")),
+    )
+    op.create_table(
+        "tasks",
+        sa.Column("id", INTEGER, nullable=False),
+        sa.Column("version", sa.String(), nullable=False),
+        sa.Column("task", sa.String(), nullable=False),
+        sa.Column("urgency", INTEGER, nullable=False),
+        sa.Column("preferred", name(64), nullable=True),
+        sa.Column("created_at", sa.Double(), nullable=False),
+        sa.Column("token", INTEGER, server_default="0", nullable=False),
+        sa.Column("holder", name(64), nullable=True),
+        sa.Column("expires_at", sa.Double(), server_default="0", nullable=False),
+        sa.Column("result", sa.String(), nullable=True),
+        sa.Column("failure", sa.String(), nullable=True),
+        sa.PrimaryKeyConstraint("id", name=op.f("pk_tasks")),
+    )
+    op.bulk_insert(deployment, [{"id": 1, "secret": os.urandom(32)}])
+    op.bulk_insert(leader, [{"id": 1, "token": 0, "taken_at": 0.0, "expires_at": 0.0}])
 
 
 def downgrade() -> None:
+    for table in ("tasks", "aggregators", "leader", "deployment", "coordinators"):
+        op.drop_table(table)
     op.drop_index(op.f("ix_workers_run_id_place"), table_name="workers")
     op.drop_table("workers")
     op.drop_table("unit_ranges")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from alembic import command
 
 from coordinator.backup import directory
 from coordinator.backup.contents import Content, DamagedBackup, content_of, copy_whole, encode
@@ -23,7 +22,6 @@ from harness.stores import names
 from protocol.digest import digest
 from protocol.errors import OuterstepError
 from tests.coordinator.crew import assigned, crew, play_round, play_rounds, step_all
-from tests.coordinator.test_migrations import config
 from tests.support.backing_up import back_up, blobs_in, check_restored, damages, files_in, restored, round_in
 
 pytestmark = pytest.mark.in_directory
@@ -289,15 +287,6 @@ def test_no_database_leads_out_of_the_data_directory(two: Path, tmp_path: Path, 
     alter(two, 2, lambda connection: connection.execute(sa.text("UPDATE runs SET name = :name"), {"name": name}))
     with pytest.raises(OuterstepError, match="names files outside"):
         restore(DirectoryBackups(two), 2, Target(tmp_path / "new"))
-
-
-@pytest.mark.slow
-def test_a_backup_of_an_earlier_version_is_restored(two: Path, tmp_path: Path) -> None:
-    alter(two, 2, lambda connection: command.downgrade(config(connection), "0004"))
-    restore(DirectoryBackups(two), 2, Target(tmp_path / "new"))
-    assert files_in(tmp_path / "new") == files_in(two / "2")
-    with coordinator_thread(tmp_path / "new", token_in=tmp_path / "data") as running:
-        assert running.live("r").round == 1
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
