@@ -21,11 +21,11 @@ In the order in which a contribution passes through them:
 
 Outside the path of a request:
 
-    reports.py, round_reports.py   what the REST interface shows of a run
+    reporting/          what the REST interface shows of a run
     quotas.py, settings.py, logs.py
     upkeep/             start-up, damaged files, a full disk, rollback
     backup/             scheduled copies of the database and its blobs, and how to restore them
-    alerts.py           what is wrong now; notifications/ sends alerts and events to webhooks and services
+    notifications/      what is wrong now (alerts.py), and events, to webhooks and services
     metrics/            for Prometheus
     dashboard/          the web page, a client of the REST interface
 

@@ -1,7 +1,8 @@
-"""The lease of the leader: one row of the table `leader`. Its expiry is compared with the database's clock alone."""
+"""The lease of the leader: one row of the table `leader`. Its expiry is compared with the database's clock alone. And
+the coordinators that share the database, as this one has last seen them."""
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,14 @@ from sqlalchemy import URL, Connection, Double, delete, insert, or_, select, tex
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import GenericFunction
 
-from coordinator.peers import Peer
 from coordinator.store import postgresql
 from coordinator.store.database import Database
 from coordinator.store.identity import Actor, audit_note
 from coordinator.store.tables import CoordinatorRow, DeploymentRow, LeaderRow
 
 LEASE_S = 5.0
+FRESH_S = 3.0  # a coordinator that was seen within this time is there; it reports every second
+SILENT_S = 10.0  # one that was not seen for longer is reported
 FORGOTTEN_S = 600.0  # a coordinator or an aggregator that was not seen for this long is no longer listed
 
 _ID = 1  # of the only row
@@ -37,6 +39,50 @@ class database_clock(GenericFunction[float]):  # noqa: N801 - named like the fun
 @compiles(database_clock, "postgresql")
 def _postgresql_clock(*_: Any, **__: Any) -> str:
     return "EXTRACT(EPOCH FROM clock_timestamp())::float8"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A coordinator. `silent_s`: since it was seen, by the database's clock. `store_fault`: why it cannot use the
+    blobs; empty if it can."""
+
+    id: str
+    address: str
+    version: str
+    silent_s: float
+    store_fault: str
+
+
+@dataclass
+class Peers:
+    """All of them, this one included. The election keeps it up to date; any thread may read it.
+
+    own             the id of this one
+    leader          the id of the one that leads; None if none does
+    term            the fencing token, which counts takeovers
+    superseded      writes of this process that failed because another coordinator led
+    store_answer_s  how long the store took to answer the last probe; None if it did not
+    """
+
+    own: str
+    leader: str | None = None
+    term: int = 0
+    superseded: int = 0
+    store_answer_s: float | None = None
+    all: list[Peer] = field(default_factory=list)
+
+    @property
+    def leads(self) -> bool:
+        return self.leader == self.own
+
+    def troubles(self) -> Iterator[str]:
+        """Yield what is wrong with the others, and with this one's way to the store."""
+        for peer in self.all:
+            name = f"the coordinator at {peer.address}"
+            if peer.silent_s > SILENT_S:
+                yield f"{name} has not been heard of for {peer.silent_s:.0f} s"
+            elif peer.store_fault:
+                yield f"{name} cannot use the store: {peer.store_fault}"
 
 
 @dataclass(frozen=True)

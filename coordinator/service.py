@@ -20,14 +20,14 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator.aggregation import queue
 from coordinator.aggregation.delegation import Delegation
-from coordinator.alerts import Alerts
 from coordinator.backup import directory
 from coordinator.backup.bucket import BucketBackupMaker
 from coordinator.backup.directory import BackupSource, DirectoryBackups
 from coordinator.backup.scheduled import ScheduledBackups
+from coordinator.lease import Peers
 from coordinator.logs import RecentErrors
+from coordinator.notifications.alerts import Alerts
 from coordinator.notifications.sending import Notifier, receivers_of
-from coordinator.peers import Peers
 from coordinator.quotas import Quotas
 from coordinator.run.live_run import Change, LiveRun, RunContext
 from coordinator.run.waiters import READS_AT_ONCE, Waiters

@@ -43,9 +43,9 @@ PACKAGE_IMPORTS: dict[str, set[str]] = {
 # The layers of a package, lowest first: a subpackage or module imports only from itself and from the layers before it.
 LAYERS: dict[str, list[str]] = {
     "coordinator": [
-        *("settings", "logs", "process", "peers", "store", "lease", "quotas", "screening", "aggregation"),
+        *("settings", "logs", "process", "store", "lease", "quotas", "screening", "aggregation"),
         *("run", "units", "trust", "rounds", "workers", "sync", "settling", "upkeep", "backup"),
-        *("waits", "round_reports", "reports", "alerts", "notifications", "service"),
+        *("reporting", "notifications", "service"),
         *("http", "metrics", "api", "dashboard", "app", "leadership", "server"),
     ],
     "worker": [

@@ -6,7 +6,6 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator import reports
 from coordinator.http.access import AnyMember, Detail, Items, Number, ReadableRun, Service, layout_with
 from coordinator.http.bodies import LimitedRoute, max_body
 from coordinator.http.downloads import Direct, blob_response, direct_response
@@ -22,6 +21,7 @@ from coordinator.http.openapi import (
 )
 from coordinator.http.response_cache import cached_response
 from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
+from coordinator.reporting import run_reports
 from coordinator.run.live_run import LiveRun
 from coordinator.sync import state_0
 from coordinator.workers import leases
@@ -76,7 +76,7 @@ async def list_checkpoints(
     http: Request, run: ReadableRun, limit: Items, after: Annotated[int | None, Query(ge=0, lt=1 << 63)] = None
 ) -> Response:
     """List the checkpoints, newest first."""
-    return await cached_response(http, reports.checkpoints, run, limit, after)
+    return await cached_response(http, run_reports.checkpoints, run, limit, after)
 
 
 @router.get(
@@ -86,7 +86,7 @@ async def get_checkpoint(
     http: Request, run: ReadableRun, _: Detail, number: Annotated[str, Path(pattern=r"^(latest|\d{1,18})$")]
 ) -> Response:
     """Show a checkpoint: layout, fragments, digests."""
-    return await cached_response(http, reports.checkpoint_detail, run, None if number == "latest" else int(number))
+    return await cached_response(http, run_reports.checkpoint_detail, run, None if number == "latest" else int(number))
 
 
 @router.get(
@@ -100,7 +100,7 @@ def get_checkpoint_fragment(
 ) -> Response:
     """Download a fragment's outer state: θ, then u."""
     layout_with(run, fragment)
-    stored = reports.stored_checkpoint(run, number, fragment)
+    stored = run_reports.stored_checkpoint(run, number, fragment)
     if direct and (redirect := direct_response(http, run.blobs, stored)) is not None:
         return redirect
-    return blob_response(http, run.blobs, stored, partial(reports.missing_checkpoint, run, number, fragment))
+    return blob_response(http, run.blobs, stored, partial(run_reports.missing_checkpoint, run, number, fragment))

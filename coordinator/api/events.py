@@ -10,13 +10,13 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.types import Receive, Scope, Send
 
-from coordinator import reports
 from coordinator.http.access import Caller, Items, ReadableRun, Service, charge
 from coordinator.http.bodies import LimitedRoute
 from coordinator.http.middleware import is_head
 from coordinator.http.openapi import RUN_PROBLEMS, Responses, problem_responses
 from coordinator.http.response_cache import Caches, cached_response, on_read_thread
 from coordinator.quotas import lineage_of
+from coordinator.reporting import run_reports
 from coordinator.run.live_run import LiveRun
 from coordinator.run.waiters import EVENTS
 from coordinator.service import Coordinator
@@ -50,7 +50,7 @@ async def get_events(
             return Response(headers=headers, media_type="text/event-stream")
         events = _stream(run, service, http.app.state.caches, max(after, last_event_id), check_still)
         return _CountedStream(events, headers=headers)
-    return await cached_response(http, reports.events, run, limit, after)
+    return await cached_response(http, run_reports.events, run, limit, after)
 
 
 class _CountedStream(EventSourceResponse):
@@ -76,7 +76,7 @@ async def _stream(
                 return
             # Streams that were woken together share one read.
             key = (run, after, waiters.wake_count(run.name))
-            report = partial(reports.events, run, STREAM_PAGE, after)
+            report = partial(run_reports.events, run, STREAM_PAGE, after)
             page, _ = await caches.events.read(key, math.inf, partial(on_read_thread, service, report))
             for event in page.items:
                 yield ServerSentEvent(id=str(event.id), event=event.kind, data=event.model_dump_json())

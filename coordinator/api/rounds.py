@@ -6,7 +6,6 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator import reports, round_reports
 from coordinator.http.access import (
     AnyMember,
     Caller,
@@ -36,6 +35,7 @@ from coordinator.http.openapi import (
 )
 from coordinator.http.response_cache import cached_response
 from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
+from coordinator.reporting import round_reports, run_reports
 from coordinator.run.live_run import LiveRun
 from coordinator.run.waiters import delta_of
 from coordinator.sync import contributing, deltas, differences, direct_uploads
@@ -255,7 +255,7 @@ async def get_delta(
 
 
 def _stored_delta(http: Request, run: LiveRun, number: int, fragment: int, digest: bytes, direct: bool) -> Response:
-    stored = reports.stored_delta(run, number, fragment, digest)
+    stored = run_reports.stored_delta(run, number, fragment, digest)
     if direct and (redirect := direct_response(http, run.blobs, stored)) is not None:
         return redirect
-    return blob_response(http, run.blobs, stored, partial(reports.missing_delta, run, number, fragment))
+    return blob_response(http, run.blobs, stored, partial(run_reports.missing_delta, run, number, fragment))

@@ -5,7 +5,6 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
-from coordinator import reports
 from coordinator.http.access import (
     Admin,
     AdminOfRun,
@@ -20,6 +19,7 @@ from coordinator.http.access import (
 from coordinator.http.bodies import MESSAGE_BYTES, LimitedRoute, max_body
 from coordinator.http.openapi import RUN_PROBLEMS, WRITE_PROBLEMS, Responses, problem_responses
 from coordinator.http.response_cache import cached_response
+from coordinator.reporting import run_reports
 from coordinator.rounds import steering
 from coordinator.service import Coordinator
 from coordinator.units import epochs
@@ -52,7 +52,7 @@ async def create_run(request: Request, response: Response, service: Service, _: 
     run, created = await run_in_threadpool(service.create_run, text, by)
     if not created:
         response.status_code = 200
-    return await run_in_threadpool(reports.run_detail, run)
+    return await run_in_threadpool(run_reports.run_detail, run)
 
 
 @router.get("", response_model=Page[RunInfo], responses=problem_responses())
@@ -65,20 +65,20 @@ async def list_runs(
 
 def _runs(service: Coordinator, only: str | None, limit: int, after: str | None) -> Page[RunInfo]:
     runs = [run for run in service.runs() if only in (None, run.name) and (after is None or run.name > after)]
-    items = [reports.run_info(run) for run in runs[:limit]]
+    items = [run_reports.run_info(run) for run in runs[:limit]]
     return Page(items=items, next=items[-1].name if len(runs) > limit else None)
 
 
 @router.get("/{run}", response_model=RunDetail, responses=problem_responses(*RUN_PROBLEMS))
 async def get_run(http: Request, run: ReadableRun, _: Detail) -> Response:
     """Show a run: state, reason, round, counts, and the parsed spec."""
-    return await cached_response(http, reports.run_detail, run)
+    return await cached_response(http, run_reports.run_detail, run)
 
 
 @router.get("/{run}/spec", response_class=Response, responses=_SPEC | problem_responses(*RUN_PROBLEMS))
 def get_spec(run: ReadableRun) -> Response:
     """Download the spec, byte for byte as it was uploaded."""
-    return Response(reports.spec_toml(run), media_type="application/toml")
+    return Response(run_reports.spec_toml(run), media_type="application/toml")
 
 
 @router.get("/{run}/units", response_model=Page[EpochInfo], responses=problem_responses(*RUN_PROBLEMS))
@@ -102,7 +102,7 @@ async def list_unit_ranges(
 def change_run(run: OperatorOfRun, change: RunChange, by: By) -> RunDetail:
     """Pause, resume, drain or stop a run."""
     steering.change_state(run, RunState(change.state), by)
-    return reports.run_detail(run)
+    return run_reports.run_detail(run)
 
 
 @router.post("/{run}/rollback", responses=problem_responses(*RUN_PROBLEMS, "rolled-back", "not-ready", *WRITE_PROBLEMS))
@@ -110,7 +110,7 @@ def change_run(run: OperatorOfRun, change: RunChange, by: By) -> RunDetail:
 def roll_back(run: OperatorOfRun, order: RollBack, service: Service, by: By) -> RunDetail:
     """Roll a run back to a checkpoint, optionally without the named workers. All workers rejoin."""
     service.roll_back(run, order, by)
-    return reports.run_detail(run)
+    return run_reports.run_detail(run)
 
 
 @router.delete(

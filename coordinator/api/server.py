@@ -17,8 +17,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
-from coordinator import reports
-from coordinator.alerts import Key
 from coordinator.http.access import Caller, LineChecker, OperatorOfAll, Service, charge
 from coordinator.http.bodies import LimitedRoute, chunks, max_body
 from coordinator.http.openapi import Document, Responses, problem_responses
@@ -27,8 +25,10 @@ from coordinator.http.uploads import CHUNK_BYTES
 from coordinator.logs import scrubbed
 from coordinator.metrics.runs import exported
 from coordinator.metrics.server import ServerMetrics
+from coordinator.notifications.alerts import Key
 from coordinator.notifications.sending import Sender
 from coordinator.quotas import lineage_of
+from coordinator.reporting import run_reports
 from coordinator.service import Coordinator
 from coordinator.store.database import Fault
 from protocol import PROTOCOL_VERSION, __version__
@@ -182,7 +182,7 @@ def _status(service: Coordinator, connections: int) -> ServerStatus:
             *(
                 _finding("files", run.name, lost)
                 for run in service.runs()
-                if (lost := reports.lost_files(run)) is not None
+                if (lost := run_reports.lost_files(run)) is not None
             ),
             *(
                 _finding("coordinator", None, scrubbed(each))

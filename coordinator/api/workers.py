@@ -4,7 +4,6 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from coordinator import reports
 from coordinator.http.access import (
     By,
     Caller,
@@ -30,6 +29,7 @@ from coordinator.http.openapi import (
     problem_responses,
 )
 from coordinator.http.response_cache import cached_response
+from coordinator.reporting import run_reports
 from coordinator.run.waiters import ASSIGNMENTS
 from coordinator.workers import accounting, assigning, leases, membership
 from protocol.messages import (
@@ -119,7 +119,7 @@ def leave(
 def change_worker(run: OperatorOfRun, worker: PathName, change: WorkerChange, by: By) -> WorkerInfo:
     """Evict a worker, ban it, lift its ban, or release its name."""
     membership.change_worker(run, worker, change, by)
-    return reports.worker(run, worker)
+    return run_reports.worker(run, worker)
 
 
 @router.put("/{worker}/lease", responses=problem_responses(*RUN_PROBLEMS))
@@ -164,10 +164,10 @@ async def list_workers(
     http: Request, run: ReadableRun, limit: Items, after: Annotated[str | None, Query()] = None
 ) -> Response:
     """List the workers, by name: live, lost and gone ones."""
-    return await cached_response(http, reports.workers, run, limit, after)
+    return await cached_response(http, run_reports.workers, run, limit, after)
 
 
 @router.get("/{worker}", response_model=WorkerInfo, responses=problem_responses(*RUN_PROBLEMS))
 async def get_worker(http: Request, run: ReadableRun, worker: PathName) -> Response:
     """Show a worker."""
-    return await cached_response(http, reports.worker, run, worker)
+    return await cached_response(http, run_reports.worker, run, worker)

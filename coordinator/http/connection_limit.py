@@ -11,7 +11,7 @@ from ipaddress import ip_address, ip_network
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from coordinator.peers import Peers
+from coordinator.lease import Peers
 from coordinator.settings import Settings
 from protocol.errors import OuterstepError
 

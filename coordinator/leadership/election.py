@@ -14,9 +14,8 @@ from sqlalchemy import URL, Connection
 from sqlalchemy.exc import SQLAlchemyError
 
 from coordinator import lease
-from coordinator.lease import LEASE_S, Leader
+from coordinator.lease import FRESH_S, LEASE_S, Leader, Peer, Peers
 from coordinator.logs import RecentErrors
-from coordinator.peers import FRESH_S, Peer, Peers
 from coordinator.store import postgresql
 from coordinator.store.database import Fence
 from coordinator.store.store_probe import PROBE_S, STORE_S, StoreProbe

@@ -14,9 +14,9 @@ from prometheus_client.registry import Collector
 from sqlalchemy import select
 from sqlalchemy.exc import NoResultFound
 
-from coordinator import reports, round_reports
 from coordinator.metrics.families import OF_RUNS, PREFIX, Family
-from coordinator.reports import state_of
+from coordinator.reporting import round_reports, run_reports
+from coordinator.reporting.run_reports import state_of
 from coordinator.run.live_run import LiveRun, Outcome
 from coordinator.store.tables import CheckpointRow, RunRow, WorkerRow
 from coordinator.trust.guard import has_paused
@@ -101,7 +101,7 @@ class RunSnapshot:
 
 def snapshot(run: LiveRun) -> RunSnapshot:
     """Read a run's state for its metrics."""
-    info, now = reports.run_info(run), run.context.now()
+    info, now = run_reports.run_info(run), run.context.now()
     published = round_reports.rounds(run, 1, info.round).items
     last = published[0] if published else None
     with run.context.database.read() as session:
@@ -139,7 +139,7 @@ def snapshot(run: LiveRun) -> RunSnapshot:
         events=events,
         outcomes=outcomes,
         quarantined=quarantined,
-        disk=reports.disk_bytes(run),
+        disk=run_reports.disk_bytes(run),
         workers=workers,
     )
 

@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.http.middleware import is_head
+from coordinator.lease import SILENT_S, Peers
 from coordinator.metrics.families import OF_THE_SERVER, PREFIX, Family
 from coordinator.metrics.runs import RunsCollector, Value, metrics
-from coordinator.peers import SILENT_S, Peers
 from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from protocol import __version__

@@ -1,2 +1,2 @@
-"""Notifications of events and alerts. notification.py says what becomes one, webhook.py sends it as signed JSON,
-services.py by Apprise; sending.py has the threads that do so."""
+"""Notifications of events and of alerts, which are what is wrong now (alerts.py). notification.py says what becomes a
+notification, webhook.py sends it as signed JSON, services.py by Apprise; sending.py has the threads that do so."""

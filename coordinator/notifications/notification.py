@@ -10,7 +10,7 @@ from protocol.errors import OuterstepError
 from protocol.text import printable
 
 SHOWN_CHARACTERS = 200  # of a receiver's answer
-# Events of runs -> the kind of notification. `coordinator/alerts.py` has conditions that begin and end.
+# Events of runs -> the kind of notification. `alerts.py` has conditions that begin and end.
 EVENT_KINDS = {
     "lost": "worker-lost",
     "diverged": "divergence",

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from coordinator import alerts
+from coordinator.notifications import alerts
 from coordinator.service import Coordinator
 from coordinator.store.blobs import Blobs
 from coordinator.store.data_directory import DataDirectory

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.http.connection_limit import FILES_EACH, MAX_CONNECTIONS, OWN_FILES, ConnectionLimit, connection_limit
-from coordinator.peers import Peer, Peers
+from coordinator.lease import Peer, Peers
 from coordinator.settings import Settings
 from protocol.errors import OuterstepError
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, expect
 
-from coordinator.alerts import Disk
 from coordinator.dashboard import serving
+from coordinator.notifications.alerts import Disk
 from coordinator.store.database import Fault
 from coordinator.store.tables import EvaluationRow, FragmentRow, RoundRow, WorkerRow
 from coordinator.upkeep.storage import Storage

@@ -20,8 +20,8 @@ import pytest
 from pydantic import SecretStr, ValidationError
 from typer.testing import CliRunner
 
-from coordinator.alerts import CHECK_S, NO_ROUND_S, ROUND_S, Disk
 from coordinator.notifications import sending, services, webhook
+from coordinator.notifications.alerts import CHECK_S, NO_ROUND_S, ROUND_S, Disk
 from coordinator.notifications.notification import DeliveryError, Notification, shown
 from coordinator.notifications.sending import MAX_QUEUED, PER_WINDOW, WINDOW_S, Notifier, Sender, receivers_of
 from coordinator.notifications.webhook import request_of

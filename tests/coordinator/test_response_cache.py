@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator import reports
 from coordinator.http.response_cache import READ_BYTES, ReadCache
+from coordinator.reporting import run_reports
 from coordinator.run.live_run import LiveRun
 from harness.coordinator import InThread, coordinator_thread
 from protocol.messages import RunDetail, Scope
@@ -98,13 +98,13 @@ def test_the_newest_reads_that_fit_are_kept() -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The runs whose detail was read, in order."""
     runs: list[str] = []
-    real = reports.run_detail
+    real = run_reports.run_detail
 
     def run_detail(run: LiveRun) -> RunDetail:
         runs.append(run.name)
         return real(run)
 
-    monkeypatch.setattr(reports, "run_detail", run_detail)
+    monkeypatch.setattr(run_reports, "run_detail", run_detail)
     return runs
 
 
@@ -152,13 +152,13 @@ def test_a_cached_response_is_not_served_to_a_token_without_access(shared: InThr
 
 def test_streams_of_one_event_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[int] = []
-    real = reports.events
+    real = run_reports.events
 
     def events(run: LiveRun, limit: int, after: int) -> object:
         reads.append(after)
         return real(run, limit, after)
 
-    monkeypatch.setattr(reports, "events", events)
+    monkeypatch.setattr(run_reports, "events", events)
     with coordinator_thread(tmp_path / "data") as running:
         crew(running, "r", ["a"])
         last = max(event["id"] for event in running.client().get("/v1/runs/r/events").json()["items"])

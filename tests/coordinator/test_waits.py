@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.waits import RoundTimes, held_s, waiting, waits_of
+from coordinator.reporting.waits import RoundTimes, held_s, waiting, waits_of
 from protocol.messages import Account, Stage, Waits
 from protocol.spec.sections import SyncSpec
 

@@ -13,7 +13,7 @@ from sqlalchemy import select
 
 from coordinator.backup.scheduled import ScheduledBackups
 from coordinator.logs import scrubbed
-from coordinator.round_reports import reason_of
+from coordinator.reporting.round_reports import reason_of
 from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import RoundRow
 from protocol.messages import RunState

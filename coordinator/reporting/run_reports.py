@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from coordinator.round_reports import held_out_fields, held_up_by, reason_of
+from coordinator.reporting.round_reports import held_out_fields, held_up_by, reason_of
 from coordinator.run.live_run import LiveRun
 from coordinator.run.schedule import expected_rounds
 from coordinator.store.blobs import StoredBlob

@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from coordinator.reporting.waits import RoundTimes, adds_of, waiting, waits_of
 from coordinator.rounds.opening import awaited_silent_workers, fault_of, status, waits_for
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound
@@ -19,7 +20,6 @@ from coordinator.run.schedule import expected_rounds
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RoundRow
 from coordinator.sync import retention
 from coordinator.trust import held_out
-from coordinator.waits import RoundTimes, adds_of, waiting, waits_of
 from coordinator.workers import accounting
 from protocol.errors import Problem
 from protocol.messages import (
