@@ -2,21 +2,21 @@
 
 In the order in which a contribution passes through them:
 
-    server.py, app.py   the process: uvicorn around the FastAPI application with its middleware, routes and periodic
-                        tasks
+    server.py           the process: uvicorn around the application of api/app.py, with its middleware and routes
     http/               limits on connections and bodies, authentication, problems, uploads, downloads, long polls
     api/                the routes: each one gathers its parameters, calls a decision below, and returns the result
     service.py          the Coordinator: all runs, tokens and threads as one object
-    workers/            joining and leaving, leases, assignments, reports
     sync/               the data plane: contributing.py checks and stores a contribution, publishing.py publishes the
-                        mean of each closed fragment, outer_state.py takes the outer step, checkpointing.py saves it
-    aggregation/        the work on a fragment's bytes that this needs, which aggregators can also do
+                        mean of each closed fragment, outer_state.py takes the outer step, checkpointing.py saves it;
+                        settling.py runs after every change: closes fragments, opens the next round, publishes
+    aggregation/        the work on a fragment's bytes that this needs, which aggregators can also do: measuring and
+                        judging contributions, the mean, the outer step
+    rounds/             who takes part: joining and leaving, leases, assignments, reports; opening and closing rounds,
+                        and steering the run (pause, resume, drain, stop)
+    trust/              what follows from verdicts and held-out losses: the guard, quarantine, leaving out
+    units/              which work units belong to which worker
     run/                a run in memory. Every change goes through `with run.change() as change:` (live_run.py);
                         decide.py decides when a fragment closes, as a pure function
-    settling.py         runs after every change: closes fragments, opens the next round, publishes
-    rounds/             opening, closing and steering (pause, resume, drain, stop)
-    screening/, trust/  how much a contribution counts; the guard, held-out losses, quarantine
-    units/              which work units belong to which worker
     store/              database, blobs, data directory, tokens
 
 Outside the path of a request:

@@ -166,7 +166,7 @@ def rotate_secret(url: URL, now: Callable[[], float]) -> None:
     it cannot be used, or is SQLite and in use; may raise OSError.
 
     From the secret are derived the tickets and proofs of requests between coordinators (`leadership/tickets.py`), and
-    the signs of sketches (`screening/measuring.py`). A term keeps one secret, so that all contributions to a fragment
+    the signs of sketches (`aggregation/measuring.py`). A term keeps one secret, so that all contributions to a fragment
     are measured with the same signs. So the leader's term ends too: its lease remains, and until it expires, only the
     same coordinator can begin the next term. Other coordinators read the secret together with the lease, and
     aggregators with each task.

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from coordinator.app import create_app
+from coordinator.api.app import create_app
 from coordinator.http.connection_limit import ConnectionLimit, connection_limit
 from coordinator.http.connections import Connection
 from coordinator.leadership.forwarding import LeadOrForward

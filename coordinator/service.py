@@ -29,10 +29,10 @@ from coordinator.logs import RecentErrors
 from coordinator.notifications.alerts import Alerts
 from coordinator.notifications.sending import Notifier, receivers_of
 from coordinator.quotas import Quotas
+from coordinator.rounds import leases, membership
 from coordinator.run.live_run import Change, LiveRun, RunContext
 from coordinator.run.waiters import READS_AT_ONCE, Waiters
 from coordinator.settings import Settings
-from coordinator.settling import settle
 from coordinator.store import postgresql
 from coordinator.store.blobs import OWNER, Blobs, OpenStore
 from coordinator.store.data_directory import DataDirectory
@@ -45,9 +45,9 @@ from coordinator.store.store_probe import StoreProbe
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Tokens, secret_hash
 from coordinator.sync import direct_uploads, retention
+from coordinator.sync.settling import settle
 from coordinator.upkeep import redoing, removing, restoring, rolling_back, verifying
 from coordinator.upkeep.storage import REMIND_S, Storage
-from coordinator.workers import leases, membership
 from protocol.digest import digest
 from protocol.errors import OuterstepError, Problem, SpecError
 from protocol.messages import AuditEntry, Cause, NewToken, Page, RollBack, RunState, TokenInfo, TokenRequest

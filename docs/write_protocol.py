@@ -27,7 +27,7 @@ import numpy as np
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from coordinator.app import create_app
+from coordinator.api.app import create_app
 from coordinator.service import Coordinator
 from protocol import PROTOCOL_VERSION, __version__, messages, wire
 from protocol.codecs import REFERENCE

@@ -2,7 +2,7 @@
  * eight.
  *
  * Specified by protocol/codecs/blocks.py, int8.py, int4.py, protocol/outer_step.py and
- * coordinator/screening/measuring.py: the same bits for every input.
+ * coordinator/aggregation/measuring.py: the same bits for every input.
  * So every fp32 operation here is one of theirs, rounded once and in their order. The flags in setup.py keep the compiler
  * from fusing or reordering them. Loops are plain C that compilers vectorise.
  *

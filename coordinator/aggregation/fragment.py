@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.aggregation.judging import Evidence, Judgement, Verdict, judge
 from coordinator.aggregation.mean import aggregate, aggregated, encoded
+from coordinator.aggregation.measuring import Measure, Sketcher, measure_payload, sketch_chunks
 from coordinator.aggregation.residual import Residual
 from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob, Collected, Given
-from coordinator.screening.judging import Evidence, Judgement, Verdict, judge
-from coordinator.screening.measuring import Measure, Sketcher, measure_payload, sketch_chunks
 from coordinator.store.blobs import Blobs, Reader, RunNames, StoreOutage
 from coordinator.store.payloads import (
     HashedPayload,
@@ -165,7 +165,7 @@ def lost_contributions(collected: Collected, blobs: Blobs) -> list[str]:
 
 
 def sketch_key(secret: bytes, run: str, round_: int, fragment: int) -> bytes:
-    """Return the key of a fragment's sketches (`screening/measuring.py`). `secret`: the deployment's."""
+    """Return the key of a fragment's sketches (`aggregation/measuring.py`). `secret`: the deployment's."""
     return digest(secret + f"{run}/{round_}/{fragment}".encode())
 
 

@@ -1,6 +1,6 @@
 """The mean: payloads of contributions in, frames of a delta out. Pure arithmetic in bounded memory.
 
-`screening/judging.py` decides beforehand what is left out. Memory holds one fp32 chunk (two if the codec sends only
+`aggregation/judging.py` decides beforehand what is left out. Memory holds one fp32 chunk (two if the codec sends only
 some of the values), one worker's encoded chunk and the encoded delta, and with error feedback two bytes per value for
 residuals, however many workers contribute. The sum is in worker-id order, never in order of arrival, so the bytes do
 not depend on timing.

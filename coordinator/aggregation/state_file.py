@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.screening.measuring import squares
+from coordinator.aggregation.measuring import squares
 from coordinator.store.blobs import Reader
 from coordinator.store.payloads import StoredPayload
 from outerstep.common.files import naming

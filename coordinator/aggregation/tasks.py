@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from coordinator.screening.judging import Judgement, Verdict
+from coordinator.aggregation.judging import Judgement, Verdict
 from protocol.spec.sections import OuterSpec, SyncSpec
 from protocol.wire import Payload
 

@@ -22,9 +22,9 @@ from coordinator.http.openapi import (
 from coordinator.http.response_cache import cached_response
 from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
 from coordinator.reporting import run_reports
+from coordinator.rounds import leases
 from coordinator.run.live_run import LiveRun
 from coordinator.sync import state_0
-from coordinator.workers import leases
 from protocol.fragments import Layout
 from protocol.messages import CheckpointDetail, CheckpointFragment, CheckpointInfo, Page, PartReply
 from protocol.wire import max_payload_bytes, max_payloads_bytes

@@ -36,11 +36,11 @@ from coordinator.http.openapi import (
 from coordinator.http.response_cache import cached_response
 from coordinator.http.uploads import ReceivedUpload, part_response, receive_upload
 from coordinator.reporting import round_reports, run_reports
+from coordinator.rounds import leases
 from coordinator.run.live_run import LiveRun
 from coordinator.run.waiters import delta_of
 from coordinator.sync import contributing, deltas, differences, direct_uploads
 from coordinator.trust import evaluating
-from coordinator.workers import leases
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import (

@@ -30,8 +30,8 @@ from coordinator.http.openapi import (
 )
 from coordinator.http.response_cache import cached_response
 from coordinator.reporting import run_reports
+from coordinator.rounds import accounting, assigning, leases, membership
 from coordinator.run.waiters import ASSIGNMENTS
-from coordinator.workers import accounting, assigning, leases, membership
 from protocol.messages import (
     MAX_TENSORS,
     Action,

@@ -6,7 +6,7 @@ from functools import partial
 
 from sqlalchemy import URL
 
-from coordinator.app import create_app
+from coordinator.api.app import create_app
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.leadership.election import Election
 from coordinator.leadership.forwarding import LeadOrForward

@@ -13,6 +13,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.reporting.waits import RoundTimes, adds_of, waiting, waits_of
+from coordinator.rounds import accounting
 from coordinator.rounds.opening import awaited_silent_workers, fault_of, status, waits_for
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound
@@ -20,7 +21,6 @@ from coordinator.run.schedule import expected_rounds
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow, RoundRow
 from coordinator.sync import retention
 from coordinator.trust import held_out
-from coordinator.workers import accounting
 from protocol.errors import Problem
 from protocol.messages import (
     Account,

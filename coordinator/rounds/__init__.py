@@ -1,1 +1,2 @@
-"""The lifecycle of a run: rounds open, fragments close, and the operator pauses, resumes, drains or stops the run."""
+"""The lifecycle of a run: workers join, get assignments and leave, rounds open, fragments close, and the operator
+pauses, resumes, drains or stops the run."""

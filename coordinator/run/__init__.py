@@ -29,7 +29,7 @@ Everything above changes only by `LiveRun.change`, and in this order:
    yet. An exception here, or in the commit, leaves database and memory as they were.
 3. The transaction commits. Now the change is durable.
 4. What was registered is applied to memory, so memory is never ahead of the database.
-5. The run *settles* (`coordinator/settling.py`): fragments that are due close, the next round opens, a drained run
+5. The run *settles* (`coordinator/sync/settling.py`): fragments that are due close, the next round opens, a drained run
    pauses, jobs start, until nothing more follows. Each of these is another change, steps 2 to 4.
 6. The requests that wait for what changed are woken (`waiters.py`), and the lock is released.
 

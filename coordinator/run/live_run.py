@@ -21,6 +21,8 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from coordinator.aggregation.delegation import Delegation
+from coordinator.aggregation.judging import SimilarityHistory
+from coordinator.aggregation.measuring import Measure
 from coordinator.aggregation.tasks import Blob, Lateness
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
@@ -28,8 +30,6 @@ from coordinator.run.outer import OuterState
 from coordinator.run.step_rates import StepRates
 from coordinator.run.uploads import Uploads
 from coordinator.run.waiters import EVENTS
-from coordinator.screening.judging import SimilarityHistory
-from coordinator.screening.measuring import Measure
 from coordinator.store.blobs import Blobs, RunNames
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fault
@@ -88,7 +88,7 @@ class RunContext:
     # Make a backup if they are beside the blobs, `alone`: in place of all others. Return the names of the blobs that
     # backups need. Call it after rows are deleted and before their blobs are.
     back_up: Callable[..., frozenset[str]]
-    secret: bytes  # the keys of sketches are derived from it (screening/measuring.py)
+    secret: bytes  # the keys of sketches are derived from it (aggregation/measuring.py)
     working: AbstractContextManager[object]  # held while a thread works on a fragment's bytes, one for each core
     delegation: Delegation | None = None  # leaves work on fragments to aggregators; None if there can be none
     clock: Callable[[], float] = time.monotonic
@@ -189,7 +189,7 @@ class LiveRun:
     """One run. Its methods are small; the logic is in the packages `rounds`, `workers`, `sync` and `upkeep`.
 
     Hold `lock`, which is reentrant, while you read several values that must be consistent, or act on what you read.
-    `settle(run)` does whatever follows from the run's state and the time (`coordinator/settling.py`).
+    `settle(run)` does whatever follows from the run's state and the time (`coordinator/sync/settling.py`).
     """
 
     def __init__(self, row: RunRow, context: RunContext, settle: "Callable[[LiveRun], None]") -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from coordinator.aggregation.measuring import Measure
 from coordinator.aggregation.tasks import NOT_LATE, Lateness
 from coordinator.run.decide import (
     NONE_SILENT,
@@ -13,7 +14,6 @@ from coordinator.run.decide import (
     has_quorum,
     without_refused,
 )
-from coordinator.screening.measuring import Measure
 from protocol.messages import FragmentState
 from protocol.spec.sections import MembersSpec
 

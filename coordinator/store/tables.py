@@ -53,7 +53,7 @@ def _counter() -> Any:
 
 
 def _account() -> Any:
-    """Return a column for an `Account`, which `workers/accounting.py` adds to."""
+    """Return a column for an `Account`, which `rounds/accounting.py` adds to."""
     return mapped_column(default=dict, server_default="{}")
 
 
@@ -385,7 +385,7 @@ class EventRow(Base):
 
 class DeploymentRow(Base):
     """What all coordinators of this database have in common, in a single row. `secret`: the keys of sketches
-    (`screening/measuring.py`) and of requests between coordinators are derived from it. `bucket_owner` and
+    (`aggregation/measuring.py`) and of requests between coordinators are derived from it. `bucket_owner` and
     `bucket_url`: the bucket that has the blobs, and the id that it belongs to; null if they are in the data
     directory."""
 

@@ -11,10 +11,10 @@ from typing import Any
 from sqlalchemy import bindparam, insert, update
 
 from coordinator.aggregation.fragment import sketch_key
+from coordinator.aggregation.measuring import Measure, measure_payload
 from coordinator.aggregation.tasks import NOT_LATE
 from coordinator.run.live_run import Arrival, Change, LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenRound
-from coordinator.screening.measuring import Measure, measure_payload
 from coordinator.store.payloads import Body, has_digest
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
 from coordinator.sync import admission

@@ -16,9 +16,9 @@ from dataclasses import replace
 from blake3 import blake3
 
 from coordinator.aggregation.fragment import examine, sketch_key
+from coordinator.aggregation.measuring import Measure, measure_payload
 from coordinator.aggregation.tasks import Given
 from coordinator.run.live_run import Arrival, LiveRun
-from coordinator.screening.measuring import Measure, measure_payload
 from coordinator.store.blobs import DirectAccess, Uploaded
 from coordinator.sync import admission, delegating
 from coordinator.sync.contributing import commit_blob

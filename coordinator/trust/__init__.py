@@ -8,6 +8,7 @@ held_out.py    the held-out loss of a state
 leaving_out.py which contributions have raised that loss
 guard.py       what happens if the model looks spoilt nevertheless
 
-`screening/` is the pure part below: it measures contributions and judges them. `sync/admission.py` rejects those that
-claim more work than was assigned; `run/step_rates.py` limits the speed that a worker may report.
+`aggregation/measuring.py` and `judging.py` are the pure part below: they measure contributions and judge them.
+`sync/admission.py` rejects those that claim more work than was assigned; `run/step_rates.py` limits the speed that a
+worker may report.
 """

@@ -5,8 +5,8 @@ from collections import defaultdict
 
 from sqlalchemy import select
 
+from coordinator.aggregation.judging import Judgement
 from coordinator.run.live_run import Change
-from coordinator.screening.judging import Judgement
 from coordinator.store.tables import ContributionRow
 
 ADVICE = "In a script, use units(), or seed the batches with diloco.data_seed"

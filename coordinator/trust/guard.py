@@ -1,7 +1,7 @@
 """The guard: what happens when a run's model looks spoilt, according to `guard` in its spec.
 
-Contributions are judged one by one before they are averaged (`screening/judging.py`). Harm that passes this, such as a
-bias within the bounds or a wrong majority, shows in the values of the state and in the held-out loss. Then the guard
+Contributions are judged one by one before they are averaged (`aggregation/judging.py`). Harm that passes this, such as
+a bias within the bounds or a wrong majority, shows in the values of the state and in the held-out loss. Then the guard
 records the event `spoilt` and pauses the run in the same transaction. It may also order a rollback to a checkpoint and
 exclude the workers that stand out. The rollback must wait for running jobs, so a later tick executes it
 (`upkeep/rolling_back.py`).

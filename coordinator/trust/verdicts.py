@@ -6,7 +6,7 @@ worker has its own H, a worker that was assigned far more than the others could 
 that answers at once looks like a fast machine. If workers train on until a delta is there, one may claim to have
 trained on all of its units. So a weight is at most MOST times the median of the others'.
 
-**Verdicts.** The judging itself is pure (`screening/judging.py`), and part of the work on the fragment's bytes
+**Verdicts.** The judging itself is pure (`aggregation/judging.py`), and part of the work on the fragment's bytes
 (`aggregation/fragment.py`). This module adds the run's own record to the evidence, such as the norms of earlier rounds.
 It also applies the consequences: units of workers that were left out are trained again, and reputations change.
 """
@@ -21,10 +21,7 @@ import numpy as np
 from sqlalchemy import and_, select
 from sqlalchemy.orm import aliased
 
-from coordinator.run.live_run import Change, LiveRun
-from coordinator.run.open_round import OpenRound
-from coordinator.run.schedule import round_steps
-from coordinator.screening.judging import (
+from coordinator.aggregation.judging import (
     CLIPPED,
     CLIPPED_OF_OTHER_DATA,
     CLIPPED_WITH_FEEDBACK,
@@ -32,7 +29,10 @@ from coordinator.screening.judging import (
     Judgement,
     spread,
 )
-from coordinator.screening.measuring import Measure
+from coordinator.aggregation.measuring import Measure
+from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.open_round import OpenRound
+from coordinator.run.schedule import round_steps
 from coordinator.store.tables import FragmentRow, RoundRow
 from coordinator.trust.quarantine import update_reputations
 from coordinator.units.ledger import unconsume_units

@@ -51,7 +51,7 @@ _PATIENT: dict[str, float] = {
     "aggregation.queue.LEASE_S": 2 * PATIENCE_S,
     "aggregation.delegation.FRESH_S": PATIENCE_S,
     "aggregation.delegation.SILENT_S": PATIENCE_S,
-    "peers.SILENT_S": PATIENCE_S,
+    "lease.SILENT_S": PATIENCE_S,
 }
 _SHIPPED = {name: pkgutil.resolve_name(f"coordinator.{name}") for name in _PATIENT}
 

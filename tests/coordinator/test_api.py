@@ -16,7 +16,7 @@ import pytest
 from fastapi import APIRouter, Request
 from sqlalchemy import text
 
-from coordinator.app import create_app
+from coordinator.api.app import create_app
 from coordinator.http.bodies import LimitedRoute, max_body
 from harness.coordinator import InThread, coordinator_thread
 from harness.member import Member, spec_toml

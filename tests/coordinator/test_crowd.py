@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from anyio.to_thread import current_default_thread_limiter
 
+from coordinator.rounds import assigning
 from coordinator.run.waiters import ASSIGNMENTS, EVENTS, RELEASED_AT_ONCE, Waiters, delta_of
 from coordinator.sync import retention
-from coordinator.workers import assigning
 from harness.coordinator import CoordinatorProcess, InThread
 from harness.stores import read, the
 from protocol.messages import Action, Assignment

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.rounds import membership
 from coordinator.run.waiters import ASSIGNMENTS, EVENTS
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.identity import Actor
-from coordinator.workers import membership
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import DATA, TENSORS, Member, spec_toml
 from protocol.digest import content_digest, digest

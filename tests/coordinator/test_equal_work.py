@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.screening.judging import Evidence, SimilarityHistory, judge
+from coordinator.aggregation.judging import Evidence, SimilarityHistory, judge
 from harness.coordinator import InThread
 from harness.member import Member
 from tests.coordinator.crew import assigned, crew, events, info, step_all

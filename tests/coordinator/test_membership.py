@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
+from coordinator.rounds import leases
 from coordinator.run.live_run import LiveRun
 from coordinator.store.identity import Actor
 from coordinator.store.tables import UnitRangeRow, WorkerRow
-from coordinator.workers import leases
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import DATA, TENSORS, Member, spec_toml
 from protocol.errors import Problem

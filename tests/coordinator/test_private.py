@@ -79,7 +79,7 @@ def test_every_worker_is_dealt_units_of_its_own_set(shared: InThread, run: str) 
 def test_a_worker_too_many_is_refused(shared: InThread, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its units' numbers do not fit into 63 bits: the database could not store them, and it was an internal fault."""
     assert PRIVATE_WORKERS * UNITS_PER_WORKER == 1 << 63
-    monkeypatch.setattr("coordinator.workers.membership.PRIVATE_WORKERS", 2)
+    monkeypatch.setattr("coordinator.rounds.membership.PRIVATE_WORKERS", 2)
     members = private_crew(shared, run, {"a": 12, "b": 7}, rounds=3, min_workers=2)
     with pytest.raises(httpx.HTTPStatusError) as refused:
         bring(shared, run, "c", 7)

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from coordinator.screening import measuring
-from coordinator.screening.judging import (
+from coordinator.aggregation import measuring
+from coordinator.aggregation.judging import (
     CLIPPED_OF_OTHER_DATA,
     CLIPPED_UNEQUAL,
     CLIPPED_WITH_FEEDBACK,
@@ -25,7 +25,7 @@ from coordinator.screening.judging import (
     judge,
     spread,
 )
-from coordinator.screening.measuring import SKETCHED, Measure, Signs, Sketcher, measure_payload, unit
+from coordinator.aggregation.measuring import SKETCHED, Measure, Signs, Sketcher, measure_payload, unit
 from protocol.codecs import CODECS
 from protocol.compiled import COMPILED, kernels
 from protocol.wire import CHUNK_ELEMENTS

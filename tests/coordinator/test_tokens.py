@@ -10,7 +10,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from coordinator.app import create_app
+from coordinator.api.app import create_app
 from coordinator.http.bodies import LimitedRoute
 from coordinator.service import Coordinator
 from harness.coordinator import InThread

@@ -18,7 +18,7 @@ from fastapi import FastAPI
 from sqlalchemy.exc import DBAPIError
 from starlette.types import ASGIApp
 
-from coordinator.app import create_app
+from coordinator.api.app import create_app
 from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
 from coordinator.settings import Settings

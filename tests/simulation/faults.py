@@ -5,9 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from coordinator.rounds import steering
+from coordinator.rounds import assigning, leases, membership, steering
 from coordinator.store.identity import Actor, Identity
-from coordinator.workers import assigning, leases, membership
 from protocol.errors import Problem
 from protocol.messages import JoinRequest, Metrics, RunState, Scope, WorkerChange
 from tests.simulation.cluster import Cluster

@@ -20,19 +20,18 @@ from sqlalchemy import Connection, select, update
 from sqlalchemy.orm import Session
 
 from coordinator import lease
-from coordinator.aggregation import aggregator, queue
+from coordinator.aggregation import aggregator, judging, queue
 from coordinator.aggregation import fragment as aggregating
 from coordinator.aggregation.fragment import Delta
 from coordinator.aggregation.residual import Residual
 from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob, Collected, Lateness
 from coordinator.lease import Leader
-from coordinator.rounds import closing, opening
+from coordinator.rounds import assigning, closing, leases, opening
 from coordinator.run import open_round, schedule
 from coordinator.run.live_run import LiveRun
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
 from coordinator.run.outer import State
-from coordinator.screening import judging
 from coordinator.store import database
 from coordinator.store.blobs import Blobs, DirectAccess, Kind, RunNames
 from coordinator.store.database import Fence, superseded
@@ -52,7 +51,6 @@ from coordinator.sync import (
 from coordinator.trust import leaving_out
 from coordinator.units import ledger, pools
 from coordinator.upkeep import redoing
-from coordinator.workers import assigning, leases
 from outerstep.common import files
 from outerstep.common.ranges import Range
 from protocol.digest import Buffer, digest

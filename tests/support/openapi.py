@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import httpx
 
-from coordinator.app import create_app
+from coordinator.api.app import create_app
 from coordinator.service import Coordinator
 
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from coordinator.screening.measuring import Measure
+from coordinator.aggregation.measuring import Measure
 
 CLIPPED = 1.25  # times the reference; equal work on the same data gives norms within 1.2
 CLIPPED_UNEQUAL = 1.5  # if a worker did more steps than the others, or late work; relative to that amount of work

@@ -12,12 +12,12 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.rounds import steering
+from coordinator.rounds.leases import end_lease
 from coordinator.run.live_run import Change, LiveRun, RunModel
 from coordinator.store.identity import Actor, Identity
 from coordinator.store.tables import WorkerRow
 from coordinator.store.tokens import new_secret, secret_hash
 from coordinator.trust.quarantine import inherit_score, readmit
-from coordinator.workers.leases import end_lease
 from protocol.errors import LayoutError, Problem
 from protocol.fragments import first_difference
 from protocol.messages import (

@@ -7,12 +7,12 @@ worker's token is no longer good, or when the worker stays after the run is over
 from collections.abc import Callable
 from functools import partial
 
+from coordinator.rounds import accounting
 from coordinator.rounds.opening import status
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.members import LINGER_S, SEEDER_S
 from coordinator.store.identity import Actor
 from coordinator.units.ledger import return_units
-from coordinator.workers import accounting
 from protocol.errors import Problem
 from protocol.messages import Directive, LeaseReply, LeaveRequest, Metrics, RunState, WorkerState
 

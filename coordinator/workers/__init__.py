@@ -1,1 +1,0 @@
-"""The requests of workers: joining, leases, assignments, and reports of what a round has cost them."""
