@@ -136,6 +136,7 @@ def whole(url: str) -> list[int]:
     return list(found)
 
 
+@pytest.mark.nightly
 @pytest.mark.covers("reliability:bucket-backup-killed")
 def test_a_start_killed_at_each_request_leaves_whole_backups_and_the_next_one_goes_on(
     s3: S3Server, prepared: Callable[[str], tuple[Path, str]], tmp_path: Path

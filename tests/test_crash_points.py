@@ -315,7 +315,7 @@ def end(process: ForkServerProcess, folder: Path, exit_code: int) -> None:
 
 
 @pytest.mark.covers("reliability:worker-restart")
-@pytest.mark.parametrize("in_files", [False, True], ids=["in memory", "in files"])
+@pytest.mark.parametrize("in_files", [False, in_the_night(True)], ids=["in memory", "in files"])
 def test_a_worker_killed_at_each_point_in_turn_ends_as_the_undisturbed_one(tmp_path: Path, *, in_files: bool) -> None:
     torch.set_num_threads(1)
     text = write_text(tmp_path / "text", seed=2)

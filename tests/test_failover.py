@@ -13,7 +13,6 @@ from harness.coordinator import Running
 from harness.postgres import installed as postgres_programs
 from harness.seaweedfs import installed as weed
 from tests.coordinator.crew import crew, play_round
-from tests.support.cases import in_the_night
 from tests.support.disturbing import INT8, go_on, train_disturbed
 from tests.support.python import python
 from tests.support.waiting import wait_until
@@ -52,8 +51,9 @@ def resume(process: Process) -> None:
         process.send(signal.SIGCONT)
 
 
+@pytest.mark.nightly
 @pytest.mark.covers("reliability:takeover")
-@pytest.mark.parametrize("how", ["kill", *(in_the_night(how) for how in AWAY if how != "kill")])
+@pytest.mark.parametrize("how", AWAY)
 def test_another_coordinator_goes_on(
     tmp_path: Path, coordinators: Cluster, how: str, say: Callable[[str], None]
 ) -> None:
