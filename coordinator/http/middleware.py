@@ -1,4 +1,4 @@
-"""The middleware around every route. A request passes it in this order (`app.py`):
+"""The middleware around every route. A request passes it in this order (`api/app.py`):
 
 PrepareRequest     gives the request an id, which is also logged with every line about it; HEAD becomes GET
 RequestMetrics     counts and times the request (`metrics/server.py`)
