@@ -153,14 +153,18 @@ def test_what_is_no_database_is_told_and_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.covers("reliability:later-database")
-def test_a_database_of_a_later_version_is_told_and_left_alone(tmp_path: Path) -> None:
-    """As where an upgrade is taken back: alembic's own words name a revision, and nothing that helps."""
+@pytest.mark.parametrize("schema", ["9999", "0001", "0006"])
+def test_a_database_of_another_version_is_told_and_left_alone(tmp_path: Path, schema: str) -> None:
+    """As where an upgrade is taken back, or from before the first release: alembic's own words name a revision, and
+    nothing that helps."""
     path = tmp_path / "run.db"
     Database(url_of(f"sqlite:///{path}", tmp_path)).close()
     with closing(sqlite3.connect(path)) as connection, connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.execute("UPDATE alembic_version SET version_num = ?", (schema,))
     before = path.read_bytes()
-    unknown = r"run\.db has schema 9999, .* does not know: .* later one or one from before .* up to \d{4} .*restore"
+    unknown = (
+        rf"run\.db has schema {schema}, .* does not know: .* later one or one from before .* up to \d{{4}} .*restore"
+    )
     with pytest.raises(OuterstepError, match=unknown):
         Database(url_of(f"sqlite:///{path}", tmp_path))
     assert path.read_bytes() == before

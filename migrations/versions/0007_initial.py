@@ -1,6 +1,6 @@
-"""The initial schema
+"""The initial schema. Builds before the first release had 0001 to 0006, whose databases are refused by their number.
 
-Revision ID: 0001
+Revision ID: 0007
 Revises:
 """
 
@@ -9,7 +9,7 @@ import os
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0001"
+revision = "0007"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -334,23 +334,9 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    for table in ("tasks", "aggregators", "leader", "deployment", "coordinators"):
+    for table in (
+        *("tasks", "aggregators", "leader", "deployment", "coordinators", "workers", "unit_ranges"),
+        *("rounds", "reports", "outer_states", "late_contributions", "fragments", "events", "evaluations"),
+        *("contributions", "checkpoints", "checkpoint_fragments", "assignments", "tokens", "runs", "audit"),
+    ):
         op.drop_table(table)
-    op.drop_index(op.f("ix_workers_run_id_place"), table_name="workers")
-    op.drop_table("workers")
-    op.drop_table("unit_ranges")
-    op.drop_table("rounds")
-    op.drop_table("reports")
-    op.drop_table("outer_states")
-    op.drop_table("late_contributions")
-    op.drop_table("fragments")
-    op.drop_index(op.f("ix_events_run_id"), table_name="events")
-    op.drop_table("events")
-    op.drop_table("evaluations")
-    op.drop_table("contributions")
-    op.drop_table("checkpoints")
-    op.drop_table("checkpoint_fragments")
-    op.drop_table("assignments")
-    op.drop_table("tokens")
-    op.drop_table("runs")
-    op.drop_table("audit")
