@@ -61,7 +61,7 @@ def test_every_replica_ends_with_the_state_of_the_restored_coordinator(tmp_path:
 
 @pytest.mark.covers("security:wrong-majority")
 @pytest.mark.nightly
-@pytest.mark.parametrize("overlap", [pytest.param(0, id="classic"), pytest.param(2, id="streaming")])
+@pytest.mark.parametrize("overlap", [0, 2], ids=["classic", "streaming"])
 def test_every_replica_follows_a_run_that_goes_back_to_a_checkpoint(tmp_path: Path, overlap: int) -> None:
     """The coordinator is killed on the way."""
     coordinator = CoordinatorProcess(tmp_path / "data")

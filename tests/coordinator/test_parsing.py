@@ -48,7 +48,7 @@ def test_the_largest_messages_are_taken() -> None:
 @pytest.mark.covers("security:object-flood")
 @pytest.mark.parametrize(
     "body",
-    [b"[" + b"{}," * 1_000_000 + b"{}]", b"{" + b'"a":1,' * 1_000_000 + b'"a":1}'],
+    [b"[" + b"{}," * 1_000_000 + b"{}]", b"{" + b",".join(b'"%d":1' % n for n in range(1_000_000)) + b"}"],
     ids=["objects", "members"],
 )
 def test_a_million_values_are_refused_before_they_are_parsed(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from protocol.errors import OuterstepError
 from tests.coordinator.crew import crew, enlist, info, play_round, ready
 from tests.coordinator.test_backup import caught_up
 from tests.coordinator.test_removing import leave
+from tests.support.cases import in_the_night
 
 pytest.importorskip("obstore", reason="no object stores: pip install 'outerstep[remote]'")
 
@@ -153,11 +154,11 @@ def killed(owner: object, step: str, when: str) -> Iterator[None]:
 
 
 STEPS = [
-    pytest.param(False, restoring, "_fill", "before", marks=pytest.mark.nightly),
+    in_the_night(False, restoring, "_fill", "before"),
     pytest.param(False, restoring, "_fill", "after"),
-    pytest.param(True, restoring, "_fill", "before", marks=pytest.mark.nightly),
-    pytest.param(True, restoring, "_fill", "after", marks=pytest.mark.nightly),
-    pytest.param(True, BucketBackups, "pass_on", "before", marks=pytest.mark.nightly),
+    in_the_night(True, restoring, "_fill", "before"),
+    in_the_night(True, restoring, "_fill", "after"),
+    in_the_night(True, BucketBackups, "pass_on", "before"),
     pytest.param(True, BucketBackups, "pass_on", "after"),
 ]
 
