@@ -7,7 +7,7 @@ an older token is rejected. A task whose lease has expired is taken again.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, delete, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 
 from coordinator.aggregation.tasks import RESULT, TASK, Advanced, Aggregate, Aggregated, Task
 from coordinator.lease import FORGOTTEN_S, database_clock
@@ -19,6 +19,37 @@ LEASE_S = 10.0
 # How long a task waits for the aggregator that has the fragment's state, before another one derives it (delay
 # scheduling: Zaharia et al. 2010, section 3).
 PATIENCE_S = 2.0
+
+_idle = or_(TaskRow.holder.is_(None), TaskRow.expires_at <= database_clock())
+_for_me = or_(TaskRow.preferred.is_(None), TaskRow.preferred == bindparam("taker"))
+_waited = or_(TaskRow.token > 0, TaskRow.created_at <= database_clock() - PATIENCE_S)
+_free = (
+    select(TaskRow.id)
+    .where(TaskRow.version == __version__, TaskRow.result.is_(None), TaskRow.failure.is_(None))
+    .where(_idle, or_(_for_me, _waited))
+    .order_by(TaskRow.urgency, TaskRow.id)
+    .limit(1)
+    .with_for_update(skip_locked=True)
+    .scalar_subquery()
+)
+# What is sent again and again is built once: a statement that is built anew takes ten times as long.
+_TAKE = (
+    update(TaskRow)
+    .where(TaskRow.id == _free)
+    .values(holder=bindparam("taker"), token=TaskRow.token + 1, expires_at=database_clock() + bindparam("lease_s"))
+    .returning(TaskRow.id, TaskRow.token, TaskRow.task)
+)
+_silent_s = database_clock() - AggregatorRow.seen_at
+_AGGREGATORS = (
+    select(AggregatorRow.id, AggregatorRow.host, AggregatorRow.version, _silent_s)
+    .where(_silent_s < FORGOTTEN_S)
+    .order_by(AggregatorRow.id)
+)
+_REPORT = (
+    update(AggregatorRow)
+    .where(AggregatorRow.id == bindparam("own_id"))
+    .values(host=bindparam("own_host"), version=__version__, seen_at=database_clock())
+)
 
 
 @dataclass(frozen=True)
@@ -80,9 +111,8 @@ def add(connection: Connection, tasks: Sequence[tuple[Task, str | None]]) -> lis
 def answers(connection: Connection, ids: Collection[int]) -> list[Answer]:
     """Return what has become of these tasks."""
     row = TaskRow
-    idle = or_(row.holder.is_(None), row.expires_at <= database_clock())
     found = connection.execute(
-        select(row.id, row.token, row.holder, idle, row.result, row.failure).where(row.id.in_(ids))
+        select(row.id, row.token, row.holder, _idle, row.result, row.failure).where(row.id.in_(ids))
     )
     return [
         Answer(id_, token, holder, bool(is_idle), None if result is None else RESULT.validate_json(result), failure)
@@ -109,10 +139,7 @@ def clear(connection: Connection) -> None:
 
 def aggregators(connection: Connection) -> list[KnownAggregator]:
     """Return the aggregators that were seen lately, by id."""
-    row = AggregatorRow
-    silent_s = database_clock() - row.seen_at
-    found = select(row.id, row.host, row.version, silent_s).where(silent_s < FORGOTTEN_S)
-    return [KnownAggregator(*each) for each in connection.execute(found.order_by(row.id))]
+    return [KnownAggregator(*each) for each in connection.execute(_AGGREGATORS)]
 
 
 # --- aggregators ------------------------------------------------------------------------------------------------------
@@ -120,26 +147,7 @@ def aggregators(connection: Connection) -> list[KnownAggregator]:
 
 def take(connection: Connection, holder: str) -> Claim | None:
     """Take the most urgent task that nobody works on. Return None if there is none."""
-    row = TaskRow
-    expired = row.expires_at <= database_clock()
-    mine = or_(row.preferred.is_(None), row.preferred == holder)
-    waited = or_(row.token > 0, row.created_at <= database_clock() - PATIENCE_S)
-    free = (
-        select(row.id)
-        .where(row.version == __version__, row.result.is_(None), row.failure.is_(None))
-        .where(or_(row.holder.is_(None), expired), or_(mine, waited))
-        .order_by(row.urgency, row.id)
-        .limit(1)
-        .with_for_update(skip_locked=True)
-        .scalar_subquery()
-    )
-    taken = (
-        update(row)
-        .where(row.id == free)
-        .values(holder=holder, token=row.token + 1, expires_at=database_clock() + LEASE_S)
-        .returning(row.id, row.token, row.task)
-    )
-    found = connection.execute(taken).one_or_none()
+    found = connection.execute(_TAKE, {"taker": holder, "lease_s": LEASE_S}).one_or_none()
     return None if found is None else Claim(found.id, found.token, TASK.validate_json(found.task))
 
 
@@ -173,10 +181,10 @@ def _update(connection: Connection, claim: Claim, **values: object) -> bool:
 
 def report(connection: Connection, id_: str, host: str) -> None:
     """Record that an aggregator is alive."""
-    values = {"host": host, "version": __version__, "seen_at": database_clock()}
-    found = connection.execute(update(AggregatorRow).where(AggregatorRow.id == id_).values(values))
+    found = connection.execute(_REPORT, {"own_id": id_, "own_host": host})
     if not found.rowcount:
-        connection.execute(insert(AggregatorRow).values(id=id_, **values))
+        values = {"id": id_, "host": host, "version": __version__}
+        connection.execute(insert(AggregatorRow).values(seen_at=database_clock(), **values))
         connection.execute(delete(AggregatorRow).where(AggregatorRow.seen_at < database_clock() - FORGOTTEN_S))
 
 

@@ -117,10 +117,10 @@ class _Statements:
     def dispose(self) -> None:
         pass
 
-    def execute(self, statement: Any) -> Any:
+    def execute(self, statement: Any, values: dict[str, Any] | None = None) -> Any:
         self._database.request()
         with self._writing.begin() as connection:
-            result = connection.execute(statement)
+            result = connection.execute(statement, values)
             return result.freeze()() if result.returns_rows else SimpleNamespace(rowcount=result.rowcount)
 
 
