@@ -14,19 +14,19 @@ In the order in which a contribution passes through them:
     rounds/             who takes part: joining and leaving, leases, assignments, reports; opening and closing rounds,
                         and steering the run (pause, resume, drain, stop)
     trust/              what follows from verdicts and held-out losses: the guard, quarantine, leaving out
-    units/              which work units belong to which worker
     run/                a run in memory. Every change goes through `with run.change() as change:` (live_run.py);
-                        decide.py decides when a fragment closes, as a pure function
-    store/              database, blobs, data directory, tokens
+                        decide.py decides when a fragment closes, as a pure function; units/ has which work units
+                        belong to which worker
+    store/              database, blobs, data directory, tokens, the lease of the leader
 
 Outside the path of a request:
 
     reporting/          what the REST interface shows of a run
-    quotas.py, settings.py, logs.py
+    quotas.py, settings.py, process.py
     upkeep/             start-up, damaged files, a full disk, rollback
     backup/             scheduled copies of the database and its blobs, and how to restore them
     notifications/      what is wrong now (alerts.py), and events, to webhooks and services
-    metrics/            for Prometheus
+    api/metrics/        for Prometheus
     dashboard/          the web page, a client of the REST interface
 
 docs/design.md says which package may import which; tests/test_imports.py checks it.

@@ -24,24 +24,23 @@ from coordinator.backup import directory
 from coordinator.backup.bucket import BucketBackupMaker
 from coordinator.backup.directory import BackupSource, DirectoryBackups
 from coordinator.backup.scheduled import ScheduledBackups
-from coordinator.lease import Peers
-from coordinator.logs import RecentErrors
 from coordinator.notifications.alerts import Alerts
 from coordinator.notifications.sending import Notifier, receivers_of
+from coordinator.process import RecentErrors
 from coordinator.quotas import Quotas
 from coordinator.rounds import leases, membership
 from coordinator.run.live_run import Change, LiveRun, RunContext
 from coordinator.run.waiters import READS_AT_ONCE, Waiters
 from coordinator.settings import Settings
 from coordinator.store import postgresql
-from coordinator.store.blobs import OWNER, Blobs, OpenStore
+from coordinator.store.blobs import OWNER, Blobs, OpenStore, StoreProbe
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fence, url_of
 from coordinator.store.identity import Actor, Identity, audit_entries
+from coordinator.store.lease import Peers
 from coordinator.store.opening import store_at
 from coordinator.store.partial_uploads import PartialUploads
 from coordinator.store.payloads import MemoryBudget
-from coordinator.store.store_probe import StoreProbe
 from coordinator.store.tables import RunRow
 from coordinator.store.tokens import Tokens, secret_hash
 from coordinator.sync import direct_uploads, retention

@@ -43,10 +43,9 @@ PACKAGE_IMPORTS: dict[str, set[str]] = {
 # The layers of a package, lowest first: a subpackage or module imports only from itself and from the layers before it.
 LAYERS: dict[str, list[str]] = {
     "coordinator": [
-        *("settings", "logs", "process", "store", "lease", "quotas", "aggregation"),
-        *("run", "units", "trust", "rounds", "sync", "upkeep", "backup"),
-        *("reporting", "notifications", "service"),
-        *("http", "metrics", "dashboard", "api", "leadership", "server"),
+        *("settings", "process", "store", "quotas", "aggregation", "run", "trust", "rounds", "sync"),
+        *("upkeep", "backup", "reporting", "notifications", "service"),
+        *("http", "dashboard", "api", "leadership", "server"),
     ],
     "worker": [
         *("errors", "ranks", "settings", "process", "memory", "accounts", "codecs", "models"),

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from coordinator.metrics.families import FAMILIES, PREFIX
+from coordinator.api.metrics.families import FAMILIES, PREFIX
 from harness.coordinator import InThread, coordinator_thread
 from harness.ports import free_port
 from protocol.messages import Scope

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 
 from coordinator.aggregation.tasks import RESULT, TASK, Advanced, Aggregate, Aggregated, Task
-from coordinator.lease import FORGOTTEN_S, database_clock
+from coordinator.store.lease import FORGOTTEN_S, database_clock
 from coordinator.store.tables import AggregatorRow, TaskRow
 from protocol import __version__
 

@@ -8,13 +8,13 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.api import checkpoints, events, rounds, runs, server, tokens, workers
+from coordinator.api.metrics.server import RequestMetrics, ServerMetrics
 from coordinator.dashboard import serving as dashboard
 from coordinator.http import openapi
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.http.middleware import Admit, PrepareRequest, ResponseHeaders
 from coordinator.http.problems import answer_problems
 from coordinator.http.response_cache import Caches
-from coordinator.metrics.server import RequestMetrics, ServerMetrics
 from coordinator.service import Coordinator
 from protocol import __version__
 

@@ -21,8 +21,8 @@ from coordinator.http.openapi import RUN_PROBLEMS, WRITE_PROBLEMS, Responses, pr
 from coordinator.http.response_cache import cached_response
 from coordinator.reporting import run_reports
 from coordinator.rounds import steering
+from coordinator.run.units import epochs
 from coordinator.service import Coordinator
-from coordinator.units import epochs
 from protocol.errors import Problem
 from protocol.messages import EpochInfo, Page, RollBack, RunChange, RunDetail, RunInfo, RunState, UnitRangeInfo
 from protocol.spec.run import MAX_SPEC_BYTES

@@ -17,16 +17,16 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
+from coordinator.api.metrics.runs import exported
+from coordinator.api.metrics.server import ServerMetrics
 from coordinator.http.access import Caller, LineChecker, OperatorOfAll, Service, charge
 from coordinator.http.bodies import LimitedRoute, chunks, max_body
 from coordinator.http.openapi import Document, Responses, problem_responses
 from coordinator.http.response_cache import Caches
 from coordinator.http.uploads import CHUNK_BYTES
-from coordinator.logs import scrubbed
-from coordinator.metrics.runs import exported
-from coordinator.metrics.server import ServerMetrics
 from coordinator.notifications.alerts import Key
 from coordinator.notifications.sending import Sender
+from coordinator.process import scrubbed
 from coordinator.quotas import lineage_of
 from coordinator.reporting import run_reports
 from coordinator.service import Coordinator

@@ -17,9 +17,8 @@ from typing import Protocol
 
 from sqlalchemy import URL, create_engine, select, update
 
-from coordinator import lease
 from coordinator.backup.contents import DamagedBackup, Manifest, os_errors_explained
-from coordinator.store import postgresql, sqlite
+from coordinator.store import lease, postgresql, sqlite
 from coordinator.store.data_directory import RESTORED, DataDirectory
 from coordinator.store.database import Database
 from coordinator.store.tables import (

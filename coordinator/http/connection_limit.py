@@ -11,8 +11,8 @@ from ipaddress import ip_address, ip_network
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from coordinator.lease import Peers
 from coordinator.settings import Settings
+from coordinator.store.lease import Peers
 from protocol.errors import OuterstepError
 
 MAX_CONNECTIONS = 4096

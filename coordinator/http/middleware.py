@@ -1,7 +1,7 @@
 """The middleware around every route. A request passes it in this order (`api/app.py`):
 
 PrepareRequest     gives the request an id, which is also logged with every line about it; HEAD becomes GET
-RequestMetrics     counts and times the request (`metrics/server.py`)
+RequestMetrics     counts and times the request (`api/metrics/server.py`)
 ResponseHeaders    adds headers to every response, and answers unexpected exceptions
 Admit              rejects clients of another protocol version, finds the token's holder, and limits its requests
 """
@@ -16,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from coordinator.http.problems import fault_response, reject
-from coordinator.logs import about_request
+from coordinator.process import about_request
 from coordinator.quotas import caller_of
 from protocol.errors import Problem
 from protocol.messages import Scope as TokenScope

@@ -7,7 +7,7 @@ The leader is a coordinator as if it were alone. It has the runs in memory, and 
 others are standbys: they forward requests to the leader (`forwarding.py`), send the deltas and checkpoints that it
 names, and wait to take over.
 
-    ../lease.py    the row that says who leads: its fencing token and its expiry, and how to take, renew and release it
+    ../store/lease.py    the row that says who leads: its token and its expiry, and how to take, renew and release it
     election.py    a thread that renews the lease, or takes it when it has expired
     terms.py       what a process does when it begins and ceases to lead: it builds and drops a `Coordinator`
     forwarding.py  the outermost application: the leader answers, a standby forwards

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from sqlalchemy import URL, Connection
 from sqlalchemy.exc import SQLAlchemyError
 
-from coordinator import lease
-from coordinator.lease import FRESH_S, LEASE_S, Leader, Peer, Peers
-from coordinator.logs import RecentErrors
-from coordinator.store import postgresql
+from coordinator.process import RecentErrors
+from coordinator.store import lease, postgresql
+from coordinator.store.blobs import PROBE_S, STORE_S, StoreProbe
 from coordinator.store.database import Fence
-from coordinator.store.store_probe import PROBE_S, STORE_S, StoreProbe
+from coordinator.store.lease import FRESH_S, LEASE_S, Leader, Peer, Peers
 from protocol import __version__
 
 RENEW_S = 1.0

@@ -14,11 +14,10 @@ from coordinator.leadership.standby import Standby
 from coordinator.leadership.terms import Terms
 from coordinator.service import Coordinator, Term
 from coordinator.settings import Settings
-from coordinator.store.blobs import OWNER, Blobs, OpenStore
+from coordinator.store.blobs import OWNER, Blobs, OpenStore, StoreProbe
 from coordinator.store.data_directory import STANDBY_COPIES, DataDirectory
 from coordinator.store.database import Database, Fence, bucket_of
 from coordinator.store.opening import objects_at, shared_bucket, usable
-from coordinator.store.store_probe import StoreProbe
 from protocol.errors import OuterstepError
 
 STANDBY_CACHE_BYTES = 1 << 30

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from coordinator.api.metrics.server import PeersCollector
 from coordinator.dashboard import serving
 from coordinator.http.problems import problem_response, rejection
 from coordinator.leadership.terms import Terms
-from coordinator.metrics.server import PeersCollector
 from coordinator.store.tables import TokenRow
 from coordinator.store.tokens import secret_hash
 from protocol import PROTOCOL_VERSION, __version__

@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 
 from coordinator.leadership.election import Election
-from coordinator.lease import Leader
 from coordinator.service import Coordinator
 from coordinator.store.database import Fence, at_start
+from coordinator.store.lease import Leader
 from protocol.errors import OuterstepError
 
 SETTLE_S = 0.02

@@ -12,7 +12,7 @@ from pathlib import Path
 from sqlalchemy import select
 
 from coordinator.backup.scheduled import ScheduledBackups
-from coordinator.logs import scrubbed
+from coordinator.process import scrubbed
 from coordinator.reporting.round_reports import reason_of
 from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import RoundRow

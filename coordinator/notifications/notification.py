@@ -5,7 +5,7 @@ import secrets
 from dataclasses import dataclass, field
 from urllib.parse import unquote
 
-from coordinator.logs import scrubbed
+from coordinator.process import scrubbed
 from protocol.errors import OuterstepError
 from protocol.text import printable
 

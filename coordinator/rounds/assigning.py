@@ -11,13 +11,13 @@ from coordinator.rounds.opening import assignment_row, inner_steps_of, status, u
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.open_round import OpenRound, RoundAssignment
 from coordinator.run.schedule import round_steps
+from coordinator.run.units.carrying import carriable_units
+from coordinator.run.units.ledger import assign_units, assigned_units, reclaim_units, return_forgotten_units
+from coordinator.run.units.pools import pools_of
 from coordinator.store.tables import AssignmentRow, CheckpointFragmentRow
 from coordinator.trust import held_out
 from coordinator.trust.evaluating import is_evaluated, is_missing
 from coordinator.trust.quarantine import kept_out
-from coordinator.units.carrying import carriable_units
-from coordinator.units.ledger import assign_units, assigned_units, reclaim_units, return_forgotten_units
-from coordinator.units.pools import pools_of
 from protocol.errors import Problem
 from protocol.messages import Action, Assignment, RunState
 

@@ -11,8 +11,8 @@ from coordinator.rounds import accounting
 from coordinator.rounds.opening import status
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.members import LINGER_S, SEEDER_S
+from coordinator.run.units.ledger import return_units
 from coordinator.store.identity import Actor
-from coordinator.units.ledger import return_units
 from protocol.errors import Problem
 from protocol.messages import Directive, LeaseReply, LeaveRequest, Metrics, RunState, WorkerState
 

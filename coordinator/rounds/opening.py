@@ -9,13 +9,13 @@ from coordinator.run.decide import OverdueHeartbeat, describe_silence, describe_
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound, RoundAssignment
 from coordinator.run.schedule import round_steps
+from coordinator.run.units.ledger import deal_units, return_unclaimed_units, workers_with_units
+from coordinator.run.units.pools import pools_of
 from coordinator.run.waiters import ASSIGNMENTS
 from coordinator.store.database import Fault
 from coordinator.store.tables import AssignmentRow, FragmentRow, RoundRow
 from coordinator.trust.evaluating import evaluators
 from coordinator.trust.quarantine import kept_out
-from coordinator.units.ledger import deal_units, return_unclaimed_units, workers_with_units
-from coordinator.units.pools import pools_of
 from protocol.messages import Cause, FragmentState, RunState
 
 

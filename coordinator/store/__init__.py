@@ -1,1 +1,2 @@
-"""Everything that outlives the process: blobs, the data directory, the database and its tables, tokens."""
+"""Everything that outlives the process: blobs, the data directory, the database and its tables, tokens, and the lease
+of the leader."""

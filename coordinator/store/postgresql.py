@@ -2,7 +2,7 @@
 a database that is in use.
 
 Writes take turns: there is one connection for them per process, and a coordinator's first statement locks the row of
-its fencing token (`coordinator/lease.py`). So a transaction that reads before it writes sees nothing change
+its fencing token (`coordinator/store/lease.py`). So a transaction that reads before it writes sees nothing change
 in between, as with SQLite. Reads see one moment (repeatable read).
 """
 
@@ -66,7 +66,7 @@ _EXAMPLE = f"{DRIVER}://USER:PASSWORD@HOST/DATABASE"
 
 def named(url: URL, holder: str, application: str = APPLICATION) -> URL:
     """Return the URL for the sessions of one process. `holder`: its id. By that of a coordinator, another one ends its
-    sessions when it takes over (`coordinator/lease.py`)."""
+    sessions when it takes over (`coordinator/store/lease.py`)."""
     return url.update_query_dict({"application_name": application_of(holder, application)})
 
 

@@ -180,8 +180,8 @@ class UnitRangeRow(Base):
     """Work units [start, stop): assigned to a worker, consumed by an accepted contribution, or back in the pool.
 
     Units are numbered through all epochs of the training set. Units from `runs.next_unit` on have no row yet. With
-    private data each worker has a separate range of numbers (`units/pools.py`). Once a round is over, adjacent consumed
-    ranges are merged into one, without a worker.
+    private data each worker has a separate range of numbers (`run/units/pools.py`). Once a round is over, adjacent
+    consumed ranges are merged into one, without a worker.
     """
 
     __tablename__ = "unit_ranges"
@@ -398,7 +398,7 @@ class DeploymentRow(Base):
 
 
 class LeaderRow(Base):
-    """Which of several coordinators leads, in a single row (`lease.py`). `token` is the fencing token, which
+    """Which of several coordinators leads, in a single row (`store/lease.py`). `token` is the fencing token, which
     grows with every takeover. `expires_at`: by the database's clock. `holder`: the leader's id, null after it has given
     up the lease. `address`: where the others reach it."""
 

@@ -11,11 +11,11 @@ from coordinator.aggregation.tasks import Lateness
 from coordinator.rounds.opening import status
 from coordinator.run.live_run import LiveRun
 from coordinator.run.open_round import OpenRound
+from coordinator.run.units import carrying
+from coordinator.run.units.ledger import count_by_round
 from coordinator.store.blobs import StoreOutage
 from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, LateContributionRow
-from coordinator.units import carrying
-from coordinator.units.ledger import count_by_round
 from protocol.errors import Problem, WireError
 from protocol.fragments import Layout
 from protocol.messages import FragmentState

@@ -15,11 +15,11 @@ from coordinator.aggregation.measuring import Measure, measure_payload
 from coordinator.aggregation.tasks import NOT_LATE
 from coordinator.run.live_run import Arrival, Change, LiveRun
 from coordinator.run.open_round import AcceptedContribution, OpenRound
+from coordinator.run.units.ledger import consume_units
 from coordinator.store.payloads import Body, has_digest
 from coordinator.store.tables import ContributionRow, RunRow, WorkerRow
 from coordinator.sync import admission
 from coordinator.trust.verdicts import keep_in_memory
-from coordinator.units.ledger import consume_units
 from protocol.errors import Problem
 from protocol.fragments import Layout
 from protocol.messages import ContributionReply

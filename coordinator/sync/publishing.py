@@ -24,14 +24,14 @@ from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.open_round import OpenFragment, OpenRound
 from coordinator.run.outer import Job
 from coordinator.run.schedule import round_steps, steps_trained
+from coordinator.run.units.epochs import check_epochs
+from coordinator.run.units.ledger import merge_adjacent, unconsume_units
 from coordinator.run.waiters import delta_of
 from coordinator.store.tables import ContributionRow, FragmentRow, RoundRow
 from coordinator.sync import checkpointing, delegating, outer_state, retention
 from coordinator.sync.deltas import previous_residual
 from coordinator.trust.equal_work import report_similar_work
 from coordinator.trust.verdicts import conclude_round, report_verdicts, screening, weights
-from coordinator.units.epochs import check_epochs
-from coordinator.units.ledger import merge_adjacent, unconsume_units
 from protocol.messages import FragmentState, RunState
 
 logger = logging.getLogger(__name__)

@@ -33,9 +33,9 @@ from coordinator.aggregation.measuring import Measure
 from coordinator.run.live_run import Change, LiveRun
 from coordinator.run.open_round import OpenRound
 from coordinator.run.schedule import round_steps
+from coordinator.run.units.ledger import unconsume_units
 from coordinator.store.tables import FragmentRow, RoundRow
 from coordinator.trust.quarantine import update_reputations
-from coordinator.units.ledger import unconsume_units
 from protocol.codecs import CODECS
 from protocol.spec.sections import SyncSpec
 

@@ -21,6 +21,7 @@ from coordinator.aggregation.fragment import ContributionsLost, ResidualLost, bl
 from coordinator.aggregation.tasks import Collected
 from coordinator.run.live_run import Change, LiveRun, Redo, RedoneDelta
 from coordinator.run.outer import State
+from coordinator.run.units.ledger import free_consumed, merge_adjacent, return_since
 from coordinator.store.payloads import StoredPayload
 from coordinator.store.tables import (
     CheckpointFragmentRow,
@@ -33,7 +34,6 @@ from coordinator.store.tables import (
 from coordinator.sync import checkpointing, delegating, outer_state, retention
 from coordinator.sync.deltas import collected_again
 from coordinator.trust import evaluating, guard, quarantine
-from coordinator.units.ledger import free_consumed, merge_adjacent, return_since
 from coordinator.upkeep import rolling_back
 from outerstep.common.quantities import natural
 from outerstep.common.ranges import merged

@@ -20,6 +20,8 @@ from typing import Any
 from sqlalchemy import delete, select, update
 
 from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.units.ledger import merge_adjacent, return_since, return_units
+from coordinator.run.units.pools import all_pools
 from coordinator.store.blobs import KINDS, Kind, round_of
 from coordinator.store.identity import Actor
 from coordinator.store.tables import (
@@ -38,8 +40,6 @@ from coordinator.store.tables import (
 )
 from coordinator.sync import checkpointing, outer_state
 from coordinator.trust import guard
-from coordinator.units.ledger import merge_adjacent, return_since, return_units
-from coordinator.units.pools import all_pools
 from outerstep.common.ranges import Range
 from protocol.errors import Problem
 from protocol.messages import RollBack, RunState, WorkerState

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.run.live_run import LiveRun
-from coordinator.store.blobs import Blobs, NotLeading
+from coordinator.store.blobs import Blobs, NotLeading, StoreProbe
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Database, Fault, fault_of
-from coordinator.store.store_probe import StoreProbe
 from outerstep.common.quantities import duration_text
 from protocol.errors import Problem
 from protocol.messages import Cause

@@ -142,7 +142,7 @@ def rotate_secret(*, given: dict[str, Any]) -> None:
     Example:
       outerstep coordinator rotate-secret --database postgresql+psycopg://me:secret@host/runs
     """
-    lease = import_extra("coordinator.lease", extra="coordinator", command="outerstep coordinator")
+    lease = import_extra("coordinator.store.lease", extra="coordinator", command="outerstep coordinator")
     os.umask(0o077)
     url = existing_database(settings_of(given))
     lease.rotate_secret(url, time.time)

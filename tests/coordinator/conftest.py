@@ -15,9 +15,8 @@ import pytest
 
 from coordinator.notifications import alerts
 from coordinator.service import Coordinator
-from coordinator.store.blobs import Blobs
+from coordinator.store.blobs import PROBE_S, Blobs
 from coordinator.store.data_directory import DataDirectory
-from coordinator.store.store_probe import PROBE_S
 from harness import stores
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import Member
@@ -41,17 +40,17 @@ def _room_on_the_disk() -> Iterator[None]:
 
 # Times after which a process, a store or a transaction counts as too slow, as they are in tests.
 _PATIENT: dict[str, float] = {
-    "lease.LEASE_S": 2 * PATIENCE_S,
+    "store.lease.LEASE_S": 2 * PATIENCE_S,
     "leadership.election.LEASE_S": 2 * PATIENCE_S,
     "leadership.election.FRESH_S": PATIENCE_S,
     "leadership.election.DATABASE_S": PATIENCE_S,
     "leadership.election.GIVE_WAY_S": PATIENCE_S + PROBE_S + 1.0,
-    "store.store_probe.STORE_S": PATIENCE_S,
+    "store.blobs.STORE_S": PATIENCE_S,
     "store.postgresql.IDLE_S": int(PATIENCE_S),  # a transaction that is not going on
     "aggregation.queue.LEASE_S": 2 * PATIENCE_S,
     "aggregation.delegation.FRESH_S": PATIENCE_S,
     "aggregation.delegation.SILENT_S": PATIENCE_S,
-    "lease.SILENT_S": PATIENCE_S,
+    "store.lease.SILENT_S": PATIENCE_S,
 }
 _SHIPPED = {name: pkgutil.resolve_name(f"coordinator.{name}") for name in _PATIENT}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.http.connection_limit import FILES_EACH, MAX_CONNECTIONS, OWN_FILES, ConnectionLimit, connection_limit
-from coordinator.lease import Peer, Peers
 from coordinator.settings import Settings
+from coordinator.store.lease import Peer, Peers
 from protocol.errors import OuterstepError
 
 

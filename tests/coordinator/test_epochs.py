@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.run.units.epochs import coverage_fault
 from coordinator.store.tables import UnitRangeRow
-from coordinator.units.epochs import coverage_fault
 from harness import member as member_module
 from harness.coordinator import InThread
 from protocol.messages import DataSummary

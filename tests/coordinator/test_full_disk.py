@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from coordinator.store import data_directory, sqlite
+from coordinator.store.blobs import StoreProbe
 from coordinator.store.payloads import MemoryBudget, has_digest
-from coordinator.store.store_probe import StoreProbe
 from coordinator.store.tables import ContributionRow, FragmentRow
 from coordinator.upkeep.storage import QUIET_S, SILENT_S
 from harness.coordinator import InThread, SettableClock, coordinator_thread

@@ -21,16 +21,16 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
-from coordinator import lease
 from coordinator.http import downloads
 from coordinator.leadership.election import GIVE_WAY_S, MARGIN_S, Election
 from coordinator.leadership.standby import Standby
 from coordinator.leadership.terms import Terms
 from coordinator.server import make_server
 from coordinator.settings import Settings
+from coordinator.store import lease
 from coordinator.store import postgresql as backend
+from coordinator.store.blobs import PROBE_S, StoreProbe
 from coordinator.store.database import Database, Fence
-from coordinator.store.store_probe import PROBE_S, StoreProbe
 from harness import stores
 from harness.coordinator import SettableClock, coordinator_thread
 from harness.postgres import PostgreSQL, postgresql

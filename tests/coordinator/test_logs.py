@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.logs import FORMATS, about_request
+from coordinator.process import FORMATS, about_request
 from coordinator.server import banner
 
 

@@ -8,11 +8,11 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from coordinator.lease import Peers
-from coordinator.metrics import runs
-from coordinator.metrics.families import FAMILIES, OF_RUNS, PREFIX
-from coordinator.metrics.runs import run_values, snapshot
-from coordinator.metrics.server import of_peers
+from coordinator.api.metrics import runs
+from coordinator.api.metrics.families import FAMILIES, OF_RUNS, PREFIX
+from coordinator.api.metrics.runs import run_values, snapshot
+from coordinator.api.metrics.server import of_peers
+from coordinator.store.lease import Peers
 from harness.coordinator import InThread, SettableClock, coordinator_thread
 from harness.member import spec_toml
 from protocol.messages import RunState, Scope

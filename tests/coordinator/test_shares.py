@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.metrics.server import ServerMetrics
+from coordinator.api.metrics.server import ServerMetrics
 from coordinator.quotas import ALL_TOKENS, BURST_S, SWEEP_AT, Quotas, RateLimiter
 from coordinator.run.live_run import LiveRun
 from coordinator.settings import Settings

@@ -9,10 +9,7 @@ from hypothesis import strategies as st
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from coordinator.store import sqlite
-from coordinator.store.database import Database
-from coordinator.store.tables import RunRow, UnitRangeRow
-from coordinator.units.ledger import (
+from coordinator.run.units.ledger import (
     assign_units,
     assigned_units,
     consume_units,
@@ -23,7 +20,10 @@ from coordinator.units.ledger import (
     return_units,
     unconsume_units,
 )
-from coordinator.units.pools import Pool
+from coordinator.run.units.pools import Pool
+from coordinator.store import sqlite
+from coordinator.store.database import Database
+from coordinator.store.tables import RunRow, UnitRangeRow
 from protocol.errors import Problem
 
 

@@ -26,9 +26,9 @@ from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator, Term
 from coordinator.settings import Settings
 from coordinator.store import sqlite
+from coordinator.store.blobs import StoreProbe
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.database import Fence
-from coordinator.store.store_probe import StoreProbe
 from protocol.errors import Problem
 from tests.simulation.aggregator_node import AggregatorNode
 from tests.simulation.coordinator_node import (

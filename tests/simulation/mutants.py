@@ -19,23 +19,23 @@ import torch
 from sqlalchemy import Connection, select, update
 from sqlalchemy.orm import Session
 
-from coordinator import lease
 from coordinator.aggregation import aggregator, judging, queue
 from coordinator.aggregation import fragment as aggregating
 from coordinator.aggregation.fragment import Delta
 from coordinator.aggregation.residual import Residual
 from coordinator.aggregation.tasks import Aggregate, Aggregated, Blob, Collected, Lateness
-from coordinator.lease import Leader
 from coordinator.rounds import assigning, closing, leases, opening
 from coordinator.run import open_round, schedule
 from coordinator.run.live_run import LiveRun
 from coordinator.run.members import Members
 from coordinator.run.open_round import OpenRound
 from coordinator.run.outer import State
-from coordinator.store import database
+from coordinator.run.units import ledger, pools
+from coordinator.store import database, lease
 from coordinator.store.blobs import Blobs, DirectAccess, Kind, RunNames
 from coordinator.store.database import Fence, superseded
 from coordinator.store.directory_blobs import DirectoryBlobs
+from coordinator.store.lease import Leader
 from coordinator.store.payloads import MemoryBudget
 from coordinator.store.tables import CheckpointFragmentRow, LeaderRow, UnitRangeRow, WorkerRow
 from coordinator.sync import (
@@ -49,7 +49,6 @@ from coordinator.sync import (
     retention,
 )
 from coordinator.trust import leaving_out
-from coordinator.units import ledger, pools
 from coordinator.upkeep import redoing
 from outerstep.common import files
 from outerstep.common.ranges import Range

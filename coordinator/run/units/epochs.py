@@ -11,8 +11,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from coordinator.run.live_run import Change, LiveRun
+from coordinator.run.units.pools import Pool, all_pools
 from coordinator.store.tables import UnitRangeRow
-from coordinator.units.pools import Pool, all_pools
 from protocol.messages import EpochInfo, Page, UnitRangeInfo
 
 

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy import select
 from sqlalchemy.exc import NoResultFound
 
-from coordinator.metrics.families import OF_RUNS, PREFIX, Family
+from coordinator.api.metrics.families import OF_RUNS, PREFIX, Family
 from coordinator.reporting import round_reports, run_reports
 from coordinator.reporting.run_reports import state_of
 from coordinator.run.live_run import LiveRun, Outcome

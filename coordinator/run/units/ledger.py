@@ -13,8 +13,8 @@ from itertools import pairwise
 from sqlalchemy import ColumnElement, or_, select, update
 from sqlalchemy.orm import Session
 
+from coordinator.run.units.pools import Pool
 from coordinator.store.tables import UnitRangeRow
-from coordinator.units.pools import Pool
 from outerstep.common.ranges import Range, merged
 from protocol.errors import Problem
 

@@ -12,8 +12,8 @@ from sqlalchemy.orm import Session
 
 from coordinator.aggregation.tasks import NOT_LATE, Lateness
 from coordinator.run.live_run import LiveRun
+from coordinator.run.units.ledger import count_by_round
 from coordinator.store.tables import AssignmentRow, ContributionRow, FragmentRow, RoundRow
-from coordinator.units.ledger import count_by_round
 from protocol.errors import Problem
 from protocol.wire import ContributionHeader
 

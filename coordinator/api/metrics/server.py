@@ -19,13 +19,13 @@ from prometheus_client import (
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from coordinator.api.metrics.families import OF_THE_SERVER, PREFIX, Family
+from coordinator.api.metrics.runs import RunsCollector, Value, metrics
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.http.middleware import is_head
-from coordinator.lease import SILENT_S, Peers
-from coordinator.metrics.families import OF_THE_SERVER, PREFIX, Family
-from coordinator.metrics.runs import RunsCollector, Value, metrics
 from coordinator.run.live_run import LiveRun
 from coordinator.service import Coordinator
+from coordinator.store.lease import SILENT_S, Peers
 from protocol import __version__
 from protocol.text import printable
 
