@@ -21,11 +21,11 @@ In the order in which a contribution passes through them:
 
 Outside the path of a request:
 
-    reporting/          what the REST interface shows of a run
+    reporting/          what the REST interface shows of a run, and what is wrong now (alerts.py)
     quotas.py, settings.py, process.py
     upkeep/             start-up, damaged files, a full disk, rollback
     backup/             scheduled copies of the database and its blobs, and how to restore them
-    notifications/      what is wrong now (alerts.py), and events, to webhooks and services
+    notifications/      alerts and events, to webhooks and services
     api/metrics/        for Prometheus
     dashboard/          the web page, a client of the REST interface
 

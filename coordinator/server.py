@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import uvicorn
 
 from coordinator.api.app import create_app
+from coordinator.api.metrics.server import PeersCollector
 from coordinator.http.connection_limit import ConnectionLimit, connection_limit
 from coordinator.http.connections import Connection
 from coordinator.leadership.forwarding import LeadOrForward
@@ -118,7 +119,11 @@ def make_server(
     service = shared = None
     try:
         if is_shared(url):
-            shared = shared_application(settings, url, connections, _reachable(settings, address), clock, store)
+            shared = shared_application(
+                *(settings, url, connections, _reachable(settings, address), clock, store),
+                partial(create_app, connections=connections),
+                PeersCollector,
+            )
         else:
             service = Coordinator(settings, clock=clock, now=now, store=store)
     except BaseException as error:

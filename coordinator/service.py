@@ -24,10 +24,10 @@ from coordinator.backup import directory
 from coordinator.backup.bucket import BucketBackupMaker
 from coordinator.backup.directory import BackupSource, DirectoryBackups
 from coordinator.backup.scheduled import ScheduledBackups
-from coordinator.notifications.alerts import Alerts
 from coordinator.notifications.sending import Notifier, receivers_of
 from coordinator.process import RecentErrors
 from coordinator.quotas import Quotas
+from coordinator.reporting.alerts import Alerts
 from coordinator.rounds import leases, membership
 from coordinator.run.live_run import Change, LiveRun, RunContext
 from coordinator.run.waiters import READS_AT_ONCE, Waiters
@@ -260,7 +260,8 @@ class Coordinator:
     def _tick_alerts(self) -> None:
         fault = self.storage.fault
         full = fault is not None and fault.cause is Cause.STORAGE_FULL
-        self.alerts.check(self.runs(), self.places(), self.backups, disk_is_full=full)
+        backups_fault = None if self.backups is None else self.backups.trouble
+        self.alerts.check(self.runs(), self.places(), backups_fault, disk_is_full=full)
 
     def _tick_tokens(self) -> None:
         if self.tokens.drop_expired():

@@ -43,9 +43,8 @@ PACKAGE_IMPORTS: dict[str, set[str]] = {
 # The layers of a package, lowest first: a subpackage or module imports only from itself and from the layers before it.
 LAYERS: dict[str, list[str]] = {
     "coordinator": [
-        *("settings", "process", "store", "quotas", "aggregation", "run", "trust", "rounds", "sync"),
-        *("upkeep", "backup", "reporting", "notifications", "service"),
-        *("http", "dashboard", "api", "leadership", "server"),
+        *("settings", "process", "notifications", "dashboard", "store", "quotas", "aggregation", "run", "trust"),
+        *("rounds", "sync", "upkeep", "backup", "reporting", "service", "http", "api", "leadership", "server"),
     ],
     "worker": [
         *("errors", "ranks", "settings", "process", "memory", "accounts", "codecs", "models"),

@@ -24,11 +24,11 @@ from coordinator.http.bodies import LimitedRoute, chunks, max_body
 from coordinator.http.openapi import Document, Responses, problem_responses
 from coordinator.http.response_cache import Caches
 from coordinator.http.uploads import CHUNK_BYTES
-from coordinator.notifications.alerts import Key
 from coordinator.notifications.sending import Sender
 from coordinator.process import scrubbed
 from coordinator.quotas import lineage_of
 from coordinator.reporting import run_reports
+from coordinator.reporting.alerts import Key
 from coordinator.service import Coordinator
 from coordinator.store.database import Fault
 from protocol import PROTOCOL_VERSION, __version__

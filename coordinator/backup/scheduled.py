@@ -11,11 +11,13 @@ from contextlib import suppress
 from coordinator.backup.contents import BackupInterrupted, DamagedBackup, Manifest
 from coordinator.backup.restore import Backups
 from coordinator.run.live_run import LiveRun
+from outerstep.common.quantities import duration_text
 from protocol.errors import OuterstepError
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 300.0
+MISSED = 3  # so many, and backups are overdue
 
 
 class ScheduledBackups:
@@ -74,9 +76,23 @@ class ScheduledBackups:
         affect the age."""
         if self._made is not None:
             return self._clock() - self._made
-        return None if self.last_at is None else self.age_s(self.last_at)
+        return None if self.last_at is None else self._since(self.last_at)
 
-    def age_s(self, at: float) -> float:
+    @property
+    def trouble(self) -> str | None:
+        """Why an operator should look at the backups; None if there is no reason."""
+        age_s = self.last_age_s
+        last = "there is no successful backup yet"
+        if age_s is not None:
+            last = f"the last successful backup is {duration_text(age_s)} old"
+        if self.fault:
+            ago = "" if self.failed_at is None else f" {duration_text(self._since(self.failed_at))} ago"
+            return f"backup failed{ago}: {self.fault}; {last}"
+        return (
+            f"the scheduled backup is overdue; {last}" if age_s is not None and age_s > MISSED * self.every_s else None
+        )
+
+    def _since(self, at: float) -> float:
         """Return the seconds since `at`, which is in seconds since 1970."""
         return max(0.0, self._now() - at)
 

@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from fastapi import FastAPI
+from prometheus_client.registry import Collector
 from sqlalchemy import URL
 
-from coordinator.api.app import create_app
 from coordinator.http.connection_limit import ConnectionLimit
 from coordinator.leadership.election import Election
 from coordinator.leadership.forwarding import LeadOrForward
@@ -17,6 +18,7 @@ from coordinator.settings import Settings
 from coordinator.store.blobs import OWNER, Blobs, OpenStore, StoreProbe
 from coordinator.store.data_directory import STANDBY_COPIES, DataDirectory
 from coordinator.store.database import Database, Fence, bucket_of
+from coordinator.store.lease import Peers
 from coordinator.store.opening import objects_at, shared_bucket, usable
 from protocol.errors import OuterstepError
 
@@ -30,10 +32,12 @@ def shared_application(
     address: str,
     clock: Callable[[], float],
     store: OpenStore | None,
+    application: Callable[[Coordinator], FastAPI],
+    own_metrics: Callable[[Peers], Collector],
     election_clock: Callable[[], float] = time.monotonic,
 ) -> LeadOrForward:
     """Return the application of a coordinator that leads or forwards. `address`: where the others reach it. `clock` is
-    that of the runs.
+    that of the runs. `application`: that of a term. `own_metrics`: what a standby exports.
 
     Migrates the database. Raises OuterstepError if the database or the bucket cannot be used.
     """
@@ -57,9 +61,9 @@ def shared_application(
             term = Term(fence, data, election.peers, probe, election.errors)
             return Coordinator(settings, clock=clock, now=election.now, store=store, term=term)
 
-        terms = Terms(election, build, partial(create_app, connections=connections), data.close)
+        terms = Terms(election, build, application, data.close)
         blobs = partial(store, data) if store else partial(_opened, settings.blobs or "", url, data)
-        return LeadOrForward(settings, terms, Standby(terms, election.engine), blobs)
+        return LeadOrForward(settings, terms, Standby(terms, election.engine, own_metrics(election.peers)), blobs)
     except BaseException:
         data.close()
         raise

@@ -6,6 +6,7 @@ import time
 from fastapi.concurrency import run_in_threadpool
 from fastapi.security.utils import get_authorization_scheme_param
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.registry import Collector
 from sqlalchemy import Engine, select
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
@@ -13,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from coordinator.api.metrics.server import PeersCollector
 from coordinator.dashboard import serving
 from coordinator.http.problems import problem_response, rejection
 from coordinator.leadership.terms import Terms
@@ -32,12 +32,12 @@ _MAY_READ = (TokenScope.ADMIN, TokenScope.OPERATOR, TokenScope.WORKER, TokenScop
 
 
 class Standby:
-    """The application for requests that it `answers`. `engine`: of the database, for tokens."""
+    """The application for requests that it `answers`. `engine`: of the database, for tokens. `metrics`: its own."""
 
-    def __init__(self, terms: Terms, engine: Engine) -> None:
+    def __init__(self, terms: Terms, engine: Engine, metrics: Collector) -> None:
         self._terms, self._engine = terms, engine
         self._registry = CollectorRegistry()
-        self._registry.register(PeersCollector(terms.election.peers))
+        self._registry.register(metrics)
         ProcessCollector(registry=self._registry)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import pytest
 
-from coordinator.notifications import alerts
+from coordinator.reporting import alerts
 from coordinator.service import Coordinator
 from coordinator.store.blobs import PROBE_S, Blobs
 from coordinator.store.data_directory import DataDirectory

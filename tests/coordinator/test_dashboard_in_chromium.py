@@ -13,7 +13,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, expect
 
 from coordinator.dashboard import serving
-from coordinator.notifications.alerts import Disk
+from coordinator.reporting.alerts import Disk
 from coordinator.store.database import Fault
 from coordinator.store.tables import EvaluationRow, FragmentRow, RoundRow, WorkerRow
 from coordinator.upkeep.storage import Storage

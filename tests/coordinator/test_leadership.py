@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
 
+from coordinator.api.metrics.server import PeersCollector
 from coordinator.http import downloads
 from coordinator.leadership.election import GIVE_WAY_S, MARGIN_S, Election
 from coordinator.leadership.standby import Standby
@@ -364,7 +365,7 @@ def test_a_database_that_hangs_is_reported_and_logged(
         wait_until(lambda: a.asked_at is not None)
         clock.advance(4.4)
         assert (a.leads(), a.fault, terms.fault) == (False, "no answer for 4 s", "the database: no answer for 4 s")
-        ready = Starlette(routes=[Mount("/", Standby(terms, a.engine))])
+        ready = Starlette(routes=[Mount("/", Standby(terms, a.engine, PeersCollector(a.peers)))])
         reply = TestClient(ready).get("/readyz")
         assert (reply.status_code, reply.json()["detail"]) == (503, "the database: no answer for 4 s")
         a.watch()

@@ -21,10 +21,10 @@ from pydantic import SecretStr, ValidationError
 from typer.testing import CliRunner
 
 from coordinator.notifications import sending, services, webhook
-from coordinator.notifications.alerts import CHECK_S, NO_ROUND_S, ROUND_S, Disk
 from coordinator.notifications.notification import DeliveryError, Notification, shown
 from coordinator.notifications.sending import MAX_QUEUED, PER_WINDOW, WINDOW_S, Notifier, Sender, receivers_of
 from coordinator.notifications.webhook import request_of
+from coordinator.reporting.alerts import CHECK_S, NO_ROUND_S, ROUND_S, Disk
 from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from harness.coordinator import InThread, SettableClock, coordinator_thread

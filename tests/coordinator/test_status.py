@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.api.server import REMEDIES
-from coordinator.notifications.alerts import CHECK_S, NO_ROUND_S, Disk
 from coordinator.process import MAX_CHARACTERS, RECENT, RecentErrors, scrubbed
+from coordinator.reporting.alerts import CHECK_S, NO_ROUND_S, Disk
 from coordinator.store.blobs import StoreOutage
 from harness.coordinator import SettableClock, coordinator_thread
 from outerstep.cli import app

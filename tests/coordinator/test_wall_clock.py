@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.notifications.alerts import CHECK_S
+from coordinator.reporting.alerts import CHECK_S
 from coordinator.run.live_run import ALARMING
 from harness.coordinator import SettableClock, coordinator_thread
 from protocol.messages import Scope

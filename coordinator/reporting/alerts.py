@@ -11,18 +11,17 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from coordinator.backup.scheduled import ScheduledBackups
 from coordinator.process import scrubbed
 from coordinator.reporting.round_reports import reason_of
 from coordinator.run.live_run import LiveRun
 from coordinator.store.tables import RoundRow
+from outerstep.common.quantities import duration_text
 from protocol.messages import RunState
 
 CHECK_S = 5.0
 ROUND_S = 3600.0  # a run is stalled if its round is open for longer than this and than three times the last one
 NO_ROUND_S = 1800.0  # a run is also stalled if no round opens for this long
 FILLING, ROOM = 0.10, 0.12  # free share of a disk: the alert begins below 10 % and ends at 12 %
-MISSED_BACKUPS = 3
 
 ENDED = {
     "disk-filling": f"each disk has more than {ROOM:.0%} free space",
@@ -83,17 +82,18 @@ class Alerts:
         self,
         runs: Sequence[LiveRun],
         places: Mapping[str, Path],
-        backups: ScheduledBackups | None,
+        backups_fault: str | None,
         *,
         disk_is_full: bool,
     ) -> None:
-        """Check everything, unless the last check was less than CHECK_S ago."""
+        """Check everything, unless the last check was less than CHECK_S ago. `backups_fault`: what is wrong with the
+        scheduled backups."""
         if self._clock() < self._check_at:
             return
         self._check_at = self._clock() + CHECK_S
         found: dict[Key, str | None] = {("run-stalled", run.name): self._stalled(run) for run in runs}
         found["disk-filling", None] = self._filling(places, disk_is_full=disk_is_full)
-        found["backup-failed", None] = self._backup_failed(backups)
+        found["backup-failed", None] = None if backups_fault is None else scrubbed(backups_fault)
         before, self.conditions = self.conditions, {key: text for key, text in found.items() if text is not None}
         self._progress = {run.name: self._progress[run.name] for run in runs if run.name in self._progress}
         by_name = {run.name: run for run in runs}
@@ -119,10 +119,10 @@ class Alerts:
             reason = reason_of(run)
         open_s = now - seen.since
         if opening is None:
-            stalled, what = open_s > NO_ROUND_S, f"no round has been open for {_time(open_s)}: {reason}"
+            stalled, what = open_s > NO_ROUND_S, f"no round has been open for {duration_text(open_s)}: {reason}"
         else:
             stalled = open_s > ROUND_S and open_s > 3 * _last_round_s(run)
-            what = f"the round has been open for {_time(open_s)}: {reason}"
+            what = f"the round has been open for {duration_text(open_s)}: {reason}"
         return what if stalled else None
 
     def _filling(self, places: Mapping[str, Path], *, disk_is_full: bool) -> str | None:
@@ -137,24 +137,6 @@ class Alerts:
             for each in full
         )
 
-    def _backup_failed(self, backups: ScheduledBackups | None) -> str | None:
-        if backups is None:
-            return None
-        if backups.fault:
-            age_s = 0.0 if backups.failed_at is None else backups.age_s(backups.failed_at)
-            when = "just now" if age_s < 60 else f"{_time(age_s)} ago"
-            return f"backup failed {when}: {scrubbed(backups.fault)}; {_last_backup(backups)}"
-        late_s = MISSED_BACKUPS * backups.every_s
-        if (last_age_s := backups.last_age_s) is not None and last_age_s > late_s:
-            return f"the scheduled backup is overdue; {_last_backup(backups)}"
-        return None
-
-
-def _last_backup(backups: ScheduledBackups) -> str:
-    if (age_s := backups.last_age_s) is None:
-        return "there is no successful backup yet"
-    return f"the last successful backup is {_time(age_s)} old"
-
 
 def _last_round_s(run: LiveRun) -> float:
     """Return how long the last published round was open; 0 if there is none."""
@@ -166,10 +148,3 @@ def _last_round_s(run: LiveRun) -> float:
             .limit(1)
         ).first()
     return 0.0 if row is None else row.closed_at - row.opened_at
-
-
-def _time(seconds: float) -> str:
-    minutes = int(seconds // 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes // 1440} days"
