@@ -142,79 +142,6 @@ LOOP bool int4_encode_loop(const float *restrict x, Py_ssize_t n, uint8_t *restr
     return true;
 }
 
-/* Where the bits of a code are in its byte. */
-enum place { WHOLE, LOWER, UPPER };
-
-/* What to do with the values q * s. */
-enum operation { DECODE, ACCUMULATE, STEP };
-
-/* `values`: the output of DECODE, the sum of ACCUMULATE, or theta of STEP. */
-struct operands {
-    float *values, *momentum; /* momentum, rate and beta: for STEP */
-    float weight;             /* for ACCUMULATE */
-    float rate, beta;
-};
-
-LOOP float number(uint8_t code, enum place place)
-{
-    int32_t high = (int32_t)((uint32_t)code << (place == LOWER ? 28 : 24)); /* to the top bits, with its sign */
-    return (float)(high >> (place == WHOLE ? 24 : 28));
-}
-
-LOOP void step_value(float *theta, float *momentum, float delta, float rate, float beta)
-{
-    float u = *momentum * beta;
-    u = u + delta;
-    *momentum = u;
-    float t = u * beta;
-    t = t + delta;
-    t = t * rate;
-    *theta = *theta - t;
-}
-
-/* Apply the operation to k values from index `start` on, which share the scale. */
-LOOP void run(const uint8_t *restrict codes, Py_ssize_t k, enum place place, float scale, enum operation operation,
-              struct operands on, Py_ssize_t start)
-{
-    float *restrict values = on.values + start;
-    float *restrict momentum = operation == STEP ? on.momentum + start : NULL;
-    if (operation == ACCUMULATE)
-        scale = scale * on.weight;
-    for (Py_ssize_t i = 0; i < k; i++) {
-        float value = number(codes[i], place) * scale;
-        if (operation == DECODE)
-            values[i] = value;
-        else if (operation == ACCUMULATE)
-            values[i] = values[i] + value;
-        else
-            step_value(&values[i], &momentum[i], value, on.rate, on.beta);
-    }
-}
-
-/* Apply the operation to all n values of an encoded chunk, block by block. */
-LOOP void each_block(const uint8_t *restrict data, Py_ssize_t n, bool int4, enum operation operation, struct operands on)
-{
-    const uint8_t *restrict codes = data + 2 * blocks_of(n);
-    Py_ssize_t h = int4 ? n / 2 + n % 2 : n; /* codes from index h on are in the upper half-bytes */
-    for (Py_ssize_t start = 0; start < n; start += BLOCK) {
-        Py_ssize_t end = least(start + BLOCK, n), i = start;
-        float scale = scale_at(data, start / BLOCK);
-        if (start < h) {
-            i = least(end, h);
-            run(codes + start, i - start, int4 ? LOWER : WHOLE, scale, operation, on, start);
-        }
-        if (int4)
-            run(codes + i - h, end - i, UPPER, scale, operation, on, i);
-    }
-}
-
-LOOP void outer_step_loop(float *restrict theta, float *restrict momentum, const float *restrict delta, Py_ssize_t n,
-                          float rate, float beta)
-{
-    for (Py_ssize_t i = 0; i < n; i++)
-        step_value(&theta[i], &momentum[i], delta[i], rate, beta);
-}
-
 #define LANES 16 /* partial sums of squares; position p belongs to lane p % LANES */
 #define GROUP 8  /* values whose signs are in one byte */
 
@@ -257,12 +184,96 @@ LOOP void sketch_loop(const float *restrict values, Py_ssize_t n, Py_ssize_t at,
     }
 }
 
+/* Where the bits of a code are in its byte. */
+enum place { WHOLE, LOWER, UPPER };
+
+/* What to do with the values q * s. */
+enum operation { DECODE, ACCUMULATE, STEP, SKETCH };
+
+/* `values`: the output of DECODE, the sum of ACCUMULATE, theta of STEP, or the sketch of SKETCH. */
+struct operands {
+    float *values, *momentum; /* momentum, rate and beta: for STEP */
+    float weight;             /* for ACCUMULATE */
+    float rate, beta;
+    Py_ssize_t at, m; /* these four: for SKETCH, as sketch_loop's */
+    const uint8_t *signs;
+    double *lanes;
+};
+
+LOOP float number(uint8_t code, enum place place)
+{
+    int32_t high = (int32_t)((uint32_t)code << (place == LOWER ? 28 : 24)); /* to the top bits, with its sign */
+    return (float)(high >> (place == WHOLE ? 24 : 28));
+}
+
+LOOP void step_value(float *theta, float *momentum, float delta, float rate, float beta)
+{
+    float u = *momentum * beta;
+    u = u + delta;
+    *momentum = u;
+    float t = u * beta;
+    t = t + delta;
+    t = t * rate;
+    *theta = *theta - t;
+}
+
+/* Apply the operation to k values from index `start` on, which share the scale. */
+LOOP void run(const uint8_t *restrict codes, Py_ssize_t k, enum place place, float scale, enum operation operation,
+              struct operands on, Py_ssize_t start)
+{
+    if (operation == SKETCH) {
+        float decoded[BLOCK];
+        for (Py_ssize_t i = 0; i < k; i++)
+            decoded[i] = number(codes[i], place) * scale;
+        const uint8_t *signs = on.signs + (on.at % GROUP + start) / GROUP;
+        sketch_loop(decoded, k, on.at + start, signs, on.values, on.m, on.lanes);
+        return;
+    }
+    float *restrict values = on.values + start;
+    float *restrict momentum = operation == STEP ? on.momentum + start : NULL;
+    if (operation == ACCUMULATE)
+        scale = scale * on.weight;
+    for (Py_ssize_t i = 0; i < k; i++) {
+        float value = number(codes[i], place) * scale;
+        if (operation == DECODE)
+            values[i] = value;
+        else if (operation == ACCUMULATE)
+            values[i] = values[i] + value;
+        else
+            step_value(&values[i], &momentum[i], value, on.rate, on.beta);
+    }
+}
+
+/* Apply the operation to all n values of an encoded chunk, block by block. */
+LOOP void each_block(const uint8_t *restrict data, Py_ssize_t n, bool int4, enum operation operation, struct operands on)
+{
+    const uint8_t *restrict codes = data + 2 * blocks_of(n);
+    Py_ssize_t h = int4 ? n / 2 + n % 2 : n; /* codes from index h on are in the upper half-bytes */
+    for (Py_ssize_t start = 0; start < n; start += BLOCK) {
+        Py_ssize_t end = least(start + BLOCK, n), i = start;
+        float scale = scale_at(data, start / BLOCK);
+        if (start < h) {
+            i = least(end, h);
+            run(codes + start, i - start, int4 ? LOWER : WHOLE, scale, operation, on, start);
+        }
+        if (int4)
+            run(codes + i - h, end - i, UPPER, scale, operation, on, i);
+    }
+}
+
+LOOP void outer_step_loop(float *restrict theta, float *restrict momentum, const float *restrict delta, Py_ssize_t n,
+                          float rate, float beta)
+{
+    for (Py_ssize_t i = 0; i < n; i++)
+        step_value(&theta[i], &momentum[i], delta[i], rate, beta);
+}
+
 typedef bool encode_function(const float *x, Py_ssize_t n, uint8_t *data);
 typedef void decode_function(const uint8_t *data, Py_ssize_t n, struct operands on);
 
 struct codec {
     encode_function *encode;
-    decode_function *decode, *accumulate, *step;
+    decode_function *decode, *accumulate, *step, *sketch;
 };
 
 struct generation {
@@ -290,11 +301,15 @@ struct generation {
     TARGET static void CODEC##_step_##GENERATION(const uint8_t *data, Py_ssize_t n, struct operands on)                \
     {                                                                                                                  \
         each_block(data, n, IS_INT4, STEP, on);                                                                        \
+    }                                                                                                                  \
+    TARGET static void CODEC##_sketch_##GENERATION(const uint8_t *data, Py_ssize_t n, struct operands on)              \
+    {                                                                                                                  \
+        each_block(data, n, IS_INT4, SKETCH, on);                                                                      \
     }
 #define FUNCTIONS(CODEC, GENERATION)                                                                                    \
     {                                                                                                                  \
         CODEC##_encode_##GENERATION, CODEC##_decode_##GENERATION, CODEC##_accumulate_##GENERATION,                     \
-            CODEC##_step_##GENERATION                                                                                  \
+            CODEC##_step_##GENERATION, CODEC##_sketch_##GENERATION                                                     \
     }
 #define GENERATION(GENERATION, TARGET)                                                                                  \
     CODEC(int8, false, GENERATION, TARGET)                                                                             \
@@ -462,25 +477,38 @@ static PyObject *outer_step(PyObject *Py_UNUSED(module), PyObject *args)
     return result;
 }
 
-static PyObject *sketch(PyObject *Py_UNUSED(module), PyObject *args)
+/* Sketch the vector of the first argument. Without a codec it is the values themselves, else n of them, encoded. */
+static PyObject *sketch_of(PyObject *args, const struct codec *codec, bool int4)
 {
     PyObject *objects[4], *result = NULL;
     Py_buffer views[4];
-    Py_ssize_t at;
-    if (!PyArg_ParseTuple(args, "OnOOO", &objects[0], &at, &objects[1], &objects[2], &objects[3]) ||
-        !get_vectors(objects, "fuFD", views))
+    Py_ssize_t n, at;
+    if (!PyArg_ParseTuple(args, "OnnOOO", &objects[0], &n, &at, &objects[1], &objects[2], &objects[3]) ||
+        !get_vectors(objects, codec == NULL ? "fuFD" : "uuFD", views))
         return NULL;
-    Py_ssize_t n = views[0].len / 4, m = views[2].len / 4;
-    if (at < 0 || m == 0 || m % GROUP != 0 || views[1].len * GROUP < at % GROUP + n)
-        PyErr_SetString(PyExc_ValueError, "a sketch of no multiple of 8 values, or too few signs, or a negative position");
-    else if (has_length(&views[3], LANES, "lanes")) {
+    Py_ssize_t m = views[2].len / 4;
+    if (n < 0 || n > 2 * views[0].len || at < 0 || m == 0 || m % GROUP != 0 ||
+        views[1].len * GROUP < at % GROUP + n)
+        PyErr_SetString(PyExc_ValueError,
+                        "a sketch of no multiple of 8 values, too few values or signs, or a negative position");
+    else if (has_length(&views[0], codec == NULL ? n : size_of(n, int4), "values") &&
+             has_length(&views[3], LANES, "lanes")) {
+        struct operands on = {.values = views[2].buf, .at = at, .m = m, .signs = views[1].buf, .lanes = views[3].buf};
         Py_BEGIN_ALLOW_THREADS
-        kernels->sketch(views[0].buf, n, at, views[1].buf, views[2].buf, m, views[3].buf);
+        if (codec == NULL)
+            kernels->sketch(views[0].buf, n, at, on.signs, on.values, m, on.lanes);
+        else
+            codec->sketch(views[0].buf, n, on);
         Py_END_ALLOW_THREADS
         result = Py_NewRef(Py_None);
     }
     release(views, 4);
     return result;
+}
+
+static PyObject *sketch(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    return sketch_of(args, NULL, false);
 }
 
 static PyObject *get_generations(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
@@ -522,15 +550,27 @@ METHOD(int4, true, decode)
 METHOD(int4, true, accumulate)
 METHOD(int4, true, step)
 
+static PyObject *int8_sketch(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    return sketch_of(args, &kernels->int8, false);
+}
+
+static PyObject *int4_sketch(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    return sketch_of(args, &kernels->int4, true);
+}
+
 static PyMethodDef methods[] = {
     {"int8_encode", int8_encode, METH_VARARGS, NULL},
     {"int8_decode", int8_decode, METH_VARARGS, NULL},
     {"int8_accumulate", int8_accumulate, METH_VARARGS, NULL},
     {"int8_step", int8_step, METH_VARARGS, NULL},
+    {"int8_sketch", int8_sketch, METH_VARARGS, NULL},
     {"int4_encode", int4_encode, METH_VARARGS, NULL},
     {"int4_decode", int4_decode, METH_VARARGS, NULL},
     {"int4_accumulate", int4_accumulate, METH_VARARGS, NULL},
     {"int4_step", int4_step, METH_VARARGS, NULL},
+    {"int4_sketch", int4_sketch, METH_VARARGS, NULL},
     {"outer_step", outer_step, METH_VARARGS, NULL},
     {"sketch", sketch, METH_VARARGS, NULL},
     {"generations", get_generations, METH_NOARGS, NULL},

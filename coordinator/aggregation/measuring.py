@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from protocol.codecs.base import Codec
 from protocol.compiled import kernels
 from protocol.wire import Payload
 
@@ -51,12 +52,10 @@ def measure_payload(payload: Payload, key: bytes) -> Measure:
 
 def sketch_chunks(payload: Payload, sketcher: "Sketcher") -> Iterator[tuple[U8, int]]:
     """Check and sketch a payload chunk by chunk. Yield each chunk, as it is encoded, and its number of values."""
-    memory = np.empty(max(payload.chunks), np.float32)
     for index, n in enumerate(payload.chunks):
         chunk = payload.chunk(index)
         payload.codec.check(chunk, n, payload.limit)
-        payload.codec.decode(chunk, memory[:n])
-        sketcher.add(memory[:n])
+        sketcher.add_encoded(payload.codec, chunk, n)
         yield chunk, n
 
 
@@ -74,7 +73,7 @@ def squares(values: F32) -> float:
 
 
 class Sketcher:
-    """Sketches a vector of `elements` values that arrives in pieces. May overwrite the pieces.
+    """Sketches a vector of `elements` values that arrives in pieces, encoded or not. May overwrite the pieces.
 
     The result is the same bits on every machine, however the vector is split: squares are added up in fp64, in LANES
     sums by position, and the sketch in order.
@@ -86,20 +85,31 @@ class Sketcher:
         self._folds = elements > SKETCHED
         self._signs = Signs(key)
         self.values = np.zeros(min(elements, SKETCHED), np.float32)
+        self._decoded = np.empty(0, np.float32)
+
+    def add_encoded(self, codec: Codec, chunk: U8, n: int) -> None:
+        """Add n values that are encoded in `chunk`."""
+        if codec.sketch is not None and self._folds:
+            codec.sketch(chunk, n, self._at, self._signs.bits(self._at, n), self.values, self._lanes)
+            self._at += n
+            return
+        if len(self._decoded) < n:
+            self._decoded = np.empty(n, np.float32)
+        codec.decode(chunk, self._decoded[:n])
+        self.add(self._decoded[:n])
 
     def add(self, values: F32) -> None:
+        n = len(values)
         if not self._folds:
             _add_squares(values, self._at, self._lanes)
-            self.values[self._at : self._at + len(values)] += values
+            self.values[self._at : self._at + n] += values
         elif kernels is not None:
-            first = self._at - self._at % Signs.STEP
-            signs = self._signs.bits(first, self._at + len(values))[(self._at - first) // 8 :]
-            kernels.sketch(values, self._at, signs, self.values, self._lanes)
+            kernels.sketch(values, n, self._at, self._signs.bits(self._at, n), self.values, self._lanes)
         else:
             _add_squares(values, self._at, self._lanes)
             self._signs.flip(values, self._at)
             self._fold(values)
-        self._at += len(values)
+        self._at += n
 
     def _fold(self, values: F32) -> None:
         """Add the values row by row."""
@@ -132,22 +142,18 @@ def _add_squares(values: F32, at: int, lanes: F64) -> None:
 
 
 class Signs:
-    """Random signs, one for each position of a vector. They do not depend on how the vector is split into pieces."""
-
-    STEP = 64 * 4  # signs of one step of Philox's counter
+    """Random signs, one bit for each position of a vector: the output of BLAKE3 for the key, which is as long as one
+    likes. They do not depend on how the vector is split into pieces."""
 
     def __init__(self, key: bytes) -> None:
-        self._key = int.from_bytes(blake3(key).digest(16), "little")
+        self._stream = blake3(key)
 
-    def bits(self, start: int, stop: int) -> U8:
-        """Return the signs of positions [start, stop) and some after them, one bit each, lowest first. `start`: a
-        multiple of STEP."""
-        steps = -(-(stop - start) // self.STEP)
-        return np.random.Philox(key=self._key, counter=start // self.STEP).random_raw(steps * 4).view(np.uint8)
+    def bits(self, at: int, n: int) -> U8:
+        """Return the signs of positions [at, at + n), lowest bit first; before them, those of at % 8 positions."""
+        first = at // 8
+        return np.frombuffer(self._stream.digest(-(-(at + n) // 8) - first, seek=first), np.uint8)
 
     def flip(self, values: F32, at: int) -> None:
         """Multiply the values of positions [at, at + n) by their signs, in place."""
-        before = at % self.STEP
-        found = self.bits(at - before, at + len(values))
-        signs = np.unpackbits(found, bitorder="little")[before : before + len(values)]
+        signs = np.unpackbits(self.bits(at, len(values)), bitorder="little")[at % 8 : at % 8 + len(values)]
         values.view(np.uint32)[:] ^= signs.astype(np.uint32) << np.uint32(31)

@@ -47,14 +47,14 @@ REFERENCE: dict[str, Codec] = {codec.name: codec for codec in map(_codec, _MODUL
 def _compiled(codec: Codec) -> Codec:
     """Return the same codec, computed by the compiled kernels."""
 
-    operations = ("encode", "decode", "accumulate", "step")
-    try_encode, decode, accumulate, step = (getattr(kernels, f"{codec.name}_{operation}") for operation in operations)
+    operations = ("encode", "decode", "accumulate", "step", "sketch")
+    try_encode, *others = (getattr(kernels, f"{codec.name}_{operation}") for operation in operations)
 
     def encode(x: F32, out: U8) -> None:
         if not try_encode(x, out):
             codec.encode(x, out)  # raises CodecError
 
-    return replace(codec, encode=encode, decode=decode, accumulate=accumulate, step=step)
+    return replace(codec, encode=encode, **dict(zip(operations[1:], others, strict=True)))
 
 
 CODECS: dict[str, Codec] = {

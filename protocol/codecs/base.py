@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
 U8 = npt.NDArray[np.uint8]
 
 
@@ -45,6 +46,7 @@ class Codec:
     figures                        measurements for the planner; UNKNOWN if there are none
     add_weight(data, weight, sum)  sum += weight at each index that was sent; None if every index is always sent
     step(data, θ, u, η, μ)         the outer step by the decoded values, in one pass; None without a kernel for it
+    sketch(data, n, …)             `kernels.sketch` of the decoded values, in one pass; None without a kernel for it
     """
 
     name: str
@@ -58,3 +60,4 @@ class Codec:
     figures: Figures
     add_weight: Callable[[U8, np.float32, F32], None] | None
     step: Callable[[U8, F32, F32, float, float], None] | None = None
+    sketch: Callable[[U8, int, int, U8, F32, F64], None] | None = None

@@ -167,6 +167,24 @@ def test_step(name: str, data: st.DataObject, rate: float, beta: float) -> None:
         assert ours[1].tobytes() == momentum.tobytes()
 
 
+@ON_EVERY_CPU
+@pytest.mark.parametrize("name", CODECS_IN_C)
+@given(data=st.data(), at=st.integers(0, 200))
+@settings(max_examples=100, deadline=None)
+def test_sketch(name: str, data: st.DataObject, at: int) -> None:
+    """Of an encoded chunk it is that of the decoded values, from any position on."""
+    chunk, n = data.draw(chunks(name))
+    decoded = np.empty(n, np.float32)
+    REFERENCE[name].decode(chunk, decoded)
+    signs = np.random.default_rng(n).integers(0, 256, (at + n) // 8 + 1, np.uint8)
+    ours, by_value = ((np.ones(64, np.float32), np.zeros(16)) for _ in range(2))
+    with np.errstate(all="ignore"):
+        getattr(kernels, f"{name}_sketch")(chunk, n, at, signs, *ours)
+        kernels.sketch(decoded, n, at, signs, *by_value)
+    assert ours[0].tobytes() == by_value[0].tobytes()
+    assert ours[1].tobytes() == by_value[1].tobytes()
+
+
 X, OUT = np.ones(300, np.float32), np.zeros(304, np.uint8)
 READ_ONLY = np.frombuffer(bytes(304), np.uint8)
 ODD = np.frombuffer(bytearray(1201), np.uint8)[1:].view(np.float32)  # not where a float32 belongs
@@ -198,14 +216,20 @@ ODD = np.frombuffer(bytearray(1201), np.uint8)[1:].view(np.float32)  # not where
         ("int4_step", (OUT, X, X.copy(), 0.7, 0.9)),
         ("outer_step", (X.copy(), X.copy(), X[1:], 0.7, 0.9)),
         ("outer_step", (X.copy(), X[1:].copy(), X, 0.7, 0.9)),
-        ("sketch", (X, 0, OUT[:37], X[:256], np.zeros(16))),  # too few signs
-        ("sketch", (X, 5, OUT[:38], X[:256], np.zeros(16))),
-        ("sketch", (X, -1, OUT, X[:256], np.zeros(16))),
-        ("sketch", (X, 0, OUT, X[:255], np.zeros(16))),
-        ("sketch", (X, 0, OUT, X[:0], np.zeros(16))),
-        ("sketch", (X, 0, OUT, X[:256], np.zeros(15))),
-        ("sketch", (X, 0, OUT, X[:256], np.zeros(16, np.float32))),
-        ("sketch", (X, 0, OUT, READ_ONLY[:256], np.zeros(16))),
+        ("sketch", (X, 300, 0, OUT[:37], X[:256], np.zeros(16))),  # too few signs
+        ("sketch", (X, 300, 5, OUT[:38], X[:256], np.zeros(16))),
+        ("sketch", (X, 300, -1, OUT, X[:256], np.zeros(16))),
+        ("sketch", (X, 299, 0, OUT, X[:256], np.zeros(16))),
+        ("sketch", (X, 300, 0, OUT, X[:255], np.zeros(16))),
+        ("sketch", (X, 300, 0, OUT, X[:0], np.zeros(16))),
+        ("sketch", (X, 300, 0, OUT, X[:256], np.zeros(15))),
+        ("sketch", (X, 300, 0, OUT, X[:256], np.zeros(16, np.float32))),
+        ("sketch", (X, 300, 0, OUT, READ_ONLY[:256], np.zeros(16))),
+        ("int8_sketch", (OUT, 301, 0, OUT, X[:256], np.zeros(16))),
+        ("int8_sketch", (OUT, (1 << 63) - 1, 0, OUT, X[:256], np.zeros(16))),
+        ("int8_sketch", (OUT, -1, 0, OUT, X[:256], np.zeros(16))),
+        ("int8_sketch", (X, 300, 0, OUT, X[:256], np.zeros(16))),
+        ("int4_sketch", (OUT, 300, 0, OUT, X[:256], np.zeros(16))),
         ("use", ("abacus",)),
     ],
 )
