@@ -227,6 +227,7 @@ def test_all_runs_tokens_and_history_are_there_again(lives: Lives) -> None:
         play_round([member], 1)
 
 
+@pytest.mark.in_sqlite
 def test_a_stored_run_with_a_setting_of_another_version_is_refused_by_name(lives: Lives) -> None:
     with lives.life() as running:
         running.create_run(spec_toml("r", rounds=1))
