@@ -7,8 +7,8 @@
 #              of the simulation. `make --jobs=2 check` runs two of its parts side by side. The parts are `systems`, `kills`,
 #              `simulated`, `test`, `types` and `lint`
 # make nightly    `make check` and what takes longer (marked `slow`, most of a second and more, or `nightly`): images,
-#              installations, the tutorial, the demo at scale, planted bugs, 1000 more seeds, a soak, benchmarks in short, and `make test slow` with blobs in
-#              memory, with PostgreSQL, through a standby, and with an aggregator
+#              installations, the tutorial, the demo at scale, planted bugs, 1000 more seeds, a soak, benchmarks in short,
+#              and `make test slow` with blobs in memory, with PostgreSQL, through a standby, and with an aggregator
 # make simulate    SEEDS=100000 simulated runs under faults, on all CPUs, with the invariants checked after every step
 # make soak    a coordinator and 6 workers under kills, slow lines and flipped bits, for MINUTES=15; as root, or without slow lines
 # make gpu     what needs a GPU, in parts that are not run again once they have passed; it fetches nothing. GPU_WHEELS=DIR has

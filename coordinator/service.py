@@ -260,8 +260,8 @@ class Coordinator:
     def _tick_alerts(self) -> None:
         fault = self.storage.fault
         full = fault is not None and fault.cause is Cause.STORAGE_FULL
-        backups_fault = None if self.backups is None else self.backups.trouble
-        self.alerts.check(self.runs(), self.places(), backups_fault, disk_is_full=full)
+        backups_trouble = None if self.backups is None else self.backups.trouble
+        self.alerts.check(self.runs(), self.places(), backups_trouble, disk_is_full=full)
 
     def _tick_tokens(self) -> None:
         if self.tokens.drop_expired():

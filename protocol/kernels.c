@@ -478,7 +478,7 @@ static PyObject *outer_step(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 /* Sketch the vector of the first argument. Without a codec it is the values themselves, else n of them, encoded. */
-static PyObject *sketch_of(PyObject *args, const struct codec *codec, bool int4)
+static PyObject *sketch(PyObject *args, const struct codec *codec, bool int4)
 {
     PyObject *objects[4], *result = NULL;
     Py_buffer views[4];
@@ -506,9 +506,9 @@ static PyObject *sketch_of(PyObject *args, const struct codec *codec, bool int4)
     return result;
 }
 
-static PyObject *sketch(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *sketch_values(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    return sketch_of(args, NULL, false);
+    return sketch(args, NULL, false);
 }
 
 static PyObject *get_generations(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
@@ -545,20 +545,12 @@ METHOD(int8, false, encode)
 METHOD(int8, false, decode)
 METHOD(int8, false, accumulate)
 METHOD(int8, false, step)
+METHOD(int8, false, sketch)
 METHOD(int4, true, encode)
 METHOD(int4, true, decode)
 METHOD(int4, true, accumulate)
 METHOD(int4, true, step)
-
-static PyObject *int8_sketch(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    return sketch_of(args, &kernels->int8, false);
-}
-
-static PyObject *int4_sketch(PyObject *Py_UNUSED(module), PyObject *args)
-{
-    return sketch_of(args, &kernels->int4, true);
-}
+METHOD(int4, true, sketch)
 
 static PyMethodDef methods[] = {
     {"int8_encode", int8_encode, METH_VARARGS, NULL},
@@ -572,7 +564,7 @@ static PyMethodDef methods[] = {
     {"int4_step", int4_step, METH_VARARGS, NULL},
     {"int4_sketch", int4_sketch, METH_VARARGS, NULL},
     {"outer_step", outer_step, METH_VARARGS, NULL},
-    {"sketch", sketch, METH_VARARGS, NULL},
+    {"sketch", sketch_values, METH_VARARGS, NULL},
     {"generations", get_generations, METH_NOARGS, NULL},
     {"use", use, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -73,7 +73,7 @@ def squares(values: F32) -> float:
 
 
 class Sketcher:
-    """Sketches a vector of `elements` values that arrives in pieces, encoded or not. May overwrite the pieces.
+    """Sketches a vector of `elements` values that arrives in pieces, encoded or not. May overwrite the values of `add`.
 
     The result is the same bits on every machine, however the vector is split: squares are added up in fp64, in LANES
     sums by position, and the sketch in order.

@@ -20,6 +20,7 @@ LEASE_S = 10.0
 # scheduling: Zaharia et al. 2010, section 3).
 PATIENCE_S = 2.0
 
+# What is sent again and again is built once: a statement that is built anew takes ten times as long.
 _idle = or_(TaskRow.holder.is_(None), TaskRow.expires_at <= database_clock())
 _for_me = or_(TaskRow.preferred.is_(None), TaskRow.preferred == bindparam("taker"))
 _waited = or_(TaskRow.token > 0, TaskRow.created_at <= database_clock() - PATIENCE_S)
@@ -32,7 +33,6 @@ _free = (
     .with_for_update(skip_locked=True)
     .scalar_subquery()
 )
-# What is sent again and again is built once: a statement that is built anew takes ten times as long.
 _TAKE = (
     update(TaskRow)
     .where(TaskRow.id == _free)

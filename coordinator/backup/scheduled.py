@@ -17,7 +17,7 @@ from protocol.errors import OuterstepError
 logger = logging.getLogger(__name__)
 
 RETRY_S = 300.0
-MISSED = 3  # so many, and backups are overdue
+MISSED = 3  # backups are overdue after this many intervals without one
 
 
 class ScheduledBackups:

@@ -82,18 +82,18 @@ class Alerts:
         self,
         runs: Sequence[LiveRun],
         places: Mapping[str, Path],
-        backups_fault: str | None,
+        backups_trouble: str | None,
         *,
         disk_is_full: bool,
     ) -> None:
-        """Check everything, unless the last check was less than CHECK_S ago. `backups_fault`: what is wrong with the
+        """Check everything, unless the last check was less than CHECK_S ago. `backups_trouble`: what is wrong with the
         scheduled backups."""
         if self._clock() < self._check_at:
             return
         self._check_at = self._clock() + CHECK_S
         found: dict[Key, str | None] = {("run-stalled", run.name): self._stalled(run) for run in runs}
         found["disk-filling", None] = self._filling(places, disk_is_full=disk_is_full)
-        found["backup-failed", None] = None if backups_fault is None else scrubbed(backups_fault)
+        found["backup-failed", None] = None if backups_trouble is None else scrubbed(backups_trouble)
         before, self.conditions = self.conditions, {key: text for key, text in found.items() if text is not None}
         self._progress = {run.name: self._progress[run.name] for run in runs if run.name in self._progress}
         by_name = {run.name: run for run in runs}

@@ -63,7 +63,14 @@ def test_backups_go_to_a_directory_or_to_the_bucket_of_the_blobs(monkeypatch: py
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("port", "65536"), ("log_level", "loud"), ("log_format", "xml"), ("upload_idle_s", "0"), ("proxies", "nginx")],
+    [
+        ("port", "65536"),
+        ("port", "-1"),
+        ("log_level", "loud"),
+        ("log_format", "xml"),
+        ("upload_idle_s", "0"),
+        ("proxies", "nginx"),
+    ],
 )
 def test_wrong_values_are_refused_and_named(monkeypatch: pytest.MonkeyPatch, key: str, value: str) -> None:
     monkeypatch.setenv(PREFIX + key.upper(), value)

@@ -78,6 +78,11 @@ def test_what_holds_a_run_up_is_told_once_and_so_is_its_end():
     assert lines_of(goes_on, full, full, goes_on) == ["the disk is full", "the run continues: round 3: waiting"]
 
 
+def test_the_end_is_told():
+    [line] = lines_of(look(state="finished", reason="all 4 rounds are done", held_out_loss=1.5))
+    assert line == "run demo: all 4 rounds are done; last held-out loss 1.5000"
+
+
 def test_what_each_worker_added_to_the_last_round_and_who_costs_more_than_it_gives():
     adds = {
         "fast": {"tokens": 0.75, "weight": 0.8, "held_s": 0.0},
@@ -127,7 +132,7 @@ def test_a_narrow_terminal_gets_all_columns_and_whole_words():
     printed = out.getvalue()
     assert "…" not in printed
     assert max(len(line) for line in printed.splitlines()) <= 80
-    for word in [
+    for word in (
         "worker",
         "tokens/s",
         "MFU",
@@ -137,7 +142,7 @@ def test_a_narrow_terminal_gets_all_columns_and_whole_words():
         "held-out at start",
         "delta",
         "held-out loss",
-    ]:
+    ):
         assert word in printed
     assert printed.count("box-of-a-long-name") == 2, "each part of a table says whose it is"
     assert printed.replace("\n", "").replace(" ", "").endswith("0123456789abcdef" * 8)

@@ -168,6 +168,7 @@ def test_step(name: str, data: st.DataObject, rate: float, beta: float) -> None:
 
 
 @ON_EVERY_CPU
+@pytest.mark.skipif(not COMPILED, reason="there are none, which another test notices")
 @pytest.mark.parametrize("name", CODECS_IN_C)
 @given(data=st.data(), at=st.integers(0, 200))
 @settings(max_examples=100, deadline=None)
