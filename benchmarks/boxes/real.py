@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.boxes.rows import LINES, Size, spec_of
-from harness.coordinator import CoordinatorProcess
+from harness.coordinator import CoordinatorProcess, Running
 from harness.lines import Shape, slow_lines
 from harness.worker_processes import WorkerProcesses
 from protocol.messages import RunState, Stage
@@ -194,8 +194,12 @@ def measure(
             if processes[names[0]].poll():
                 workers.check()
             time.sleep(POLL_S)
-        if workers.detail().state is RunState.FINISHED:
-            processes[names[0]].wait()  # it evaluates the last state
+        if (detail := workers.detail()).state is RunState.FINISHED:
+            evaluated_by = time.monotonic() + LEAST_S
+            while not _is_evaluated(running, detail.round):  # the first box that sees the end evaluates its last state
+                if time.monotonic() > evaluated_by:
+                    raise RuntimeError(f"no box has evaluated the last state, {detail.round}")
+                time.sleep(POLL_S)
         return _measured(workers, names)
 
 
@@ -208,6 +212,12 @@ def _small_disk(folder: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _is_evaluated(running: Running, state: int) -> bool:
+    with running.client() as http:
+        events = http.get(f"/v1/runs/{RUN}/events", params={"limit": 1000}).raise_for_status().json()["items"]
+    return any(each["kind"] == "evaluated" and each["data"]["round"] == state for each in events)
 
 
 def _change(http: Any, state: str) -> None:

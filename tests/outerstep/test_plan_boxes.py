@@ -50,8 +50,7 @@ def test_what_is_trained_during_a_sync_is_worth_less(mbit: float, share: float, 
     ("speeds", "measured"), [((1, 1), 0.74), ((1, 0.5), 0.87), ((1, 0.2), 0.86), ((1, 0.05), 0.93)]
 )
 def test_it_is_within_10_percent_of_runs_over_a_line(speeds: tuple[float, ...], measured: float):
-    """`python -m benchmarks.boxes real --line 10/1`: rounds of 10 s, payloads that take 1.1 s to send. The last one with an
-    outer momentum of 0.8."""
+    """`benchmarks.boxes real --line 10/1`: rounds of 10 s, payloads of 1.1 s; the last one with a momentum of 0.8."""
     boxes = [Box(each, 10e6, 1e6) for each in speeds]
     assert together(139_584, 0.02, boxes, 0.04, 0.0).time == pytest.approx(measured, rel=0.1)
 
