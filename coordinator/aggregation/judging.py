@@ -93,7 +93,8 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Judgement:
-    """The verdicts by worker, and the reference that later rounds compare theirs with; None if all norms are zero.
+    """The verdicts by worker, and the reference that later rounds compare theirs with; None if all norms are zero, or
+    nobody was in time: little may remain of late work, less the mean that it missed, so it is not the measure of others.
     `close`: pairs of workers whose directions are closer than their agreement with the others explains, with their
     distance as a share of the usual one: 0 for the same direction, 1 for the usual distance."""
 
@@ -149,7 +150,6 @@ def judge(
     reference = _reference([each.measure.norm for each in evidence.values()], usual, plausible)
     in_time = [each.measure.norm for each in evidence.values() if not each.late]
     if reference is not None and usual is not None and 0 < len(in_time) < len(evidence):
-        # Little may remain of late work, less the mean that it missed. It is not the measure of the others.
         reference = max(reference, min(_reference(in_time, usual, plausible) or 0.0, usual))
     if reference is None:
         return Judgement(None, {worker: Verdict(1.0) for worker in evidence})
@@ -163,7 +163,7 @@ def judge(
     judged, close = _by_direction(
         *(evidence, verdicts, work, least_agreement, usual_spread), leave_out=rule in DIRECTIONS
     )
-    return Judgement(reference, judged, close)
+    return Judgement(reference if in_time else None, judged, close)
 
 
 def _copies(evidence: Mapping[str, Evidence]) -> dict[str, Verdict]:

@@ -240,8 +240,8 @@ class RoundRow(Base):
 class FragmentRow(Base):
     """One fragment of a round. `contributors` is set when collecting ends: {worker: tokens}. `late` lists the other
     live workers with an assignment. `verdicts` has how much each contributor counts in the delta: {worker: `Verdict`}.
-    `reference` is the norm that they were judged by. The residual is the delta's encoding error: null without error
-    feedback, or if it is lost."""
+    `reference` is the norm that they were judged by, null if nobody was in time. The residual is the delta's encoding
+    error: null without error feedback, or if it is lost."""
 
     __tablename__ = "fragments"
     __table_args__ = (

@@ -460,6 +460,15 @@ def test_the_little_that_remains_of_late_work_is_no_measure_of_the_others() -> N
     assert judge(evidence, usual, **OF_OTHER_DATA).reference == pytest.approx(usual), "no higher than usual"
 
 
+def test_a_round_in_which_nobody_was_in_time_says_nothing_of_what_is_usual() -> None:
+    """Two boxes: one's late work alone made a delta, with half of the usual norm, and the other's next work was shortened."""
+    vectors = [each * np.float32(0.47) for each in honest(1)]
+    judgement = judge(evidence_of(vectors, late=1, all_late=True), 1.0)
+    assert judgement.reference is None
+    assert factors(judgement) == [1.0]
+    assert judge(evidence_of(vectors), 1.0).reference == pytest.approx(0.47, rel=0.05)
+
+
 def test_nobody_is_compared_with_late_work() -> None:
     """Two that had missed the same round came less its mean, which was the third one's: they agreed that it opposed them."""
     in_time, *late = honest(3, 0.05)

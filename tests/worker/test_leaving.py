@@ -20,7 +20,7 @@ from tests.worker.toy import MakeToy
 from worker import process
 from worker.diloco import DiLoCo
 from worker.errors import Stopped
-from worker.line.transfer import SEND_BYTES
+from worker.line.line import PIECE_BYTES
 from worker.link.client import Client, open_http
 from worker.link.membership import Heartbeat
 from worker.process import GracePeriod
@@ -102,14 +102,14 @@ def test_an_upload_ends_between_two_pieces() -> None:
             assert isinstance(request.stream, httpx.SyncByteStream)
             for piece in request.stream:
                 sent.append(len(piece))
-                if len(piece) == SEND_BYTES:
+                if len(piece) == PIECE_BYTES[0]:
                     client.stop.set()
             return httpx.Response(201)
 
     client = Client(httpx.Client(transport=Transport(), base_url="http://c"), "toy", "t")
     with pytest.raises(Stopped, match="in the middle of a transfer"):
         client.seed("m", *zeros_of_state_0(2 << 20))
-    assert sent[1:] == [SEND_BYTES], "after the header"
+    assert sent[1:] == [PIECE_BYTES[0]], "after the header"
 
 
 def test_whatever_hangs_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,8 @@ class RateLimit:
 
 _ANSWERS = 8  # requests that may wait for an answer, beside those that send
 _LEAST_S = 0.2  # seconds at the direction's full rate, the least for a part
+_PIECE_S = 0.01  # seconds at a connection's rate: a piece is what is sent at once, and costs 15 µs
+PIECE_BYTES = (1 << 15, 1 << 18)  # the smallest and the largest
 
 Range = tuple[int, int]  # half-open
 
@@ -85,6 +87,11 @@ class Direction:
         wide = int(self.rate.bytes_per_s * _LEAST_S)  # each part is a request, which costs both sides some milliseconds
         part = min(max(-(-size // share), least, wide), max(most, wide))
         return [(start, min(start + part, size)) for start in range(0, size, part)]
+
+    @property
+    def piece_bytes(self) -> int:
+        """How many bytes of a body to send at once."""
+        return min(max(int(self.rate.bytes_per_s / self.parallel.now * _PIECE_S), PIECE_BYTES[0]), PIECE_BYTES[1])
 
     def set_far(self, count: int, part_bytes: Range) -> None:
         """Start again with `count` connections, and never use fewer from now on."""

@@ -83,7 +83,8 @@ class StoreUpload:
 
     def _send(self, url: str, headers: dict[str, str]) -> None:
         """Send the payload, once. Raises Transient if it did not arrive."""
-        channel, pieces = self._channel, pieces_of(self._buffers, 0, self._size)
+        channel = self._channel
+        pieces = pieces_of(self._buffers, 0, self._size, channel.line.up.piece_bytes)
         with channel.line.up.slot() as slot, channel.line.stalls.watched():
             self._on_line()
             try:

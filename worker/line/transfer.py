@@ -5,8 +5,8 @@ that have arrived, so a broken connection costs one part; a part of a download r
 the whole payload is checked at the end, which finds every fault.
 
 Uploads are streamed because httpcore's cost for one large `bytes` body grows with the square of its size; a generator
-costs a quarter of that at 100 MB, least of all if its pieces stay in the cache. Downloads copy the socket's chunks into
-memory that was allocated once.
+costs a quarter of that at 100 MB, and an eighth in pieces of 256 KiB instead of 32. Downloads copy the socket's chunks
+into memory that was allocated once.
 """
 
 import re
@@ -41,7 +41,6 @@ from worker.line.line import Line, Range, Slot
 from worker.line.retry import Retry, Signal
 from worker.line.store import StorePath, check_store_url, origin
 
-SEND_BYTES = 1 << 15
 _RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")
 # Shorter than the 30 s that the coordinator allows, so that a worker that is asked to stop leaves soon.
 LONG_POLL_S = 5
@@ -167,7 +166,8 @@ class Upload:
 
     def _attempt(self, start: int, stop: int) -> None:
         """Send one part, once. Raises Problem, Transient, httpx.TransportError, UnexpectedAnswer and Stopped."""
-        channel, pieces = self._channel, pieces_of(self._buffers, start, stop)
+        channel = self._channel
+        pieces = pieces_of(self._buffers, start, stop, channel.line.up.piece_bytes)
         with channel.line.up.slot() as slot, channel.line.stalls.watched():
             self._note_begun()
             with channel.up.stream(
@@ -205,12 +205,12 @@ class Upload:
         }
 
 
-def pieces_of(buffers: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Return bytes [start, stop) of the concatenated buffers, in pieces of at most SEND_BYTES."""
+def pieces_of(buffers: Sequence[memoryview], start: int, stop: int, most: int) -> list[memoryview]:
+    """Return bytes [start, stop) of the concatenated buffers, in pieces of at most `most` bytes."""
     pieces, begin = [], 0
     for view in buffers:
         first, last = max(start - begin, 0), min(stop - begin, len(view))
-        pieces += [view[at : min(at + SEND_BYTES, last)] for at in range(first, last, SEND_BYTES)]
+        pieces += [view[at : min(at + most, last)] for at in range(first, last, most)]
         begin += len(view)
     return pieces
 
