@@ -84,16 +84,28 @@ def played(running: InThread, run: str) -> Played:
     return played
 
 
+# A notice is on the page for six seconds only.
+KEEP_NOTICES = """window.notices = [];
+new MutationObserver((changes) => changes.filter((each) => each.target.id === "notice").forEach((each) =>
+  each.addedNodes.forEach((line) => notices.push(line.textContent)))
+).observe(document, { childList: true, subtree: true });"""
+
+
 @contextmanager
 def opened(
     browser: Browser, running: InThread, fragment: str, token: str | None = None, **options: Any
 ) -> Iterator[Tab]:
     """The page, by a link with a token; at the end its console must have been silent, and nobody else asked."""
     with tab(browser, **(options or WIDE)) as found:
+        found.page.add_init_script(KEEP_NOTICES)
         found.page.goto(f"{running.url}/#token={token or running.admin_token}&{fragment}")
         yield found
         assert found.complaints == []
         assert {url for url in found.asked if not url.startswith(f"{running.url}/")} == set()
+
+
+def await_notice(found: Tab, text: str) -> None:
+    wait_until(lambda: bool(found.page.evaluate("text => notices.some((each) => each.includes(text))", text)))
 
 
 def sentence(found: Tab) -> Locator:
@@ -208,7 +220,7 @@ def test_steering_by_clicks(browser: Browser, played: Played) -> None:
         click(found, "Pause")
         expect(page.locator("h1 + span .badge")).to_have_text("paused")
         assert info(running, run)["state"] == "paused"
-        expect(page.get_by_role("status").filter(has_text="The run is paused")).to_be_visible()
+        await_notice(found, "The run is paused")
         expect(steer.get_by_role("button")).to_have_text(["Resume", "Drain", "Stop"])
         click(found, "Resume")
         expect(page.locator("h1 + span .badge")).to_have_text("running")
@@ -264,7 +276,7 @@ def test_evicting_banning_and_readmitting(browser: Browser, played: Played) -> N
         click(found, "Evict", "dialog")
         expect(page.locator("tr", has_text="cas").locator(".badge")).to_have_text("banned")
         click(found, "Readmit cas")
-        expect(page.get_by_role("status").filter(has_text="cas can take part again")).to_be_visible()
+        await_notice(found, "cas can take part again")
         wait_until(lambda: len(events(running, run, "readmitted")) == 1)
         expect(page.get_by_role("button", name="Readmit cas")).to_have_count(0)
 

@@ -532,7 +532,7 @@ MUTANTS = [
     Mutant("returns no units of the dead", ("I6",), 0, _no_units_returned),
     Mutant("weighs stale work more than the rest", ("I9", REFUSED), 2, _weighs_stale_work_more),
     Mutant("returns no units of rounds that were missed", ("I6",), 0, _forgotten_units_kept),
-    Mutant("lets a worker carry units that were dealt again", ("I6", "I9", REFUSED), 144, _carries_whatever_it_says),
+    Mutant("lets a worker carry units that were dealt again", ("I6", "I9", REFUSED), 146, _carries_whatever_it_says),
     Mutant("deals private units to other workers", ("I6",), 1, _one_pool_for_all),
     Mutant("consumes units outside the transaction", ("I6",), 0, _units_consumed_elsewhere),
     Mutant("trusts its state file after a crash", ("I3", "I4", "I5"), 329, _trusts_its_state_file),
