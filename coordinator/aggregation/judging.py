@@ -94,7 +94,7 @@ class Verdict:
 @dataclass(frozen=True)
 class Judgement:
     """The verdicts by worker, and the reference that later rounds compare theirs with; None if all norms are zero, or
-    nobody was in time: little may remain of late work, less the mean that it missed, so it is not the measure of others.
+    nobody was in time: of late work, less the mean that it missed, little may remain, so it is no measure of others.
     `close`: pairs of workers whose directions are closer than their agreement with the others explains, with their
     distance as a share of the usual one: 0 for the same direction, 1 for the usual distance."""
 
@@ -149,13 +149,17 @@ def judge(
         return replace(judgement, verdicts={worker: verdicts[worker] for worker in evidence})
     reference = _reference([each.measure.norm for each in evidence.values()], usual, plausible)
     in_time = [each.measure.norm for each in evidence.values() if not each.late]
+    least = reference  # what is too short is compared with this
     if reference is not None and usual is not None and 0 < len(in_time) < len(evidence):
-        reference = max(reference, min(_reference(in_time, usual, plausible) or 0.0, usual))
-    if reference is None:
+        timely = _reference(in_time, usual, plausible) or reference
+        reference, least = max(reference, min(timely, usual)), min(reference, timely)
+    if reference is None or least is None:
         return Judgement(None, {worker: Verdict(1.0) for worker in evidence})
     work = statistics.median(each.work for each in evidence.values())
     allowed = clipped * min(max((usual or 0.0) / reference, 1.0), clipped)
-    verdicts = {worker: _by_norm(each, reference, work, allowed, least_agreement) for worker, each in evidence.items()}
+    verdicts = {
+        worker: _by_norm(each, reference, least, work, allowed, least_agreement) for worker, each in evidence.items()
+    }
     if rule not in NORMS:
         verdicts = {worker: replace(each, factor=1.0, reason="") for worker, each in verdicts.items()}
     elif all(each.factor == 0 for each in verdicts.values()):
@@ -196,9 +200,11 @@ def _reference(norms: list[float], usual: float | None, plausible: float) -> flo
     return min(found, plausible)
 
 
-def _by_norm(each: Evidence, reference: float, work: float, clipped: float, least_agreement: float) -> Verdict:
-    """Judge a contribution by its norm. `work`: the round's median, in work units. `clipped`: the largest honest norm
-    for that much work, as a multiple of the reference."""
+def _by_norm(
+    each: Evidence, reference: float, least: float, work: float, clipped: float, least_agreement: float
+) -> Verdict:
+    """Judge a contribution by its norm. `least`: the reference without late work, if that is smaller. `work`: the
+    round's median, in work units. `clipped`: the largest honest norm for that work, in references."""
     norm = each.measure.norm
     share = each.work / work if work > 0 else 1.0
     ratio = norm / reference
@@ -206,7 +212,7 @@ def _by_norm(each: Evidence, reference: float, work: float, clipped: float, leas
     if ratio > LEFT_OUT * max(1.0, share):
         return Verdict(0.0, f"{compared}: more than {LEFT_OUT:g} times is not plausible for training", ratio)
     # The delta of the missed round is subtracted from late work, so its norm may be near 0.
-    if norm < LAZY * min(1.0, share) * reference and not each.all_late:
+    if norm < LAZY * min(1.0, share) * least and not each.all_late:
         return Verdict(0.0, f"{compared}: less than {LAZY:g} times contains almost no work", ratio)
     usual = max(1.0, share)
     allowed = usual * (max(clipped, CLIPPED_UNEQUAL) if each.late or share > 1 else clipped)

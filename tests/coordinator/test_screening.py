@@ -469,6 +469,15 @@ def test_a_round_in_which_nobody_was_in_time_says_nothing_of_what_is_usual() -> 
     assert judge(evidence_of(vectors), 1.0).reference == pytest.approx(0.47, rel=0.05)
 
 
+def test_work_that_is_in_time_is_not_too_short_beside_the_late_work_of_three_rounds() -> None:
+    """Of two boxes; after a reference of 1.13, one sent 0.19 in time, the other 1.89."""
+    evidence = evidence_of(
+        [each * np.float32(norm) for each, norm in zip(honest(2), (0.187, 1.89), strict=True)], late=3
+    )
+    assert factors(judge(evidence, 1.13, clipped=1.5)) == [1.0, 1.0]
+    assert factors(judge({**evidence, "w1": replace(evidence["w1"], late=0)}, 1.13, clipped=1.5)) == [0.0, 1.0]
+
+
 def test_nobody_is_compared_with_late_work() -> None:
     """Two that had missed the same round came less its mean, which was the third one's: they agreed that it opposed them."""
     in_time, *late = honest(3, 0.05)

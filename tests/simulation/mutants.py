@@ -545,7 +545,7 @@ MUTANTS = [
     Mutant("lets one outweigh all others", ("I9",), 24, _outweighed_by_one),
     Mutant("believes every contribution", ("I10",), 15, _believes_every_contribution),
     Mutant("writes a contribution's row before its blob", ("I2",), 0, _writes_the_row_before_the_blob),
-    Mutant("signs uploads of any bytes", ("I2", "I6"), 83, _signs_uploads_of_any_bytes),
+    Mutant("signs uploads of any bytes", ("I2", "I6"), 147, _signs_uploads_of_any_bytes),
     Mutant("commits what a worker has uploaded without a checksum", ("I2",), 10, _commits_without_a_checksum),
     Mutant("leaves out whom one evaluator accuses", ("I11",), 61, _leaves_out_whom_one_accuses),
     Mutant("keeps the units of a round that is dropped", ("I6",), 66, _keeps_the_units_of_a_dropped_round),
