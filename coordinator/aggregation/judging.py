@@ -148,13 +148,13 @@ def judge(
         verdicts = judgement.verdicts | copies
         return replace(judgement, verdicts={worker: verdicts[worker] for worker in evidence})
     reference = _reference([each.measure.norm for each in evidence.values()], usual, plausible)
+    if reference is None:
+        return Judgement(None, {worker: Verdict(1.0) for worker in evidence})
     in_time = [each.measure.norm for each in evidence.values() if not each.late]
     least = reference  # what is too short is compared with this
-    if reference is not None and usual is not None and 0 < len(in_time) < len(evidence):
+    if usual is not None and 0 < len(in_time) < len(evidence):
         timely = _reference(in_time, usual, plausible) or reference
         reference, least = max(reference, min(timely, usual)), min(reference, timely)
-    if reference is None or least is None:
-        return Judgement(None, {worker: Verdict(1.0) for worker in evidence})
     work = statistics.median(each.work for each in evidence.values())
     allowed = clipped * min(max((usual or 0.0) / reference, 1.0), clipped)
     verdicts = {

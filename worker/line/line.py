@@ -43,7 +43,7 @@ class RateLimit:
 
 _ANSWERS = 8  # requests that may wait for an answer, beside those that send
 _LEAST_S = 0.2  # seconds at the direction's full rate, the least for a part
-_PIECE_S = 0.01  # seconds at a connection's rate: a piece is what is sent at once, and costs 15 µs
+_PIECE_S = 0.01  # seconds at a connection's rate: a piece is what is sent at once, and costs 20 µs
 PIECE_BYTES = (1 << 15, 1 << 18)  # the smallest and the largest
 
 Range = tuple[int, int]  # half-open
