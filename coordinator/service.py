@@ -119,7 +119,6 @@ class Coordinator:
         url = url_of(settings.database, settings.data_dir)
         if term is not None:
             url = postgresql.named(url, term.fence.holder)
-            term.data.empty_scratch()
             self.data = term.data
             self.database = opened.enter_context(closing(Database(url, term.fence)))
             store = store or store_at(
@@ -142,6 +141,7 @@ class Coordinator:
         self.waiters = Waiters()
         self.memory = MemoryBudget()
         self.partial_uploads = PartialUploads(clock, settings.parts_bytes_per_member)
+        opened.callback(self.partial_uploads.sweep, -math.inf)
         self.quotas = Quotas(settings, clock)
         self.read_threads, self.parse_thread = CapacityLimiter(READS_AT_ONCE), CapacityLimiter(1)
         self.tokens = Tokens(self.database, now)

@@ -39,10 +39,7 @@ class DataDirectory:
         self._lock = open_locked(root / "lock", refusal)
         self._scratch = root / "incoming"
         self._numbers = itertools.count()
-        self.empty_scratch()
-
-    def empty_scratch(self) -> None:
-        """Delete the local files of an earlier coordinator."""
+        # At a process's start alone: requests of an earlier term of this process delete their own files.
         shutil.rmtree(self._scratch, ignore_errors=True)
         self._scratch.mkdir()
 

@@ -161,9 +161,9 @@ class PartialUploads:
                 del self._found[key]
         whole.discard()
 
-    def sweep(self) -> None:
-        """Forget uploads that have received nothing for KEPT_S seconds."""
-        before = self._clock() - KEPT_S
+    def sweep(self, kept_s: float = KEPT_S) -> None:
+        """Forget uploads that have received nothing for `kept_s` seconds."""
+        before = self._clock() - kept_s
         with self._lock:
             stale = {key: whole for key, whole in self._found.items() if whole.touched < before}
             for key in stale:

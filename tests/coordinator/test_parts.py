@@ -17,6 +17,7 @@ from fastapi import Request
 
 from coordinator.http import uploads
 from coordinator.http.uploads import ROUNDS, Sink
+from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store import partial_uploads
 from coordinator.store.data_directory import DataDirectory
@@ -282,6 +283,17 @@ def test_what_one_member_may_be_sending_at_once_is_bounded_by_what_a_round_takes
     for place in parts.places[1:]:
         last = parts.send(*place)
     assert last.status_code == 201
+
+
+def test_a_coordinator_that_closes_deletes_its_parts_and_no_request_s_file(tmp_path: Path) -> None:
+    """One that leads again has the directory of the term before, in which requests may still be at work."""
+    coordinator = Coordinator(Settings(data_dir=tmp_path))
+    whole = coordinator.partial_uploads.get(("owner", "upload"), 10, bytes(32), coordinator.data.scratch)
+    whole.add(0, Body(memoryview(b"half").cast("B"), 4, bytes(32)))
+    (kept := coordinator.data.scratch()).touch()
+    assert len(list((tmp_path / "incoming").iterdir())) == 2
+    coordinator.close()
+    assert list((tmp_path / "incoming").iterdir()) == [kept]
 
 
 class Crumbs:

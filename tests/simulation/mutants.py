@@ -550,7 +550,7 @@ MUTANTS = [
     Mutant("leaves out whom one evaluator accuses", ("I11",), 61, _leaves_out_whom_one_accuses),
     Mutant("keeps the units of a round that is dropped", ("I6",), 66, _keeps_the_units_of_a_dropped_round),
     Mutant("takes a dropped state for the new one", ("I11",), 251, _takes_the_dropped_state_for_the_new_one),
-    Mutant("judges old work by its weight", ("I2",), 740053, _judges_old_work_by_its_weight),
+    Mutant("judges old work by its weight", ("I2",), 740136, _judges_old_work_by_its_weight),
     Mutant("writes whoever leads", ("I2", "I6", "I7"), 36, _writes_whoever_leads),
     Mutant("lets two lead with one token", ("I", REFUSED), 1, _two_lead_with_one_token),
     Mutant("reads the token before its transaction", ("I2", "I4", "I6"), 137, _reads_the_token_before_the_transaction),
