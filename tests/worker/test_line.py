@@ -49,6 +49,15 @@ def test_a_line_that_carries_nothing_is_handed_little() -> None:
     assert 0 < handed < 1 << 20
 
 
+def test_much_of_an_answer_is_read_at_once() -> None:
+    class Large(Handler):
+        def do_GET(self) -> None:  # noqa: N802
+            self.answer(200, bytes(1 << 22))
+
+    with serving(Large) as url, open_http(url) as http, http.stream("GET", "/") as answer:
+        assert max(map(len, answer.iter_raw())) > 1 << 16  # httpcore's own
+
+
 @pytest.mark.slow
 def test_the_proxies_of_the_environment_are_used_and_handed_little_too(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []

@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Literal
 
+import httpcore
+
 from outerstep.common.connections import congestion_text, probe_when_idle, set_congestion_control
 
 UNSENT_BYTES = 1 << 17  # 0.1 s at 10 Mbit/s; loopback is as fast with it as without
@@ -33,6 +35,8 @@ QUEUED = 1.3
 _STATE_AT, _UNACKED_AT, _RTT_AT, _MIN_RTT_AT = 0, 24, 68, 148
 _ESTABLISHED = 1
 _SIOCOUTQ = 0x5411  # Linux: bytes of a TCP socket that the peer has not acknowledged
+
+httpcore.HTTP11Connection.READ_NUM_BYTES = 1 << 18  # at once; it costs a third less time per byte than 64 KiB
 
 Pool = Literal["up", "down", "other"]  # uploads, downloads, all other requests
 

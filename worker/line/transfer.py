@@ -4,9 +4,8 @@ Parts go in order over as many parallel connections as pay off (line.py). The co
 that have arrived, so a broken connection costs one part; a part of a download resumes where it broke off. The digest of
 the whole payload is checked at the end, which finds every fault.
 
-Uploads are streamed because httpcore's cost for one large `bytes` body grows with the square of its size; a generator
-costs a quarter of that at 100 MB, and an eighth in pieces of 256 KiB instead of 32. Downloads copy the socket's chunks
-into memory that was allocated once.
+Uploads are streamed because httpcore's cost for one large `bytes` body grows with the square of its size. Downloads
+copy the socket's chunks into memory that was allocated once.
 """
 
 import re
