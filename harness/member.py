@@ -11,18 +11,30 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.codecs import CODECS
+from protocol.codecs.base import Codec
 from protocol.digest import Buffer, StateHash, content_digest, digest
 from protocol.errors import PROBLEM_PREFIX
 from protocol.fragments import TensorSpec
 from protocol.messages import Assignment, DataSummary, JoinReply, JoinRequest, UploadGrant
 from protocol.outer_step import outer_step
 from protocol.spec.run import RunSpec
-from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, StateHeader, pack_frames, pack_header
+from protocol.wire import CHUNK_ELEMENTS, ContributionHeader, Payload, StateHeader, pack_frame, pack_header
 from worker.state.work import count, first_units
 
 F32 = npt.NDArray[np.float32]
 TENSORS = [TensorSpec(name="a", shape=[300, 3]), TensorSpec(name="b", shape=[77])]
 DATA = DataSummary(digest="ab" * 32, units=1000)
+
+
+def pack_frames(values: F32, codec: Codec, *, zstd: bool, chunk_elements: int = CHUNK_ELEMENTS) -> list[Buffer]:
+    """Encode float32[n] into frames. Raises CodecError for values that the codec cannot represent."""
+    frames: list[Buffer] = []
+    for start in range(0, len(values), chunk_elements):
+        chunk = values[start : start + chunk_elements]
+        raw = np.empty(codec.size(len(chunk)), np.uint8)
+        codec.encode(chunk, raw)
+        frames.append(pack_frame(raw, zstd=zstd))
+    return frames
 
 
 def waiting(sync: str) -> str:

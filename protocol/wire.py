@@ -20,7 +20,6 @@ import zstandard
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter, ValidationError, model_validator
 
 from protocol.codecs import CODECS, CodecName
-from protocol.codecs.base import Codec
 from protocol.digest import DIGEST_BYTES, Buffer
 from protocol.errors import WireError, WireFault
 
@@ -156,17 +155,6 @@ def pack_frame(raw: U8, *, zstd: bool) -> Buffer:
         if len(packed) < len(raw):
             return packed
     return raw.data
-
-
-def pack_frames(values: F32, codec: Codec, *, zstd: bool, chunk_elements: int = CHUNK_ELEMENTS) -> list[Buffer]:
-    """Encode float32[n] into frames. Raises CodecError for values that the codec cannot represent."""
-    frames: list[Buffer] = []
-    for start in range(0, len(values), chunk_elements):
-        chunk = values[start : start + chunk_elements]
-        raw = np.empty(codec.size(len(chunk)), np.uint8)
-        codec.encode(chunk, raw)
-        frames.append(pack_frame(raw, zstd=zstd))
-    return frames
 
 
 def pack_header(header: Header) -> bytes:

@@ -167,7 +167,7 @@ async def contribute(
     layout = layout_with(run, fragment)
     limit = max_payload_bytes(run.spec.sync.upload_codec, layout.elements[fragment])
     round_bytes = max_payloads_bytes(run.spec.sync.upload_codec, len(layout.fragments), layout.total_elements)
-    async with receive_upload(http, service, limit, round_bytes, service.memory) as upload:
+    async with receive_upload(http, service, limit, round_bytes, len(run.members)) as upload:
         reply = await run_in_threadpool(_accept, run, layout, worker, number, fragment, upload)
     if isinstance(reply, PartReply):
         return part_response(reply)

@@ -3,7 +3,6 @@
 A body is a payload or, with Content-Range, a part of one.
 """
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -21,13 +20,12 @@ from coordinator.service import Coordinator
 from coordinator.settings import Settings
 from coordinator.store.data_directory import DataDirectory
 from coordinator.store.partial_uploads import PartialUpload
-from coordinator.store.payloads import Body, MemoryBudget
+from coordinator.store.payloads import Body
 from protocol.digest import parse_content_digest
 from protocol.errors import Problem, Remedy
 from protocol.messages import PartReply
 
 CHUNK_BYTES = 1 << 18  # of a body that goes into a file: held in memory at once
-POLL_S = 0.01  # between attempts to get memory
 ROUNDS = 4  # rounds of payloads that a member may send at once: a broken connection keeps its payload for a while
 MAX_MISSING = 100  # missing ranges in one response
 
@@ -133,11 +131,11 @@ class ReceivedUpload:
 
 @asynccontextmanager
 async def receive_upload(
-    request: Request, service: Coordinator, max_bytes: int, round_bytes: int, budget: MemoryBudget | None = None
+    request: Request, service: Coordinator, max_bytes: int, round_bytes: int, members: int = 0
 ) -> AsyncIterator[ReceivedUpload]:
-    """Receive the request's body, into memory if `budget` allows it. The block then gets the upload and calls
-    `complete`.
+    """Receive the request's body. The block then gets the upload and calls `complete`.
 
+    `members`: how many share the memory for payloads; 0 if the body is to go into a file.
     `round_bytes`: the size of all payloads that the member sends in a round. At most ROUNDS times that many bytes of
     this member may arrive at once. Its payloads with missing parts have the same limit.
 
@@ -145,14 +143,18 @@ async def receive_upload(
     digest), digest-mismatch, request-timeout, too-many-requests.
     """
     size, announced, part = _announced(request, max_bytes)
-    with service.quotas.upload(_owner(request), size, ROUNDS * round_bytes):
-        sink = Sink(size, announced, service.data, None if budget is None else await _take(budget, size))
+    owner = _owner(request)
+    with service.quotas.upload(owner, size, ROUNDS * round_bytes):
+        memory = None
+        if members:  # a part is in memory for a moment, and does not count as a payload
+            memory = await service.memory.take_soon(size, *((owner, members) if part is None else ("", 1)))
+        sink = Sink(size, announced, service.data, memory)
         try:
             await sink.receive(request, service.settings)
             if part is None:
                 yield ReceivedUpload(sink, service.data)
             else:
-                with _part_of_whole(request, service, sink, part, round_bytes, budget) as upload:
+                with _part_of_whole(request, service, sink, part, round_bytes, members) as upload:
                     yield upload
         finally:
             sink.discard()
@@ -165,12 +167,12 @@ def _owner(request: Request) -> str:
 
 @contextmanager
 def _part_of_whole(
-    request: Request, service: Coordinator, sink: Sink, part: Part, round_bytes: int, budget: MemoryBudget | None
+    request: Request, service: Coordinator, sink: Sink, part: Part, round_bytes: int, members: int
 ) -> Iterator[ReceivedUpload]:
     """Give the block a part of a payload. Forget that payload once it is accepted or finally rejected."""
 
     def target() -> memoryview | Path:
-        memory = None if budget is None else budget.take(part.total)
+        memory = service.memory.take(part.total, key[0], members) if members else None
         return service.data.scratch() if memory is None else memory
 
     key = _owner(request), request.url.path
@@ -190,16 +192,6 @@ def _part_of_whole(
 def part_response(reply: PartReply) -> Response:
     """Return the response to a part, while other parts of the payload are missing."""
     return Response(reply.model_dump_json(), HTTPStatus.ACCEPTED, media_type="application/json")
-
-
-async def _take(budget: MemoryBudget, size: int) -> memoryview | None:
-    """Return memory for a body; None if there is none. Waits a moment if other uploads are about to free theirs,
-    because that is cheaper than using a file."""
-    content = budget.take(size)
-    while content is None and budget.frees_up(size):
-        await asyncio.sleep(POLL_S)
-        content = budget.take(size)
-    return content
 
 
 def _announced(request: Request, max_bytes: int) -> tuple[int, bytes, Part | None]:

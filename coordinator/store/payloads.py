@@ -1,10 +1,11 @@
 """Payloads: reading them chunk by chunk from blobs and local files, and a budget for those that stay in memory."""
 
+import asyncio
 import hashlib
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ DELTAS_BYTES = 24 << 20
 # If memory was freed less than this many seconds ago, more is likely to follow. On fast networks fragments are averaged
 # in quick succession, so memory is freed at shorter intervals. On slow ones few uploads begin so soon after that.
 FREES_UP_WITHIN_S = 0.3
+POLL_S = 0.01  # between attempts to get memory
 
 
 class ReadBuffer:
@@ -180,24 +182,39 @@ class MemoryBudget:
         self._lock = threading.Lock()
         self._free_bytes = contributions_bytes
         self._freed_at = -FREES_UP_WITHIN_S
-        self._returned: deque[int] = deque()  # sizes, added by finalizers, which must not wait for a lock
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()  # by owner
+        self._held: Counter[str] = Counter()  # bytes by owner
+        self._returned: deque[tuple[str, int]] = deque()  # added by finalizers, which must not wait for a lock
         self._deltas: OrderedDict[bytes, memoryview] = OrderedDict()  # by digest, the oldest first
         self._deltas_bytes = 0
 
-    def take(self, size: int) -> memoryview | None:
-        """Return memory for a contribution of `size` bytes; None if the budget does not allow it.
+    def take(self, size: int, owner: str = "", owners: int = 1) -> memoryview | None:
+        """Return memory for a contribution of `size` bytes; None if the budget does not allow it. After its first one,
+        each of `owners` has an equal share: who is ahead leaves the others what they need to catch up.
 
         The memory returns to the budget as soon as nothing refers to it.
         """
         with self._lock:
             self._take_back()
-            if size > self._free_bytes:
+            held = self._held[owner]
+            if size > self._free_bytes or (held and (held + size) * owners > self.contributions_bytes):
                 return None
             self._free_bytes -= size
+            self._held[owner] = held + size
             self._drop_deltas()
         memory = aligned(size)
-        weakref.finalize(memory.obj, self._returned.append, size).atexit = False
+        weakref.finalize(memory.obj, self._returned.append, (owner, size)).atexit = False
         return memory
+
+    async def take_soon(self, size: int, owner: str, owners: int) -> memoryview | None:
+        """Like `take`, but wait a moment if others are about to return theirs, because that is cheaper than using a
+        file. An owner's payloads get memory in the order of the calls, since they are averaged in about that order."""
+        async with self._turns.setdefault(owner, asyncio.Lock()):
+            content = self.take(size, owner, owners)
+            while content is None and self.frees_up(size):
+                await asyncio.sleep(POLL_S)
+                content = self.take(size, owner, owners)
+            return content
 
     def frees_up(self, size: int) -> bool:
         """Return True if `size` bytes may be available soon, because some memory was freed just now."""
@@ -220,8 +237,11 @@ class MemoryBudget:
 
     def _take_back(self) -> None:
         while self._returned:
-            self._free_bytes += self._returned.popleft()
+            owner, size = self._returned.popleft()
+            self._free_bytes += size
+            self._held[owner] -= size
             self._freed_at = self._clock()
+        self._held = +self._held  # without those who hold nothing
 
     def _drop_deltas(self) -> None:
         while self._deltas_bytes > self._deltas_own_bytes + self._free_bytes:

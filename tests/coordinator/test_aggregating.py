@@ -20,11 +20,12 @@ from coordinator.aggregation.residual import Residual
 from coordinator.aggregation.tasks import Aggregate, Given
 from coordinator.store.blobs import RunNames
 from coordinator.store.payloads import MemoryBudget
+from harness.member import pack_frames
 from harness.stores import BytesReader, MemoryBlobs, read, spoil
 from protocol.codecs import CODECS
 from protocol.digest import Buffer, digest
 from protocol.spec.sections import SyncSpec
-from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
+from protocol.wire import ContributionHeader, Payload, pack_header
 
 F32 = np.float32
 

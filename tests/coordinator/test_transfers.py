@@ -68,6 +68,41 @@ def test_room_is_lent_up_to_its_bound_and_comes_back_with_the_last_reference() -
     assert memory.take(60) is not None
 
 
+def test_who_is_ahead_leaves_the_others_their_shares() -> None:
+    memory = MemoryBudget(100)
+    ahead = [memory.take(20, "ahead", 2), memory.take(30, "ahead", 2)]
+    assert None not in ahead
+    assert memory.take(1, "ahead", 2) is None
+    assert memory.take(1) is not None, "what has no owner"
+    large = memory.take(50, "behind", 2)
+    assert large is not None
+    assert memory.take(51, "large", 2) is None
+    del ahead, large
+    assert memory.take(51, "large", 2) is not None, "the first one may be larger than a share"
+
+
+def test_the_payloads_of_one_get_room_in_their_order() -> None:
+    memory, got = MemoryBudget(100, clock=SettableClock()), list[str]()
+
+    async def take(name: str, size: int, owner: str) -> None:
+        assert await memory.take_soon(size, owner, 1) is not None
+        got.append(name)
+
+    async def at_once() -> None:
+        assert memory.take(90) is not None  # which comes back, so that more is expected
+        kept = memory.take(60)
+        waiting = [asyncio.create_task(take("first", 70, "a")), asyncio.create_task(take("second", 10, "a"))]
+        await asyncio.sleep(0)  # both have asked
+        await take("another's", 10, "b")
+        assert kept is not None
+        assert got == ["another's"]
+        del kept
+        await asyncio.gather(*waiting)
+
+    asyncio.run(at_once())
+    assert got == ["another's", "first", "second"]
+
+
 def test_room_is_expected_only_where_some_has_just_come_back_and_never_more_than_there_is() -> None:
     clock = SettableClock()
     memory = MemoryBudget(100, clock=clock)

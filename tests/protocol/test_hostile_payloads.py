@@ -13,9 +13,10 @@ import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from harness.member import pack_frames
 from protocol.codecs import CODECS
 from protocol.errors import WireError
-from protocol.wire import PREFIX, ContributionHeader, Payload, pack_frames, pack_header
+from protocol.wire import PREFIX, ContributionHeader, Payload, pack_header
 from tests.support.cases import case
 
 N = 600  # elements

@@ -9,6 +9,7 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.member import pack_frames
 from protocol.codecs import CODECS
 from protocol.digest import StateHash, content_digest, digest, parse_content_digest
 from protocol.errors import WireError
@@ -21,7 +22,6 @@ from protocol.wire import (
     StateHeader,
     chunk_sizes,
     max_payload_bytes,
-    pack_frames,
     pack_header,
 )
 

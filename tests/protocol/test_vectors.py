@@ -15,6 +15,7 @@ import torch
 
 from coordinator.aggregation.mean import aggregate, encoded
 from coordinator.aggregation.residual import Residual
+from harness.member import pack_frames
 from protocol.codecs import CODECS, REFERENCE
 from protocol.codecs.base import Codec
 from protocol.digest import StateHash, content_digest, digest, model_digest, parse_content_digest
@@ -25,7 +26,7 @@ from protocol.outer_step import in_numpy, outer_step
 from protocol.spec.model import ModelSpec
 from protocol.spec.run import RunSpec
 from protocol.spec.sections import DataSpec, InnerSpec, SyncSpec
-from protocol.wire import ContributionHeader, Payload, pack_frames, pack_header
+from protocol.wire import ContributionHeader, Payload, pack_header
 from worker.codecs import TORCH_CODECS, unpack_payload
 from worker.codecs.torch_codecs import IN_TORCH, TorchCodec
 from worker.data.open_training_set import TextData
