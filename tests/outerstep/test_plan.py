@@ -9,11 +9,12 @@ import pytest
 
 from benchmarks.frontier import measuring as frontier
 from benchmarks.frontier.rows import SYNCHRONOUS
+from harness.member import pack_frames
 from outerstep import plan
 from outerstep.plan import Workload
 from protocol.codecs import CODECS
 from protocol.fragments import TensorSpec, plan_fragments
-from protocol.wire import CHUNK_ELEMENTS, Contributor, DeltaHeader, pack_frames, pack_header
+from protocol.wire import CHUNK_ELEMENTS, Contributor, DeltaHeader, pack_header
 from tests.outerstep.conftest import outerstep
 from worker.line import line
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from harness.member import pack_frames
 from protocol import wire
 from protocol.codecs import CODECS
 from protocol.digest import Buffer
@@ -111,7 +112,7 @@ def test_several_chunks(codec: str, zstd: bool) -> None:
     n = 2 * wire.CHUNK_ELEMENTS + 777
     values = np.random.default_rng(0).standard_t(3, n).astype(np.float32)
     frames = pack_fragment(torch.from_numpy(values), codec, zstd=zstd)
-    expected = wire.pack_frames(values, CODECS[codec], zstd=zstd)
+    expected = pack_frames(values, CODECS[codec], zstd=zstd)
     assert [bytes(frame) for frame in frames] == [bytes(frame) for frame in expected]
 
     payload = payload_of(codec, n, frames)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from harness.member import pack_frames
 from protocol.codecs import CODECS
 from protocol.errors import WireError
 from protocol.fragments import TensorSpec, plan_fragments
 from protocol.outer_step import outer_step
 from protocol.spec.sections import OuterSpec
-from protocol.wire import CHUNK_ELEMENTS, DeltaHeader, Payload, pack_frames, pack_header
+from protocol.wire import CHUNK_ELEMENTS, DeltaHeader, Payload, pack_header
 from worker.errors import Resync
 from worker.state.outer_state import OuterState
 
