@@ -337,7 +337,8 @@ class FakeAsyncio:
     def __init__(self, scheduler: Scheduler) -> None:
         loop = FakeLoop(scheduler)
         self.Event = lambda: AsyncEvent(scheduler)
-        self.Semaphore = lambda _: nullcontext()  # whoever wants to: so more orders are tried than there are in truth
+        # Whoever wants to: so more orders are tried than there are in truth.
+        self.Semaphore, self.Lock = lambda _: nullcontext(), nullcontext
         self.get_running_loop = lambda: loop
         self.create_task = partial(AsyncTask, scheduler)
         self._scheduler = scheduler
