@@ -25,7 +25,7 @@ DELTAS_BYTES = 24 << 20
 # If memory was freed less than this many seconds ago, more is likely to follow. On fast networks fragments are averaged
 # in quick succession, so memory is freed at shorter intervals. On slow ones few uploads begin so soon after that.
 FREES_UP_WITHIN_S = 0.3
-POLL_S = 0.01  # between attempts to get memory
+POLL_S, LONGEST_S = 0.01, 1.0  # between attempts to get memory, and of all together
 
 
 class ReadBuffer:
@@ -190,9 +190,8 @@ class MemoryBudget:
 
     def take(self, size: int, owner: str = "", owners: int = 1) -> memoryview | None:
         """Return memory for a contribution of `size` bytes; None if the budget does not allow it. After its first one,
-        each of `owners` has an equal share: who is ahead leaves the others what they need to catch up.
-
-        The memory returns to the budget as soon as nothing refers to it.
+        each of `owners` has an equal share: who is ahead leaves the others what they need to catch up. The memory
+        returns to the budget as soon as nothing refers to it.
         """
         with self._lock:
             self._take_back()
@@ -210,8 +209,8 @@ class MemoryBudget:
         """Like `take`, but wait a moment if others are about to return theirs, because that is cheaper than using a
         file. An owner's payloads get memory in the order of the calls, since they are averaged in about that order."""
         async with self._turns.setdefault(owner, asyncio.Lock()):
-            content = self.take(size, owner, owners)
-            while content is None and self.frees_up(size):
+            content, until = self.take(size, owner, owners), self._clock() + LONGEST_S
+            while content is None and self.frees_up(size) and self._clock() < until:
                 await asyncio.sleep(POLL_S)
                 content = self.take(size, owner, owners)
             return content

@@ -81,6 +81,20 @@ def test_who_is_ahead_leaves_the_others_their_shares() -> None:
     assert memory.take(51, "large", 2) is not None, "the first one may be larger than a share"
 
 
+def test_nobody_waits_long_for_room_while_others_are_busy() -> None:
+    clock = SettableClock()
+
+    class Busy(MemoryBudget):
+        def frees_up(self, size: int) -> bool:
+            clock.advance(0.3)
+            return True
+
+    memory = Busy(100, clock=clock)
+    held = memory.take(60, "a", 2)
+    assert asyncio.run(memory.take_soon(10, "a", 2)) is None
+    assert held is not None
+
+
 def test_the_payloads_of_one_get_room_in_their_order() -> None:
     memory, got = MemoryBudget(100, clock=SettableClock()), list[str]()
 
