@@ -145,9 +145,8 @@ async def receive_upload(
     size, announced, part = _announced(request, max_bytes)
     owner = _owner(request)
     with service.quotas.upload(owner, size, ROUNDS * round_bytes):
-        memory = None
-        if members:  # a part is in memory for a moment, and does not count as a payload
-            memory = await service.memory.take_soon(size, *((owner, members) if part is None else ("", 1)))
+        share = (owner, members) if part is None else ("", 1)  # a part is in memory for a moment, and is no payload
+        memory = await service.memory.take_soon(size, *share) if members else None
         sink = Sink(size, announced, service.data, memory)
         try:
             await sink.receive(request, service.settings)
